@@ -16,6 +16,8 @@ from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.reports import (
     AttentionSamples,
+    FrontPoint,
+    PlanFront,
     ReportContent,
     TokenSamples,
     TradeOffPoint,
@@ -58,7 +60,17 @@ def _example(depth: int, heads: int) -> ReportContent:
         history=history(depth, heads),
         costs=(costs(model), costs(slim)),
         latency=(latency(),),
+        front=front(),
     )
+
+
+def front() -> PlanFront:
+    """Gives three measured plans, of which the last one was timed."""
+    points = (
+        FrontPoint(0.97, 0.002, 0.996, 0.0, 0.97, 0.99, description="qk 92 % of the ranks"),
+        FrontPoint(0.943, 0.011, 0.986, -0.0056, 0.9, 0.92, 0.943, f"qk 53 % of the ranks {HOSTILE}"),
+    )
+    return PlanFront("latency", points, 192, {"batch": 32})
 
 
 def spread_model(depth: int = 3, heads: int = 4) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing is asked of the network, nothing overflows, light and dark, and on paper."""
+"""The report in a real browser: no request, no overflow, light and dark, on paper, and the explorer by keyboard."""
 
 import re
 import shutil
@@ -21,8 +21,8 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-SECTIONS = ["verdict", "prescription", "ranks", "maps", "spectra", "evidence", "controls", "robustness", "trade-off"]
-SECTIONS += ["costs", "tokens", "attention", "training", "provenance"]
+OPEN = ["front", "trade-off", "changes", "tokens", "attention"]
+FOLDED = ["prescription", "maps", "spectra", "evidence", "controls", "robustness", "costs", "training", "provenance"]
 
 # Whatever reaches beyond the window without lying in a box that scrolls by itself.
 OVERFLOWING = """() => [...document.querySelectorAll('main *, nav *')].filter(element => {
@@ -39,11 +39,24 @@ LEAST_CONTRAST = """() => {
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const page = light(getComputedStyle(document.body).backgroundColor);
-    const words = "p, h2, td, th, small, .result, dd";
+    const words = "p, h2, h3, h4, td, th, small, .result, dd, dt, button, .answer span, .bar-row span";
+    const behind = element => {
+        const own = getComputedStyle(element).backgroundColor;
+        return own !== "rgba(0, 0, 0, 0)" ? light(own) : element.parentElement ? behind(element.parentElement) : page;
+    };
     const ratios = [...document.querySelector("main").querySelectorAll(words)]
-        .map(element => light(getComputedStyle(element).color))
-        .map(word => (Math.max(word, page) + 0.05) / (Math.min(word, page) + 0.05));
+        .filter(element => !element.disabled)
+        .map(element => [light(getComputedStyle(element).color), behind(element)])
+        .map(([word, under]) => (Math.max(word, under) + 0.05) / (Math.min(word, under) + 0.05));
     return Math.min(...ratios);
+}"""
+
+
+# Lengths of the bars of the first pair, as shares of their track.
+BARS = """() => {
+    const width = (row, part) => row.querySelector(part).getBoundingClientRect().width;
+    const rows = [...document.querySelectorAll('.bars:first-child .bar-row')];
+    return rows.map(row => width(row, '.fill') / width(row, '.track'));
 }"""
 
 
@@ -80,16 +93,25 @@ def opened(browser, report: Path, scheme: str, width: int) -> Iterator:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, 420, 1280, 1600])
 @pytest.mark.slow
 def test_the_page_opens_alone_and_fits(opened, report: Path, scheme: str, width: int):
     page, heard = opened
-    assert [line for line in heard if not line.startswith("data:image/png")] == [report.as_uri()]
-    for name in SECTIONS:
+    for name in OPEN:
         assert page.locator(f"#{name} > h2").is_visible(), name
+    for name in FOLDED:
+        assert page.locator(f"#{name} > details > summary").is_visible(), name
+    assert page.locator(".answer").bounding_box()["y"] < 500 and page.locator(".bars").first.is_visible()
+    fits(page, width)
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    fits(page, width)
+    assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    assert [line for line in heard if not line.startswith("data:image/png")] == [report.as_uri()]
+
+
+def fits(page, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate(OVERFLOWING) == []
-    assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
 
 
 @pytest.mark.parametrize("width", [1280])
@@ -106,15 +128,127 @@ def test_words_stand_out_from_the_page(opened, scheme: str, width: int):
 @pytest.mark.parametrize("width", [1280])
 @pytest.mark.parametrize("scheme", ["light"])
 @pytest.mark.slow
+def test_bars_are_as_long_as_their_amounts(opened, scheme: str, width: int):
+    page, _ = opened
+    assert page.evaluate(BARS) == pytest.approx([1.0, 0.943], abs=0.01)
+
+
+@pytest.mark.parametrize("width", [1280])
+@pytest.mark.parametrize("scheme", ["light"])
+@pytest.mark.slow
 def test_contents_and_reasons_open(opened, scheme: str, width: int):
     page, _ = opened
     reason = page.locator("#prescription td.words").first
     assert not reason.is_visible()
     page.locator("#prescription summary").first.click()
+    page.locator("#prescription details details summary").first.click()
     assert reason.is_visible()
+    assert not page.locator("#evidence table").is_visible()
     page.locator("nav a", has_text="Evidence").click()
-    assert page.url.endswith("#evidence")
+    assert page.url.endswith("#evidence") and page.locator("#evidence table").is_visible()
     assert page.evaluate("document.querySelector('#evidence').getBoundingClientRect().top") < 450
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("scheme", ["light"])
+@pytest.mark.slow
+def test_the_slider_moves_through_the_plans_by_keyboard(opened, scheme: str, width: int):
+    page, heard = opened
+    slider, state = page.locator("#explorer input"), page.locator("#explorer .state")
+    values, dot = page.locator("#explorer dd"), page.locator("#front .cursor").first
+    assert state.inner_text() == "1.06\N{MULTIPLICATION SIGN}, this model: measured plan"
+    chosen, place = values.all_inner_texts(), float(dot.get_attribute("cx"))
+    assert chosen[0] == "1.06\N{MULTIPLICATION SIGN}" and len(chosen) == 6
+    assert page.locator("#explorer [aria-live=polite]").count() == 1
+    slider.focus()
+    for _ in range(20):
+        page.keyboard.press("ArrowLeft")
+    assert "predicted" in state.inner_text() and values.all_inner_texts() != chosen
+    assert "predicted" in slider.get_attribute("aria-valuetext") and float(dot.get_attribute("cx")) < place
+    page.keyboard.press("Home")
+    assert values.all_inner_texts()[:2] == ["1.00\N{MULTIPLICATION SIGN}", "0.0\N{NO-BREAK SPACE}points"]
+    assert state.inner_text() == "original: measured plan"
+    stop = page.locator("#explorer button").nth(1)
+    stop.press("Enter")
+    assert "speed predicted by the cost table" in state.inner_text() and stop.get_attribute("aria-pressed") == "true"
+    assert outlined(page, stop)
+    fits(page, width)
+    assert not [line for line in heard if line.startswith("error")]
+
+
+def outlined(page, element) -> bool:
+    """Whether the focus on an element is visible."""
+    element.focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Shift+Tab")
+    return element.evaluate("each => parseFloat(getComputedStyle(each).outlineWidth) > 0")
+
+
+@pytest.mark.parametrize("width", [420, 1280, 1600])
+@pytest.mark.parametrize("scheme", ["dark"])
+@pytest.mark.slow
+def test_a_head_shows_its_spectrum(opened, scheme: str, width: int):
+    page, _ = opened
+    inspector, cell = page.locator("#inspector"), page.locator('#changes [data-head="qk-1-3"]')
+    assert not inspector.is_visible()
+    cell.hover()
+    assert inspector.is_visible() and "Layer 1, head 3" in inspector.inner_text()
+    assert "of 16 directions kept" in inspector.inner_text() and inspector.locator("svg .spectrum-line").count() == 1
+    box = inspector.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    page.mouse.move(0, 0)
+    assert not inspector.is_visible()
+    first = page.locator('#changes [data-head="qk-0-0"]')
+    first.focus()
+    assert "Layer 0, head 0" in inspector.inner_text() and first.get_attribute("aria-label").startswith(
+        "layer 0, head 0"
+    )
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    assert "Layer 1, head 1" in inspector.inner_text()
+    assert page.evaluate("document.querySelectorAll('#changes [data-head][tabindex=\"0\"]').length") == 1
+    page.keyboard.press("Escape")
+    assert not inspector.is_visible()
+    fits(page, width)
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("scheme", ["light"])
+@pytest.mark.slow
+def test_an_image_shows_its_tokens_layer_by_layer(opened, scheme: str, width: int):
+    page, _ = opened
+    viewer = page.locator("#viewer")
+    state, image = viewer.locator(".state"), viewer.locator("[data-sample]").nth(1)
+    assert "before layer 3" in state.inner_text() and viewer.locator(".stage .veil").count() == 1
+    image.focus()
+    page.keyboard.press("Enter")
+    assert state.inner_text().startswith("eight, before layer 3") and image.get_attribute("aria-pressed") == "true"
+    drawn = viewer.locator(".stage .veil").get_attribute("d")
+    page.keyboard.press("ArrowLeft")
+    assert "before layer 2" in state.inner_text() and viewer.locator(".stage .veil").get_attribute("d") != drawn
+    page.keyboard.press("ArrowLeft")
+    assert "64 patches" in state.inner_text() and viewer.locator(".stage .veil").count() == 0
+    assert viewer.get_by_role("button", name="Earlier").is_disabled()
+    viewer.get_by_role("button", name="Later").press("Enter")
+    assert "before layer 2" in state.inner_text()
+    viewer.get_by_role("slider").press("ArrowRight")
+    assert "before layer 3" in state.inner_text()
+    assert page.evaluate("new Set([...document.querySelectorAll('[id]')].map(each => each.id)).size") == page.evaluate(
+        "document.querySelectorAll('[id]').length"
+    )
+
+
+@pytest.mark.slow
+def test_the_page_is_complete_without_scripts(browser, report: Path):
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, java_script_enabled=False)
+    page = context.new_page()
+    page.goto(report.as_uri())
+    assert not page.locator("#explorer").is_visible() and not page.locator("#viewer").is_visible()
+    assert not page.locator(".with-script").first.is_visible()
+    assert page.locator("#tokens .patches figure").count() == 6 and page.locator("#tokens .patches").first.is_visible()
+    page.locator("#front summary").click()
+    assert page.locator("#front tbody tr").count() == 3
+    context.close()
 
 
 @pytest.mark.parametrize("width", [690])  # A4 between its margins
@@ -127,4 +261,5 @@ def test_paper_is_light_and_shows_what_is_folded(opened, tmp_path: Path, scheme:
     assert page.evaluate("document.documentElement.scrollWidth") == width
     pdf = page.pdf(format="A4")
     assert pdf.startswith(b"%PDF-")
+    assert not page.locator("#explorer").is_visible() and page.locator("#tokens .patches").first.is_visible()
     assert 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 20

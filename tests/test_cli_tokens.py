@@ -225,6 +225,9 @@ def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace)
     told = record("plan", made.run, "--target", "macs=0.8x", "--data", made.data, *ways, "--out", folder)
     assert told["price"] <= 0.8 and told["explained"] and len(told["front"]) > 1
     file = folder / "prescription.json"
+    page = made.root / "planned.html"
+    record("report", "--plan", folder / "plan.json", "--prescription", file, "--out", page)
+    assert 'id="explorer"' in page.read_text() and "Accuracy against cost" in page.read_text()
     realized = record("realize", made.run, "--prescription", file, "--out", slim)
     assert realized["macs_down_percent"] == pytest.approx(100 * (1 - told["price"]), abs=0.1)
     words = ("verify", slim, "--reference", made.run, "--data", made.data, "--checks", "promises")

@@ -1,5 +1,6 @@
 """Evidence: the measured claims about a candidate against its reference, with values, limits and outcomes."""
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -166,6 +167,14 @@ class Evidence(Displayed):
         words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
         parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
         return f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
+
+    def to_html(self) -> str:
+        """Returns a whole HTML page of the evidence, as `write_report` writes it, e.g. for an iframe of a notebook.
+
+        Needs the optional library jinja2.
+        """
+        # A page is made by `attnrx.reports`, which imports this module.
+        return importlib.import_module("attnrx.reports").evidence_page(self)
 
     def of(self, check: str) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.check == check)

@@ -1,6 +1,6 @@
 """The whole workflow in one call: plans, realizes and verifies a smaller model for a target."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +15,22 @@ from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import suited_diagnostics
 from attnrx.errors import AttnrxError, DataError, InvalidInput
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import Evidence
 from attnrx.model_data import splits_for
-from attnrx.models import family_of, model_fingerprint
+from attnrx.models import family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan
 from attnrx.planning.effort import effort_of
 from attnrx.planning.target import DROP
 from attnrx.prescription import Prescription
 from attnrx.progress import Log, no_log
-from attnrx.reports import write_report
+from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
+from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSED, PREDICTED = 64, 128
 ROUNDS, SMALL = 12, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
+SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
 
@@ -37,13 +39,16 @@ STATE = ".state"
 class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
-    It unpacks as `model, prescription, evidence`.
+    It unpacks as `model, prescription, evidence`. For the report there are the `diagnosis` of the original, and in
+    `samples` a few normalized test images with their classes.
     """
 
     model: nn.Module
     prescription: Prescription
     evidence: Evidence
     plan: Plan
+    diagnosis: Diagnosis | None = None
+    samples: tuple[ImageBatch, tuple[str, ...]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
@@ -58,10 +63,26 @@ class Shrunk:
     def save(self, folder: Path | str, onnx: bool = True) -> Path:
         """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime."""
         folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
-        write_report(folder / "report.html", evidence=self.evidence, prescription=self.prescription)
+        write_report(folder / "report.html", self.report(f"attnrx: {folder.name}"))
         if onnx:
             export(self.model, folder / "model.onnx")
         return folder
+
+    def report(self, title: str) -> ReportContent:
+        """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
+        tokens = None
+        if self.samples is not None and reduction_of(self.model) is not None:
+            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
+                tokens = sample_tokens(self.model, *self.samples)
+        return ReportContent(
+            title,
+            self.evidence.about,
+            self.prescription,
+            self.diagnosis,
+            self.evidence,
+            tokens=tokens,
+            front=PlanFront.of_record(self.plan.to_record()),
+        )
 
 
 def shrink(  # noqa: PLR0913  (a keyword for every target)
@@ -121,7 +142,17 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             checks = (Accuracy(None), *checks)
         about = {"target": str(target), "effort": effort, "batch": batch}
         evidence = verify(slim, original, tested, checks, about, prescription=prescription, seed=seed, batch_size=32)
-    return Shrunk(slim, prescription, evidence, found)
+    return Shrunk(slim, prescription, evidence, found, diagnosis, _samples(tested, getattr(data, "class_names", ())))
+
+
+def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:
+    """Returns the first images with the names of their classes, which are empty without labels."""
+    batch = next(iter(images.take(min(SHOWN, len(images))).batches(SHOWN)))
+    labels: list[int] = batch.labels.tolist()
+    if min(labels) < 0:
+        return batch.images, ()
+    names = dict(enumerate(class_names))
+    return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
 
 
 def target_of(
@@ -183,29 +214,3 @@ def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log)
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
     return found
-
-
-def summary_of(evidence: Evidence) -> str:
-    """Returns one sentence: how much faster, the change of accuracy, the divergence, MACs, and the images."""
-    by_quantity = {str(finding.details.get("quantity")): finding for finding in evidence.findings}
-    parts = []
-    latency = by_quantity.get("promised_latency")
-    if latency is not None and latency.low is not None and latency.high is not None:
-        setting = latency.details["promised"]
-        parts.append(
-            f"{1 / latency.value:.2f}x faster [{1 / latency.high:.2f}, {1 / latency.low:.2f}] at batch "
-            f"{setting['batch']} on {setting['threads']} thread{'s' * (setting['threads'] != 1)}"
-        )
-    change = by_quantity.get("accuracy change")
-    if change is not None:
-        parts.append(f"{change.value:+.1f} points of accuracy [{change.low:+.1f}, {change.high:+.1f}]")
-    divergence = by_quantity.get("divergence")
-    if divergence is not None:
-        parts.append(f"KL {divergence.value:.3f}")
-    parts += [_saved(by_quantity, name) for name in ("MACs", "parameters")]
-    return ", ".join(part for part in parts if part) + f", {evidence.about['images']:,} images"
-
-
-def _saved(findings: dict[str, Finding], name: str) -> str:
-    found = findings.get(name)
-    return "" if found is None else f"{found.value:.0f} % fewer {name}"

@@ -234,6 +234,9 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
         spent = getattr(costs, found.spend) / getattr(before, found.spend)
         assert spent == pytest.approx(found.cost) and spent <= Target.parse(target).most
     assert found.explained and found.front[-1].cost == found.cost
+    for point in found.front:
+        assert point.description and None not in (point.agreement, point.macs, point.change)
+        assert 0 <= (point.agreement or 0) <= 1 and 0 < (point.macs or 0) <= 1
     assert found.front[-1].divergence <= max(trial["divergence"] for trial in found.about["trials"])
     path = found.save(tmp_path / "plan")
     assert read_json(path)["target"] == target

@@ -1,5 +1,7 @@
 """A report shows what it was given, leaves out what it was not given, and is a file that stands alone."""
 
+import base64
+import hashlib
 import json
 import re
 from dataclasses import asdict, replace
@@ -11,19 +13,28 @@ import torch
 
 import cases
 import report_content
-from attnrx.costs import LatencyComparison
+from attnrx.costs import LatencyComparison, Ratio
+from attnrx.diagnostics import suited_diagnostics
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence, Finding
+from attnrx.model_diagnosis import diagnose
+from attnrx.models import family_of
+from attnrx.prescription import LayerPrescription, Prescription, ScoreDecision, TokenPrescription
 from attnrx.realization import realize
-from attnrx.reports import AttentionSamples, ReportContent, sample_attention, write_report
+from attnrx.reports import AttentionSamples, ReportContent, sample_attention, summary_of, write_report
 from attnrx.reports.numbers import TIMES
 from attnrx.reports.page import SECTIONS, render
+from attnrx.reports.sections.layers import explored_spectra
+from attnrx.reports.sections.verdict import verdict
+from attnrx.rules import prescribe_maps
+from pictures import speckles
 
 EVERYTHING = [
-    "verdict", "prescription", "ranks", "maps", "spectra", "evidence", "controls", "robustness", "trade-off", "costs",
-    "tokens", "attention", "training", "provenance",
+    "verdict", "front", "trade-off", "changes", "tokens", "attention", "prescription", "maps", "spectra", "evidence",
+    "controls", "robustness", "costs", "training", "provenance",
 ]  # fmt: skip
-VOID = {"meta", "img", "br"}
+FOLDED = EVERYTHING[EVERYTHING.index("prescription") :]
+VOID = {"meta", "img", "br", "input"}
 
 
 class Page(HTMLParser):
@@ -33,6 +44,8 @@ class Page(HTMLParser):
         super().__init__()
         self.sections: list[str] = []
         self.addresses: list[str] = []
+        self.folded: list[str] = []
+        self.scripts: list[str] = []
         self.words = ""
         self._open: list[str] = []
         self.feed(page)
@@ -44,6 +57,8 @@ class Page(HTMLParser):
             self._open.append(tag)
         if tag == "section":
             self.sections.append(named["id"] or "")
+        if tag == "details" and named.get("class") == "fold":
+            self.folded.append(self.sections[-1])
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -53,8 +68,14 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self._open[-1:] != ["style"]:
+        if self._open[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self._open[-1:] != ["style"]:
             self.words += data
+
+
+def spectra_of(model):
+    return tuple(layer.spectrum() for layer in family_of(model).attention(model))
 
 
 def shown(content: ReportContent) -> Page:
@@ -69,6 +90,7 @@ def whole() -> str:
 def test_everything_given_is_shown_in_order():
     page = Page(whole())
     assert page.sections == EVERYTHING
+    assert page.folded == FOLDED
     contents = [address for address in page.addresses if address.startswith("#")]
     assert contents[: 1 + len(EVERYTHING)] == ["#content", *(f"#{name}" for name in EVERYTHING)]
 
@@ -81,7 +103,8 @@ def test_every_section_is_left_out_without_its_data():
 @pytest.mark.parametrize(
     ("part", "sections"),
     [
-        ("prescription", ["prescription", "ranks"]),
+        ("prescription", ["changes", "prescription"]),
+        ("front", ["front"]),
         ("diagnosis", ["maps", "spectra"]),
         ("trade_off", ["trade-off"]),
         ("tokens", ["tokens"]),
@@ -101,12 +124,25 @@ def test_the_page_needs_nothing_else():
     page = whole()
     addresses = Page(page).addresses
     assert all(address.startswith(("#", "data:image/png;base64,")) for address in addresses)
-    assert not re.search(r"<script|<link|<iframe|@import|url\(|https?://", page.replace("&lt;script", ""))
+    # The only address in the scripts is the name of SVG elements, which is not fetched.
+    alone = page.replace('"http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"<link|<iframe|@import|url\(|https?://|fetch\(|import\(|XMLHttp", alone)
+
+
+def test_only_the_script_of_the_page_may_run():
+    page = whole()
+    data, script = Page(page).scripts
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'" == policy
+    assert sorted(json.loads(data)) == ["front", "spectra"]
+    assert "<" not in data
 
 
 def test_words_of_the_content_are_escaped():
     page = whole()
-    assert "<script" not in page
+    assert "<script>alert" not in page
+    assert page.count("<script") == 2
     assert page.count("&lt;script&gt;alert(") >= 2
     assert report_content.HOSTILE in Page(page).words
 
@@ -127,15 +163,109 @@ def test_the_verdict_of_a_good_candidate():
     assert "No claim has a limit to hold. 1 more quantity is reported" in shown(ReportContent("", evidence=none)).words
 
 
-def test_headline_numbers_are_those_of_the_parts():
+def test_the_page_begins_with_the_result():
+    words = " ".join(Page(whole()).words.partition("All images")[0].split())
+    minus = "\N{MINUS SIGN}"
+    sentence = (
+        f"1.06{TIMES} faster at batch 32 on 2 threads [1.05, 1.07], {minus}0.6 points of accuracy [{minus}2.0, +0.8], "
+        f"10 % fewer MACs, 8 % fewer parameters, 360 images."
+    )
+    assert sentence in words
+    assert words.index(sentence) < words.index("1 of 5 claims does not hold.") < words.index("Latency ms, batch 32")
+    assert "Latency ms, batch 32 original 43.7 smaller 41.2" in words
+    assert "Top-1 accuracy % original 96.4 smaller 95.8" in words
+    assert "Speed: batch 32, 2 threads, float32, PyTorch 2.11.0, a quiet machine. Brackets" in words
+
+
+def test_bars_are_shares_of_the_larger_model():
     content = report_content.example()
     assert content.costs is not None
-    assert content.prescription is not None
+    bars = {pair.title: pair for pair in verdict(content).data["bars"]}
+    assert list(bars) == ["Latency", "Top-1 accuracy", "Parameters", "MACs of one image"]
+    latency = bars["Latency"].after
+    assert (latency.share, latency.low, latency.high) == pytest.approx((0.943, 0.931, 0.956))
     before, after = content.costs
-    words = Page(whole()).words
-    assert f"{100 * content.prescription.removed_share:.1f}\N{NO-BREAK SPACE}%" in words
-    assert f"{before.params:,} → {after.params:,}" in words
-    assert f"\N{MINUS SIGN}{100 * before.saving(after).macs_share:.2f}\N{NO-BREAK SPACE}%" in words
+    assert bars["Parameters"].before.share == 1.0
+    assert bars["Parameters"].after.share == pytest.approx(after.params / before.params)
+    accuracy = bars["Top-1 accuracy"].after
+    assert (accuracy.share, accuracy.low, accuracy.high) == pytest.approx((0.9583, 0.932, 0.975))
+    slower = replace(content.latency[0], ratio=Ratio(1.25, 1.2, 1.3))
+    first = verdict(replace(content, latency=(slower,))).data["bars"][0]
+    assert (first.before.share, first.after.share, first.after.high) == pytest.approx((0.8, 1.0, 1.3 / 1.25))
+    assert f"0.80{TIMES} the speed" in shown(replace(content, latency=(slower,))).words
+
+
+def test_the_sentence_is_the_same_on_the_page_and_in_a_console():
+    evidence = report_content.evidence()
+    assert summary_of(evidence) == "-0.6 points of accuracy [-2.0, +0.8], 360 images"
+    ratio = {"value": 0.625, "low": 0.6, "high": 0.64}
+    promised = {"ratio": 0.63, "batch": 32, "threads": 1, "precision": "float32", "torch": "2.1", "hardware": "a CPU"}
+    details = {"quantity": "promised_latency", "promised": promised, "within": 0.1}
+    old = Finding("promises", "time", 0.625, "x", low=0.6, high=0.64, details=details)
+    before = summary_of(replace(evidence, findings=(*evidence.findings, old)))
+    assert before.startswith("1.60x faster at batch 32 on 1 thread [1.56, 1.67], -0.6 points")
+    page = shown(
+        ReportContent("speed", evidence=replace(evidence, findings=(replace(old, limit=0.7, outcome="holds"),)))
+    )
+    row = " ".join(page.words.partition("Robustness")[0].split())
+    assert "speed of a forward pass of 32, relative to the reference, at least as predicted by the plan" in row
+    assert f"1.60{TIMES}" in row and "[1.56, 1.67]" in row and "time of a forward pass" not in row
+    timing = {"median": 0.2, "low": 0.19, "high": 0.21}
+    measured = {"ratio": ratio, "batch": 32, "threads": 1, "reference": timing, "candidate": timing}
+    new = replace(old, details={**details, "measured": {**measured, "conditions": {"precision": "float32"}}})
+    assert summary_of(replace(evidence, findings=(*evidence.findings, new))) == before
+
+
+def test_only_what_changed_is_shown():
+    content = report_content.example()
+    assert content.prescription is not None and content.tokens is not None
+    whole_layers = tuple(
+        LayerPrescription({"qk": ScoreDecision(torch.ones_like(qk.keep), qk.strength, qk.reasons)})
+        for qk in (layer.qk for layer in content.prescription.layers)
+    )
+    tokens = TokenPrescription.of(content.tokens.policy)
+    of_tokens = Prescription(whole_layers, {}, content.prescription.fingerprint, {}, tokens)
+    page = shown(ReportContent("tokens only", prescription=of_tokens, diagnosis=content.diagnosis))
+    assert "attention_received before 2 layers" in " ".join(page.words.split())
+    assert "Query and key" not in page.words and not re.search(r"(?<![\d.])0\s%", page.words)
+    assert "changes" not in shown(ReportContent("same", prescription=replace(of_tokens, tokens=None))).sections
+
+
+def test_sections_are_unfolded_where_they_are_the_content():
+    assert '<details class="fold" open>' not in whole()
+    page = render(ReportContent("evidence", evidence=report_content.evidence()))
+    assert page.count('<details class="fold" open>') == page.count('<details class="fold"') == 4
+
+
+def test_evidence_is_a_page_of_its_own():
+    page = Page(report_content.evidence().to_html())
+    assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
+
+
+def test_the_spectra_of_the_explorer_are_those_of_the_prescription():
+    content = report_content.example()
+    assert content.prescription is not None
+    spectra = json.loads(Page(whole()).scripts[0])["spectra"]
+    keys = set(re.findall(r'data-head="([^"]*)"', whole()))
+    assert keys == set(spectra) == {f"qk-{layer}-{head}" for layer in range(3) for head in range(4)}
+    for index, layer in enumerate(content.prescription.layers):
+        for head, rank in enumerate(layer.qk.ranks):
+            own = spectra[f"qk-{index}-{head}"]
+            assert own["keep"].count("1") == rank and len(own["keep"]) == len(own["energy"]) == 16
+            assert own["energy"][0] == 1.0 and own["energy"] == sorted(own["energy"], reverse=True)
+
+
+def test_a_rewritten_head_shows_what_was_cut():
+    model = cases.model(cases.CONFIGS["dense"])
+    images = speckles(cases.CONFIGS["dense"])
+    diagnosis = diagnose(model, images, diagnostics=suited_diagnostics(spectra_of(model), moments=True))
+    given = prescribe_maps(diagnosis, "qk=uniform_rank:2,metric=mix vo=total_rank:0.5 fc1=uniform_rank:3")
+    found = explored_spectra(ReportContent("rewritten", prescription=given, diagnosis=diagnosis))
+    assert found["qk-1-0"]["keep"] == "1100" and all(energy > 0 for energy in found["qk-1-0"]["energy"])
+    for layer, decided in enumerate(given.layers):
+        ranks = decided.outputs["vo"].ranks
+        assert [found[f"vo-{layer}-{head}"]["keep"].count("1") for head in range(len(ranks))] == list(ranks)
+    assert found["fc1-0-0"]["keep"].count("1") == 3 and found["fc1-0-0"]["title"] == "Layer 0, fc1"
 
 
 def test_reasons_and_kept_ranks_are_shown():
@@ -192,7 +322,7 @@ def test_evidence_read_from_a_file_is_enough(tmp_path):
     )
     page = Page(path.read_text(encoding="utf-8"))
     assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
-    assert page.words.count("[\N{MINUS SIGN}2.0, 0.8]") == 3  # the verdict twice, and the table
+    assert page.words.count("[\N{MINUS SIGN}2.0, 0.8]") == 2  # the failed claim, and the table
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["evidence.json", "report.html"]
 
 

@@ -16,7 +16,7 @@ from attnrx.realization import realize
 from attnrx.reports import PathwayRanks, ReportContent, model_ranks
 from attnrx.reports.page import render
 from attnrx.reports.ranks import HeadRank, prescribed_ranks
-from attnrx.reports.sections.layers import ranks
+from attnrx.reports.sections.layers import changes
 from attnrx.rules import SharedRank, TotalRank, prescribe_maps
 from cases import CONFIGS, model, with_heads
 from pictures import speckles
@@ -93,7 +93,7 @@ def test_the_picture_holds_every_number_in_its_colour() -> None:
         "12 x 12",
         ranks=(PathwayRanks("Query and key", heads, rows), PathwayRanks("MLP", ("fc1", "fc2"), (whole,))),
     )
-    section = ranks(content)
+    section = changes(content)
     assert section is not None
     drawn = [ElementTree.fromstring(figure.picture) for figure in section.data["figures"]]
     cells = list(drawn[0].iter("rect"))

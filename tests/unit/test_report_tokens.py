@@ -17,7 +17,18 @@ from attnrx.reports import ReportContent, TokenSamples, sample_attention, sample
 from attnrx.reports.drawing import AxisScale
 from attnrx.reports.figures import patch_picture
 from attnrx.reports.page import render
-from attnrx.tokens import AttentionReceived, ClassAttention, DynamicViT, EViT, Random, Reducer, TokenPolicy, ToMe
+from attnrx.tokens import (
+    AttentionReceived,
+    ClassAttention,
+    DynamicViT,
+    EViT,
+    PiToMe,
+    Random,
+    Reducer,
+    TokenPolicy,
+    ToMe,
+    Ward,
+)
 from pictures import write_folder
 from pretrained import adopted_once
 from test_cli import call, record
@@ -103,11 +114,54 @@ def test_a_picture_covers_what_left() -> None:
     left = torch.tensor([[True, False], [True, True]])
     svg = patch_picture("cat", "tokens-0", left)
     veil, outline = re.findall(r'<path class="(?:veil|outline)" d="([^"]*)"', svg)
-    assert veil == "M112.00 0.00h112.00v112.00h-112.00z"
+    assert veil == "M1 0h1v1h-1z"
     assert outline.count("M") == 2  # its left side and its lower side
     assert 'href="#tokens-0"' in svg
     whole = patch_picture("cat", "tokens-0", torch.ones(2, 2, dtype=torch.bool), "data:image/png;base64,AA")
     assert "veil" not in whole and 'id="tokens-0"' in whole
+
+
+@pytest.mark.parametrize("reducer", [Ward(), ToMe(), PiToMe()], ids=["ward", "tome", "pitome"])
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_merged_patches_are_grouped_as_in_the_tokens(reducer: Reducer, by: str) -> None:
+    model = report_content.spread_model()
+    attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (0.7, 0.5)), by)
+    samples = sample_tokens(model, images(model, 3))
+    groups, left = samples.groups, samples.left
+    assert groups is not None
+    assert bool(left.gather(2, groups).all())  # every patch is in the token of a patch that is left
+    for image, stage in ((image, stage) for image in range(3) for stage in range(2)):
+        assert set(groups[image, stage].tolist()) == set(left[image, stage].nonzero().flatten().tolist())
+    same = groups[:, 0, :, None] == groups[:, 0, None]
+    later = groups[:, 1, :, None] == groups[:, 1, None]
+    assert bool((later | ~same).all())  # merged patches stay together
+    reduction = reduction_of(model)
+    assert reduction is not None and reduction.run.sizes is not None
+    sizes = torch.zeros(3, 64, dtype=torch.float64)
+    last, prefix = reduction.run.patch_indices, reduction.shape.layout.prefix
+    assert last is not None
+    sizes.scatter_(1, last, reduction.run.sizes[:, prefix:].double())
+    counted = torch.zeros_like(sizes).scatter_add(1, groups[:, 1], torch.ones(3, 64, dtype=torch.float64))
+    assert torch.allclose(counted, sizes.where(sizes > 0, torch.zeros_like(sizes)))
+    assert reduction.policy.reducer is reducer
+    page = render(ReportContent("merged", tokens=samples))
+    assert "Merged patches are outlined together" in page and 'class="group"' in page and 'class="veil"' not in page
+
+
+def test_a_batch_in_chunks_is_sampled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("vit")
+    reduced(model, Ward())
+    whole = sample_tokens(model, images(model, 4))
+    single = [sample_tokens(model, one) for one in images(model, 4).split(1)]
+    assert whole.groups is not None
+    assert torch.equal(whole.groups, torch.cat([one.groups for one in single if one.groups is not None]))
+
+
+def test_groups_are_outlined_and_filled() -> None:
+    left, groups = torch.tensor([[True, True, False]]), torch.tensor([[0, 1, 1]])
+    svg = patch_picture("cat", "tokens-0", left, groups=groups, fills={1: "#102030"})
+    assert re.findall(r'<path class="(\w+)" d="([^"]*)"', svg) == [("group", "M1 0h2v1h-2z"), ("seam", "M1 0v1")]
+    assert 'fill="#102030"' in svg
 
 
 def test_the_page_says_in_words_where_patches_are_left() -> None:

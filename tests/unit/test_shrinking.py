@@ -1,5 +1,6 @@
 """One call to a smaller model: its target, the images it plans and verifies on, its folder, and how it goes on."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import attnrx as rx
 import cases
 from attnrx.errors import DataError, InvalidInput, NotSupported
 from attnrx.models import ViTConfig, model_fingerprint
-from attnrx.planning import Target
-from attnrx.shrinking import parts_of, target_of
+from attnrx.planning import Plan, Point, Target
+from attnrx.reports import summary_of
+from attnrx.shrinking import Shrunk, parts_of, target_of
 from comparisons import pixels
 from planned import CONFIG, original
 
@@ -76,7 +78,25 @@ def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
     assert "<table>" in evidence._repr_html_()
     found.save(folder, onnx=False)
     assert {"model.safetensors", "README.md", "report.html", "evidence.json"} <= {one.name for one in folder.iterdir()}
+    page = (folder / "report.html").read_text()
+    sections = re.findall(r'<section id="([^"]*)"', page)
+    assert sections[:2] == ["verdict", "front"] and {"changes", "maps", "spectra", "evidence"} <= set(sections)
+    assert ("tokens" in sections) == (prescription.tokens is not None)
+    assert found.summary() == summary_of(evidence) and "fewer MACs" in page.partition("</p>")[2]
     assert model_fingerprint(rx.load(folder)) == model_fingerprint(slim)
+
+
+def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -> None:
+    model = original()
+    prescription = rx.prescribe(model, "tokens=ward:0.5@2,3")
+    evidence = rx.verify(rx.realize(model, prescription), model, images(16), prescription=prescription)
+    point = Point(0.7, 0.01, 0.01)
+    plan = Plan(prescription, "macs=0.7x", "macs", 0.7, {}, (), (point,))
+    shown = next(pixels(CONFIG, 8).batches(8)).images, ("cat",) * 8
+    found = Shrunk(rx.realize(model, prescription), prescription, evidence, plan, None, shown)
+    page = found.save(tmp_path / "slim", onnx=False) / "report.html"
+    assert page.read_text().count("<h3>cat</h3>") == 8 and 'class="group"' in page.read_text()
+    assert "% of the score directions" not in page.read_text()
 
 
 def test_a_call_goes_on_where_it_was(tmp_path: Path) -> None:

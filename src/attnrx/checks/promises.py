@@ -1,7 +1,7 @@
 """Promises: the latency and accuracy predicted by a plan, compared with new measurements on other images."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -93,7 +93,12 @@ class Promises(Check):
             "x",
             **judged(ratio.value, limit, (ratio.low, ratio.high), measured.rounds, at_least=False),
             seed=protocol.seed,
-            details={"quantity": "promised_latency", "promised": dict(promised), "within": self.within},
+            details={
+                "quantity": "promised_latency",
+                "promised": dict(promised),
+                "within": self.within,
+                "measured": {**asdict(measured), "image_shape": list(measured.image_shape)},
+            },
         )
 
 

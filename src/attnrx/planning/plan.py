@@ -17,11 +17,22 @@ KIND, SCHEMA = "attnrx plan", 1
 
 @dataclass(frozen=True)
 class Point:
-    """One plan of the Pareto front: its cost as a share of the original's, predicted and measured divergence (nats)."""
+    """One plan of the Pareto front: its cost as a share of the original's, predicted and measured divergence (nats).
+
+    `agreement` and `change` of top-1 accuracy are shares of the images of the plan, `macs` and `params` shares of the
+    original's. `latency` is the measured ratio to the original's, None for a plan that was not timed. `description`
+    summarizes the choices.
+    """
 
     cost: float
     sensitivity: float
     divergence: float
+    agreement: float | None = None
+    change: float | None = None
+    macs: float | None = None
+    params: float | None = None
+    latency: float | None = None
+    description: str = ""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,9 +70,9 @@ class Plan(Displayed):
         """The prescription with the predictions in `about["plan"]`."""
         return replace(self.prescription, about={**self.prescription.about, "plan": self.promises})
 
-    def save(self, folder: Path | str) -> Path:
-        """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically."""
-        record = {
+    def to_record(self) -> dict[str, Any]:
+        """Returns the content of plan.json."""
+        return {
             "kind": KIND,
             "schema": SCHEMA,
             **self.promises,
@@ -69,9 +80,12 @@ class Plan(Displayed):
             "front": [asdict(point) for point in self.front],
             "about": dict(self.about),
         }
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically."""
         with replacing_folder(folder, _is_part, last="plan.json") as new:
             self.promising.save(new / "prescription.json")
-            write_json(new / "plan.json", record)
+            write_json(new / "plan.json", self.to_record())
         return Path(folder) / "plan.json"
 
 

@@ -16,6 +16,7 @@ from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.model_data import images_for
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
+from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS, Effort, effort_of
 from attnrx.planning.measured_costs import TimingSettings, cached_cost_table, timed_cost_table
@@ -120,6 +121,7 @@ class Planner:
         self.trials: tuple[Trial, ...] = ()
         self.known: dict[tuple[int, Choices], Deviation] = {}
         self.solved: tuple[dict[str, float], Frontier] | None = None
+        self.ratios: dict[Choices, float] = {}  # the measured latencies, relative to the original's
 
     @cached_property
     def cost_table(self) -> CostTable:
@@ -287,6 +289,7 @@ class Planner:
         rounds = self._whole_rounds * (MORE if timing is not asked else 1)
         sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(rounds)
         found = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
+        self.ratios[trial.step.choices] = found.ratio.value
         return {
             "ratio": found.ratio.value,
             "low": found.ratio.low,
@@ -367,10 +370,22 @@ class Planner:
         plans = self.effort.front
         shares = [1 - (1 - most) * part / plans for part in range(1, plans)]
         found = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
-        alone, even = self.alone["divergence"], weights_of(self.space, {})
-        return tuple(
-            Point(step.cost, alone.total(step.choices, even), self.measured(step.choices, self.answers).mean)
-            for step in (*found, best.step)
+        return tuple(self._point(step) for step in (*found, best.step))
+
+    def _point(self, step: Step) -> Point:
+        space, choices = self.space, step.choices
+        deviation, before = self.measured(choices, self.answers), family_of(space.model).costs(space.model)
+        after = prescribed_costs(space.model, space.prescription(choices))
+        return Point(
+            step.cost,
+            self.alone["divergence"].total(choices, weights_of(space, {})),
+            deviation.mean,
+            agreement=float(deviation.agrees.mean()),
+            change=None if deviation.change is None else float(deviation.change.mean()),
+            macs=after.macs / before.macs,
+            params=after.params / before.params,
+            latency=self.ratios.get(choices),
+            description=described_choices(space, choices),
         )
 
 
@@ -424,6 +439,15 @@ def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities,
                 f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.of}, alone {cost:.2g} nats"
             )
     return tuple(lines)
+
+
+def described_choices(space: Space, choices: Choices) -> str:
+    """Returns the mean share of the ranks that every changed axis keeps, and the patches left at the end."""
+    means = {axis: sum(space.levels[level] for level in _of(choices, axis)) / space.depth for axis in RANKS}
+    parts = [f"{axis} {100 * mean:.0f} % of the ranks" for axis, mean in means.items() if mean < 1]
+    if any(choices.num_pruned):
+        parts.append(f"{space.patches - choices.left[-1]} of {space.patches} patches at the end")
+    return ", ".join(parts)
 
 
 def _of(choices: Choices, axis: str) -> Sequence[int]:

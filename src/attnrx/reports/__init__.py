@@ -1,22 +1,35 @@
 """Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
 
 from attnrx.reports.card import completed_card, model_card
-from attnrx.reports.content import AttentionSamples, ComparisonRecord, ReportContent, TokenSamples, TradeOffPoint
-from attnrx.reports.page import write_report
+from attnrx.reports.content import (
+    AttentionSamples,
+    ComparisonRecord,
+    FrontPoint,
+    PlanFront,
+    ReportContent,
+    TokenSamples,
+    TradeOffPoint,
+)
+from attnrx.reports.headline import summary_of
+from attnrx.reports.page import evidence_page, write_report
 from attnrx.reports.ranks import PathwayRanks, model_ranks
 from attnrx.reports.samples import sample_attention, sample_tokens
 
 __all__ = [
     "AttentionSamples",
     "ComparisonRecord",
+    "FrontPoint",
     "PathwayRanks",
+    "PlanFront",
     "ReportContent",
     "TokenSamples",
     "TradeOffPoint",
     "completed_card",
+    "evidence_page",
     "model_card",
     "model_ranks",
     "sample_attention",
     "sample_tokens",
+    "summary_of",
     "write_report",
 ]

@@ -41,7 +41,7 @@ def model_card(
         if name != "name":
             rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
     removed = ""
-    if prescription is not None:
+    if prescription is not None and prescription.removed_share:
         removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
     blocks = [
         _head(facts, evidence),

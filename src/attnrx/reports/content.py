@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
 from attnrx.reports.ranks import PathwayRanks
 from attnrx.serialization.storage import check_schema, read_json
-from attnrx.shapes import Bool, Float, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.tokens import TokenPolicy
 
 Interval = tuple[float, float]
 KIND, SCHEMA = "attnrx comparison", 2  # of the file of `attnrx compare`
+PLAN, PLAN_SCHEMA = "attnrx plan", 1  # of the file of `attnrx plan`
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class TokenSamples:
     `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
     tokens included. The patches form `grid` (rows, columns), row by row. `given` is the relevance assigned by the token
     reducer to the remaining patches, NaN for all others; `by_layer` is the relevance of all patches by each layer of
-    the model without token reduction. `labels` are the classes of the images.
+    the model without token reduction. For a token reducer that merges, `groups` holds the index of the patch whose
+    token represents each patch after each stage. `labels` are the classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -92,6 +94,7 @@ class TokenSamples:
     given: Float[Tensor, "images stages patches"] | None = None
     by_layer: Mapping[str, Float[Tensor, "images layers patches"]] | None = None
     labels: tuple[str, ...] = ()
+    groups: Int[Tensor, "images stages patches"] | None = None
 
     def __post_init__(self):
         count, stages, patches = self.left.shape
@@ -120,8 +123,8 @@ class Measured:
 class ComparedTrial:
     """One method at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
 
-    `reached` is False for a method that cannot be compressed to its target; `note` is the reason. Values that were not
-    measured are None.
+    `reached` is False for a method that cannot be compressed to its target; `note` is the reason. `speedup` is the
+    latency of the original over that of the method. Values that were not measured are None.
     """
 
     method: str
@@ -134,6 +137,7 @@ class ComparedTrial:
     divergence: Measured
     reached: bool = True
     note: str = ""
+    speedup: Measured = Measured()
 
 
 @dataclass(frozen=True)
@@ -187,16 +191,17 @@ class ComparisonRecord:
 
 
 def _trial(record: Mapping[str, Any]) -> ComparedTrial:
-    fields = _numbers(record, "share", "params_share", "macs_share")
-    fields |= {name: _measured(record.get(name)) for name in ("accuracy", "change", "agreement", "divergence")}
+    measured = "accuracy", "change", "agreement", "divergence", "speedup"
+    values = _numbers(record, "share", "params_share", "macs_share")
+    values |= {name: _measured(record.get(name)) for name in measured}
     reached, note = record.get("reached") is not False, str(record.get("note") or "")
-    return ComparedTrial(str(record["method"]), **fields, reached=reached, note=note)
+    return ComparedTrial(str(record["method"]), **values, reached=reached, note=note)
 
 
 def _pair(record: Mapping[str, Any]) -> ComparedPair:
-    fields = _numbers(record, "share", "target", "divergence_p", "accuracy_p")
-    fields |= {name: _measured(record.get(name)) for name in ("divergence", "accuracy")}
-    return ComparedPair(str(record["first"]), str(record["second"]), **fields)
+    values = _numbers(record, "share", "target", "divergence_p", "accuracy_p")
+    values |= {name: _measured(record.get(name)) for name in ("divergence", "accuracy")}
+    return ComparedPair(str(record["first"]), str(record["second"]), **values)
 
 
 def _measured(record: Mapping[str, Any] | None) -> Measured:
@@ -209,12 +214,79 @@ def _numbers(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class FrontPoint:
+    """One measured plan: its predicted `cost` as a share of the original's, and what was measured on the plan's images.
+
+    `divergence` is in nats, `agreement` and `change` of top-1 accuracy are shares of the images; `latency`, `macs` and
+    `params` are shares of the original's. `latency` is None for a plan that was not timed.
+    """
+
+    cost: float
+    divergence: float
+    agreement: float | None = None
+    change: float | None = None
+    macs: float | None = None
+    params: float | None = None
+    latency: float | None = None
+    description: str = ""
+
+    @property
+    def speedup(self) -> float:
+        """The speed relative to the original: measured if the plan was timed, else predicted; for plans of latency."""
+        return 1 / (self.cost if self.latency is None else self.latency)
+
+
+@dataclass(frozen=True)
+class PlanFront:
+    """The front of a plan: plans between the original and the chosen one, which is the last.
+
+    `spend` is the cost that the plan limits ("latency", "macs" or "params"), `images` the number of images behind the
+    measured values, and `conditions` those of the measured latency.
+    """
+
+    spend: str
+    points: tuple[FrontPoint, ...]
+    images: int | None = None
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if not self.points or any(point.cost <= 0 for point in self.points):
+            raise InvalidInput(f"a front of {len(self.points)} plans: give at least one, with positive costs.")
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "PlanFront":
+        """Returns the front of `Plan.to_record()`; unknown fields are ignored."""
+        names = tuple(own.name for own in fields(FrontPoint) if own.name != "description")
+        points = (
+            FrontPoint(**_numbers(point, *names), description=str(point.get("description", "")))
+            for point in record["front"]
+        )
+        images = record.get("about", {}).get("images")
+        return cls(str(record["spend"]), tuple(points), images, record.get("measured") or {})
+
+    @classmethod
+    def load(cls, path: Path | str) -> "PlanFront":
+        """Reads the front from the plan.json of `attnrx plan`.
+
+        Raises:
+            CheckpointError: The file is not a plan, or is damaged.
+        """
+        record = read_json(path)
+        check_schema(record, PLAN, PLAN_SCHEMA, path)
+        try:
+            return cls.of_record(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is not a whole plan ({error!r}); it was edited or truncated.") from error
+
+
+@dataclass(frozen=True)
 class ReportContent:
     """The parts of one report about one candidate.
 
     `about` is a free record: the model, the data, the versions, the seed, the command. `history` holds the records of a
     training run, one per epoch. `costs` are those of the original and of the candidate. Missing `costs` and `latency`
-    are taken from the evidence, missing `ranks` from the prescription. `comparison` is about several candidates.
+    are taken from the evidence, missing `ranks` from the prescription. `comparison` is about several candidates, and
+    `front` has the plans that were measured on the way to this candidate.
     """
 
     title: str
@@ -230,6 +302,7 @@ class ReportContent:
     latency: tuple[LatencyComparison, ...] = ()
     ranks: tuple[PathwayRanks, ...] = ()
     comparison: ComparisonRecord | None = None
+    front: PlanFront | None = None
 
     def __post_init__(self):
         parts = [value for name, value in vars(self).items() if name not in ("title", "about")]

@@ -4,12 +4,14 @@ Curves over a common axis, heat maps of heads, spectra, images with pruned patch
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
 from attnrx.reports.drawing import AxisScale, Drawing, log_span, span
 from attnrx.reports.numbers import Number, number, percent
-from attnrx.shapes import Bool, Tensor
+from attnrx.shapes import Bool, Int, Tensor
 
 STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
 LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
@@ -21,7 +23,6 @@ LEFT, RIGHT, TOP, BOTTOM = 46.0, 350.0, 26.0, 190.0  # the ends of its axes
 DODGE = 5.0  # curves with intervals are shifted horizontally by this much, so that whiskers do not overlap
 BARS_WIDTH, BARS_HEIGHT = 200.0, 84.0
 ROW_WIDTH, ROW_HEIGHT, MARGIN = 300.0, 26.0, 14.0
-PATCHES_SIDE = 224.0  # the longer side of an image
 
 # Markers by position in the legend, so that curves differ without colour; drawn around the origin.
 MARKERS = (
@@ -77,8 +78,17 @@ class Chart:
         """A small picture of every curve's line and marker, with its name."""
         return tuple((_marker_picture(curve), curve.name) for curve in self.curves)
 
+    @cached_property
+    def _points(self) -> list[CurvePoint]:
+        return [point for curve in self.curves for point in curve.points]
+
+    def place(self, point: CurvePoint) -> tuple[Number, Number]:
+        """Returns the position of a point in the picture."""
+        x, y = self._scales(self._points)
+        return x(point.x), y(point.y)
+
     def draw(self) -> str:
-        points = [point for curve in self.curves for point in curve.points]
+        points = self._points
         ends = (
             f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"
             for curve in self.curves
@@ -172,7 +182,8 @@ class HeatMap:
     """Rows are layers, columns are heads of the original model unless `columns` names them; None for a pruned head.
 
     A row with a single value is one cell across all columns, for a shared quantity. The cells show the values, or
-    `texts`; `tips` are their tooltips, also used for screen readers.
+    `texts`; `tips` are their tooltips, also used for screen readers. `heads` are the keys of the spectra that the page
+    shows for the cells, empty for a cell without one.
     """
 
     title: str
@@ -184,6 +195,7 @@ class HeatMap:
     columns: tuple[str, ...] = ()
     texts: Sequence[Sequence[str]] | None = None
     tips: Sequence[Sequence[str]] | None = None
+    heads: Sequence[Sequence[str]] | None = None
 
     def draw(self) -> str:
         names = self.columns or tuple(f"head {head}" for head in range(max(len(row) for row in self.values)))
@@ -205,6 +217,8 @@ class HeatMap:
                 step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"
                 # Cells have gaps of 1.5 units and rounded corners.
                 box = {"x": x + 0.75, "y": y + 0.75, "width": across - 1.5, "height": height - 1.5, "rx": 3}
+                if self.heads and self.heads[layer][column]:
+                    box["data_head"] = self.heads[layer][column]
                 drawing.add("rect", f"cell {step}", f"layer {layer}, {tips[layer][column]}", **box)
                 if value is not None:
                     drawing.text(x + across / 2, y + height / 2 + 4, texts[layer][column], f"value {step}", "middle")
@@ -248,41 +262,60 @@ def spectrum_bars(title: str, energies: Sequence[Number], keep: Sequence[bool]) 
     return drawing.svg()
 
 
-def patch_picture(title: str, shown: str, left: Bool[Tensor, "rows columns"], address: str | None = None) -> str:
+def patch_picture(
+    title: str,
+    shown: str,
+    left: Bool[Tensor, "rows columns"],
+    address: str | None = None,
+    groups: Int[Tensor, "rows columns"] | None = None,
+    fills: Mapping[int, str] | None = None,
+) -> str:
     """Draws the image with the id `shown`; its patches form a grid, and those not marked in `left` are covered.
 
-    The first picture of an image contains it as the data URI `address`; the others refer to its id.
+    Patches of the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one for
+    this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains it
+    as the data URI `address`; the others refer to its id.
     """
     rows, columns = left.shape
-    step = PATCHES_SIDE / max(rows, columns)
-    width, height = columns * step, rows * step
-    drawing = Drawing(width, height, title)
+    drawing = Drawing(columns, rows, title)
     if address is None:
         drawing.add("use", "shown", href=f"#{shown}")
     else:
-        box = {"width": width, "height": height, "preserveAspectRatio": "none"}
+        box = {"width": columns, "height": rows, "preserveAspectRatio": "none"}
         drawing.add("image", "shown", id=shown, href=address, **box)
-    if not left.all():
-        square = f"h{step:.2f}v{step:.2f}h{-step:.2f}z"
-        pruned = [f"M{column * step:.2f} {row * step:.2f}{square}" for row, column in (~left).nonzero().tolist()]
-        drawing.add("path", "veil", d="".join(pruned))
-        drawing.add("path", "outline", d=_outline(left.tolist(), step))
+    parts = left.long() if groups is None else groups
+    if groups is not None:
+        for group, fill in (fills or {}).items():
+            drawing.add("path", "group", d=_runs(groups == group), fill=fill)
+    elif not left.all():
+        drawing.add("path", "veil", d=_runs(~left))
+    if outline := _outline(parts.tolist()):
+        drawing.add("path", "outline" if groups is None else "seam", d=outline)
     return drawing.svg()
 
 
-def _outline(is_kept: list[list[bool]], step: float) -> str:
-    """Returns the edges between kept and pruned patches."""
-    rows, columns = len(is_kept), len(is_kept[0])
-    edges = []
-    for row, column in ((row, column) for row in range(rows) for column in range(columns) if is_kept[row][column]):
-        # The neighbours above, below, left and right, the corner where their edge starts, and its direction.
-        sides = (-1, 0, 0, 0, "h"), (1, 0, 1, 0, "h"), (0, -1, 0, 0, "v"), (0, 1, 0, 1, "v")
-        for down, right, start_row, start_column, direction in sides:
-            other_row, other_column = row + down, column + right
-            if 0 <= other_row < rows and 0 <= other_column < columns and not is_kept[other_row][other_column]:
-                x, y = column * step + start_column * step, row * step + start_row * step
-                edges.append(f"M{x:.2f} {y:.2f}{direction}{step:.2f}")
-    return "".join(edges)
+def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
+    """Returns the marked patches as one rectangle per run within a row."""
+    path = ""
+    for row, cells in enumerate(mask.tolist()):
+        column = 0
+        for is_marked, run in groupby(cells):
+            length = len(list(run))
+            path += f"M{column} {row}h{length}v1h-{length}z" if is_marked else ""
+            column += length
+    return path
+
+
+def _outline(parts: list[list[int]]) -> str:
+    """Returns the edges between neighbouring patches of different parts."""
+    edges = ""
+    for row, cells in enumerate(parts):
+        for column, part in enumerate(cells):
+            if row and parts[row - 1][column] != part:
+                edges += f"M{column} {row}h1"
+            if column and cells[column - 1] != part:
+                edges += f"M{column} {row}v1"
+    return edges
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Number formatting: significant digits, typographic minus signs and units."""
 
 import math
+import re
 from typing import Any
 
 Number = float | int
@@ -51,6 +52,11 @@ def with_unit(text: str, unit: str) -> str:
     if not unit or text == MISSING:
         return text
     return text + TIMES if unit in ("x", TIMES) else f"{text}{GAP}{unit}"  # all but factors follow a no-break space
+
+
+def typeset(text: str) -> str:
+    """Replaces ASCII by typographic signs: minus, the multiplication sign of "1.62x", a no-break space before "%"."""
+    return re.sub(r"(?<=\d)x\b", TIMES, re.sub(r"-(?=[\d.])", MINUS, text)).replace(" %", f"{GAP}%")
 
 
 def percent(share: Number | None, digits: int = 3) -> str:

@@ -1,18 +1,23 @@
 """The HTML page: sections rendered by their templates into one self-contained file."""
 
-from collections.abc import Callable
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
 from attnrx.reports.content import ReportContent
-from attnrx.reports.numbers import fixed, interval, number, percent, quantity, short, with_unit
+from attnrx.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
 from attnrx.reports.sections.comparison import comparison, trade_off
 from attnrx.reports.sections.costs import costs
 from attnrx.reports.sections.evidence import controls, findings, robustness
-from attnrx.reports.sections.layers import maps, ranks, spectra, treatment
+from attnrx.reports.sections.front import front
+from attnrx.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
 from attnrx.reports.sections.samples import attention, tokens
 from attnrx.reports.sections.section import Section, provenance_section
 from attnrx.reports.sections.training import training
@@ -21,20 +26,21 @@ from attnrx.serialization.storage import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 
-# In the order of the page, after the verdict.
+# In the order of the page, after the result; sections with a summary are folded.
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
+    front,
     comparison,
+    trade_off,
+    changes,
+    tokens,
+    attention,
     treatment,
-    ranks,
     maps,
     spectra,
     findings,
     controls,
     robustness,
-    trade_off,
     costs,
-    tokens,
-    attention,
     training,
     provenance_section,
 )
@@ -48,7 +54,7 @@ def write_report(
     prescription: Prescription | None = None,
     diagnosis: Diagnosis | None = None,
 ) -> Path:
-    """Writes the report as one HTML file: no scripts, no network; readable offline, printable, light and dark.
+    """Writes the report as one HTML file that uses no network: readable without scripts, printable, light and dark.
 
     Give evidence, prescription and diagnosis, or instead a `content` with these and other parts and a title.
     """
@@ -66,6 +72,11 @@ def write_report(
     return write_text(path, render(content))
 
 
+def evidence_page(evidence: Evidence) -> str:
+    """Returns the page of evidence alone as HTML."""
+    return render(ReportContent("attnrx: evidence", evidence.about, evidence=evidence))
+
+
 def render(content: ReportContent) -> str:
     """Returns the page as HTML; all text of the content is escaped."""
     import jinja2
@@ -77,12 +88,24 @@ def render(content: ReportContent) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (fixed, interval, number, percent, quantity, short, with_unit):
+    for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
     sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
+    script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
+    explorer = {section.name: section.data["explorer"] for section in sections if "explorer" in section.data}
     return environment.get_template("report.html.j2").render(
         title=content.title,
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        explorer=_embedded({**explorer, "spectra": explored_spectra(content)}),
         verdict=verdict(content),
         sections=sections,
+        # Without an open section the folded ones are the content of the page.
+        unfold=all(section.summary for section in sections),
     )
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """Returns JSON that cannot end the element in which it is embedded."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

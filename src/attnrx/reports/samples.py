@@ -1,9 +1,10 @@
 """Samples for reports: the attention that the patches of a few images receive, and the patches that are kept."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,9 @@ from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import Family, TokenReduction, evaluating, family_of, observing, reduction_of
 from attnrx.observation import Observation
 from attnrx.reports.content import AttentionSamples, TokenSamples
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.tokens import Selecting, TokenState
+from attnrx.tokens.merging import Merging
 
 AVERAGE = "class_attention, mean over the layers so far"  # the criterion of AttentionAverage
 
@@ -84,11 +86,9 @@ def sample_tokens(
     if not len(images):
         raise InvalidInput("no image to show tokens on: give at least one.")
     family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
-    given: list[Tensor] = []
-    with _recording_relevance(reduction, given):
+    records = _StageRecords()
+    with _recording(reduction, records):
         left = patches_left(model, images)
-    # The reducer has no relevance at the first stages if they keep all tokens.
-    unknown = [torch.full_like(given[0], torch.nan)] * (left.shape[1] - len(given)) if given else []
     # Without a trail no stage pruned a token.
     counts = [indices.shape[1] for indices in reduction.run.trail] or [layout.patches] * len(policy.layers)
     after = dict(zip(policy.layers, counts, strict=True))
@@ -102,9 +102,10 @@ def sample_tokens(
         policy=policy,
         tokens=tuple(tokens),
         grid=_grid(layout.patches, *family.input_shape(model)[1:]),
-        given=torch.stack([*unknown, *given], dim=1) if given else None,
+        given=records.given(left),
         by_layer=None if reference is None else _by_source(token_relevance(reference, images)),
         labels=labels,
+        groups=records.groups(left, reduction.run.trail),
     )
 
 
@@ -125,26 +126,90 @@ def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
     return rows, patches // rows
 
 
+class _StageRecords:
+    """What a token reducer computed at each of its stages; a batch may run in chunks of images, in order.
+
+    `relevance` holds the relevance of the patches, `goals` the indices of the patches before a stage and the index of
+    the token after it into which each was merged.
+    """
+
+    def __init__(self):
+        self.relevance: dict[int, list[Tensor]] = {}
+        self.goals: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def given(self, left: Bool[Tensor, "images stages patches"]) -> Float[Tensor, "images stages patches"] | None:
+        """Returns the relevance at every stage, NaN at stages that keep every patch; None without relevance."""
+        if not self.relevance:
+            return None
+        given = torch.full(left.shape, torch.nan, dtype=torch.float64)
+        for stage, found in self.relevance.items():
+            given[:, stage] = torch.cat(found)
+        return given
+
+    def groups(
+        self, left: Bool[Tensor, "images stages patches"], trail: list[Tensor]
+    ) -> Int[Tensor, "images stages patches"] | None:
+        """Returns the patch whose token represents each patch after every stage; None without merging.
+
+        `trail` holds the patch indices of the tokens after each stage.
+        """
+        if not self.goals:
+            return None
+        group, after = torch.arange(left.shape[2]).expand(len(left), -1), []
+        for stage in range(left.shape[1]):
+            if stage in self.goals:
+                before, into = (torch.cat(each) for each in zip(*self.goals[stage], strict=True))
+                goal_of_patch = torch.zeros_like(group).scatter(1, before, trail[stage].cpu().gather(1, into))
+                group = goal_of_patch.gather(1, group)
+            after.append(group)
+        return torch.stack(after, dim=1)
+
+
 @contextmanager
-def _recording_relevance(reduction: TokenReduction, given: list[Tensor]) -> Iterator[None]:
-    """Appends the relevance of the patches at every stage, if the token reducer uses relevance."""
+def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[None]:
+    """Records the stages of a temporary copy of the token reducer, if it uses relevance or merges."""
     policy, patches = reduction.policy, reduction.shape.layout.patches
-    if not isinstance(policy.reducer, Selecting):
-        yield
-        return
     original, recording = policy.reducer, copy.copy(policy.reducer)
-
-    def recorded(state: TokenState, predictor: nn.Module) -> Tensor:
-        relevance = original.relevance(state, predictor)
-        given.append(_by_patch(state, relevance, patches))
-        return relevance
-
-    object.__setattr__(recording, "relevance", recorded)  # only in this temporary copy
+    changes: dict[str, Any] = {}
+    if isinstance(original, Selecting):
+        changes = {"relevance": _recorded_relevance(original, records, patches)}
+    elif isinstance(original, Merging):
+        changes = _recorded_merging(original, records)
+    for name, method in changes.items():
+        object.__setattr__(recording, name, method)
     reduction.policy = replace(policy, reducer=recording)
     try:
         yield
     finally:
         reduction.policy = policy
+
+
+def _recorded_relevance(original: Selecting, records: _StageRecords, patches: int) -> Callable[..., Tensor]:
+    def relevance(state: TokenState, predictor: nn.Module) -> Tensor:
+        found = original.relevance(state, predictor)
+        records.relevance.setdefault(state.stage, []).append(_by_patch(state, found, patches))
+        return found
+
+    return relevance
+
+
+def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Callable[..., Any]]:
+    """Returns methods that merge one more table: a one-hot row per patch, whose merged rows name their patches."""
+    states: list[TokenState] = []
+
+    def tables(state: TokenState) -> dict[str, Tensor]:
+        states.append(state)
+        found = original.tables(state)
+        identity = torch.eye(state.patches.shape[1], dtype=state.tokens.dtype, device=state.tokens.device)
+        return {**found, "members": identity.expand(len(state.tokens), -1, -1)}
+
+    def finished(tables: dict[str, Tensor], merged: Tensor | None) -> Tensor:
+        state, into = states.pop(), (tables.pop("members") > 0).to(torch.int8).argmax(1)
+        records.goals.setdefault(state.stage, []).append((state.patch_indices.cpu(), into.cpu()))
+        return original.finished(tables, merged)
+
+    # The C++ kernel merges no further tables.
+    return {"tables": tables, "finished": finished, "in_one_round": lambda *_: None}
 
 
 def _by_patch(state: TokenState, relevance: Tensor, patches: int) -> Tensor:

@@ -28,6 +28,7 @@ def add(parser: Parser) -> None:
     option(parser, "--evidence", "FILE", "the file of `attnrx verify`")
     option(parser, "--prescription", "FILE", "the file of `attnrx prescribe`")
     option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
+    option(parser, "--plan", "FILE", "the plan.json of `attnrx plan`, shown as accuracy against speed")
     option(parser, "--training", "FOLDER", "the folder of `attnrx train`, for its curves")
     parser.add_argument(
         "--trade-off", nargs="+", default=(), metavar="FILE", help="evidence at several rho, shown as one curve"
@@ -70,6 +71,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         history=_history(arguments.training) if arguments.training else (),
         ranks=() if prescription is not None or candidate is None else _ranks(candidate),
         comparison=_part(rx.reports.ComparisonRecord, arguments.comparison),
+        front=_part(rx.reports.PlanFront, arguments.plan),
     )
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome

@@ -5,7 +5,8 @@ from typing import Any
 
 from attnrx.reports.content import ComparedTrial, ComparisonRecord, Measured, ReportContent, TradeOffPoint
 from attnrx.reports.figures import STYLES, Chart, Curve, CurvePoint
-from attnrx.reports.numbers import interval, known, number, percent, plain, quantity, short, with_unit
+from attnrx.reports.headline import speed_text
+from attnrx.reports.numbers import interval, known, number, percent, plain, quantity, short, typeset, with_unit
 from attnrx.reports.sections.section import Figure, Section
 
 # The charts: field, heading, axis label, unit, whether the scale may be logarithmic.
@@ -23,7 +24,8 @@ def comparison(content: ReportContent) -> Section | None:
     found = content.comparison
     if found is None:
         return None
-    charts = [chart for chart in (_chart(found, *measure) for measure in MEASURES) if chart.curves]
+    charts = [_speed_chart(found), *(_chart(found, *measure) for measure in MEASURES)]
+    charts = [chart for chart in charts if chart.curves]
     legend = {name: picture for chart in charts for picture, name in chart.legend}
     figures = [Figure(chart.draw(), chart.title, "logarithmic" if chart.logarithmic else "") for chart in charts]
     data = {
@@ -59,29 +61,48 @@ def _settings(found: ComparisonRecord) -> list[tuple[str, str]]:
 
 
 def _chart(found: ComparisonRecord, field: str, title: str, label: str, unit: str, logarithmic: bool) -> Chart:
+    return _chart_of(method_curves(found, field, unit), field, title, "% of the original's MACs", label, logarithmic)
+
+
+def _speed_chart(found: ComparisonRecord) -> Chart:
+    field, title, label, unit, _ = MEASURES[0]
+    curves = method_curves(found, field, unit, by="speed")
+    return _chart_of(curves, field, f"{title} over speed", "speed, times the original's", label, False)
+
+
+def _chart_of(curves: list[Curve], field: str, title: str, across: str, label: str, logarithmic: bool) -> Chart:
+    values = [point.y for curve in curves for point in curve.points]
+    suits = logarithmic and bool(values) and min(values) > NOUGHT and max(values) > LEAST_SPREAD * min(values)
+    level = 0.0 if field == "change" else None
+    return Chart(title, across, label, tuple(curves), suits, level, band=True)
+
+
+def method_curves(found: ComparisonRecord, field: str, unit: str, by: str = "macs", first: int = 0) -> list[Curve]:
+    """Returns one curve per method over its MACs or its speed; `first` is the style of the first one.
+
+    `field` names a measured value of the trials, and `by` is "macs" or "speed".
+    """
     curves = []
-    for index, name in enumerate(found.methods):
-        own = (_point(trial, getattr(trial, field), unit) for trial in found.trials if trial.method == name)
+    for index, name in enumerate(found.methods, first):
+        own = (_point(trial, getattr(trial, field), unit, by) for trial in found.trials if trial.method == name)
         points = sorted((point for point in own if point is not None), key=lambda point: point.x)
         if points:
             # After six methods the colours repeat, with other markers.
             curves.append(Curve(name, tuple(points), f"style-{index % STYLES}", index + index // STYLES))
-    values = [point.y for curve in curves for point in curve.points]
-    suits = logarithmic and bool(values) and min(values) > NOUGHT and max(values) > LEAST_SPREAD * min(values)
-    level = 0.0 if field == "change" else None
-    return Chart(title, "% of the original's MACs", label, tuple(curves), suits, level, band=True)
+    return curves
 
 
-def _point(trial: ComparedTrial, value: Measured, unit: str) -> CurvePoint | None:
-    height, share = known(value.value), known(trial.macs_share)
-    if height is None or share is None:
+def _point(trial: ComparedTrial, value: Measured, unit: str, by: str) -> CurvePoint | None:
+    height, across = known(value.value), known(trial.macs_share if by == "macs" else trial.speedup.value)
+    if height is None or across is None:
         return None
     low, high = known(value.low), known(value.high)
     words = f"{quantity(height, unit, low, high)} {interval(low, high)}".strip()
     name = trial.method
     if trial.share is not None:
         name += f" at {with_unit(short(100 * trial.share), '%')}"
-    return CurvePoint(100 * share, height, low, high, f"{name}: {percent(share)} of the MACs, {words}")
+    cost = f"{percent(across)} of the MACs" if by == "macs" else typeset(speed_text(across))
+    return CurvePoint(100 * across if by == "macs" else across, height, low, high, f"{name}: {cost}, {words}")
 
 
 def trade_off(content: ReportContent) -> Section | None:

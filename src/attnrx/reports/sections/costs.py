@@ -3,11 +3,10 @@
 Missing parts of the content are taken from the findings of the evidence.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from attnrx.reports.content import ReportContent
+from attnrx.reports.headline import MeasuredSpeed, Record, cost_records, latency_records
 from attnrx.reports.numbers import MISSING, TIMES, fixed, number, with_unit
 from attnrx.reports.sections.section import Section
 
@@ -19,8 +18,6 @@ NAMES = {
 }
 UNITS = ("params", "macs")
 
-Record = Mapping[str, Any]
-
 
 def costs(content: ReportContent) -> Section | None:
     """Returns the tables of costs and latency, if available."""
@@ -28,23 +25,9 @@ def costs(content: ReportContent) -> Section | None:
     if records is None and not latency:
         return None
     parts = [] if records is None else _parts(*records)
-    return Section("costs", "Costs", {"parts": parts, "latency": latency})
-
-
-def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
-    """Returns the costs of the original and of the candidate by part, or None."""
-    if content.costs is not None:
-        before, after = (own.to_record()["parts"] for own in content.costs)
-        return before, after
-    found = {details.get("model"): details.get("parts") for details in _details(content, "costs", "counted costs")}
-    before, after = found.get("reference"), found.get("candidate")
-    return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
-
-
-def latency_records(content: ReportContent) -> list[Record]:
-    if content.latency:
-        return [asdict(entry) for entry in content.latency]
-    return [details for details in _details(content, "latency", "latency") if "ratio" in details]
+    timed = [(record, MeasuredSpeed.of(record)) for record in latency]
+    kinds = ["Parameters and MACs by part"] * bool(parts) + ["Latency in milliseconds"] * bool(latency)
+    return Section("costs", "Costs", {"parts": parts, "latency": timed}, "; ".join(kinds))
 
 
 def total(record: Record, unit: str) -> int:
@@ -55,11 +38,6 @@ def change(old: int, new: int) -> str:
     if not old or old == new:
         return MISSING
     return with_unit(fixed(100 * (new - old) / old, 2, signed=True), "%")
-
-
-def _details(content: ReportContent, check: str, quantity: str) -> Iterator[Record]:
-    findings = content.evidence.of(check) if content.evidence is not None else ()
-    return (finding.details for finding in findings if finding.details.get("quantity") == quantity)
 
 
 def _parts(before: Record, after: Record) -> list[dict[str, Any]]:

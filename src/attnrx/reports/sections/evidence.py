@@ -8,6 +8,7 @@ from attnrx.evidence import Evidence, Finding
 from attnrx.reports.content import ReportContent
 from attnrx.reports.drawing import span
 from attnrx.reports.figures import Chart, Curve, CurvePoint, IntervalRow, axis_picture
+from attnrx.reports.headline import as_speed
 from attnrx.reports.numbers import interval, known, number
 from attnrx.reports.sections.section import Figure, Section, described
 
@@ -19,7 +20,8 @@ def findings(content: ReportContent) -> Section | None:
     if content.evidence is None:
         return None
     shown, elsewhere = by_severity(content.evidence)
-    return Section("evidence", "Evidence", {"groups": _grouped(shown), "elsewhere": len(elsewhere)})
+    data = {"groups": _grouped(shown), "elsewhere": len(elsewhere)}
+    return Section("evidence", "Evidence", data, f"{len(shown)} findings; {content.evidence.summary}")
 
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
@@ -34,7 +36,8 @@ def _grouped(shown: list[Finding]) -> dict[str, list[Row]]:
     """Returns the findings and their described details by check."""
     groups: dict[str, list[Row]] = {}
     for finding in shown:
-        groups.setdefault(finding.check.replace("_", " "), []).append((finding, described(finding.details)))
+        row = as_speed(finding), described(finding.details)
+        groups.setdefault(finding.check.replace("_", " "), []).append(row)
     return groups
 
 
@@ -46,7 +49,8 @@ def controls(content: ReportContent) -> Section | None:
         return None
     by_unit = sorted(found, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
     plots = [_plot(unit, list(group)) for unit, group in groupby(by_unit, key=lambda finding: finding.unit)]
-    return Section("controls", "Controls", {"plots": plots})
+    summary = f"{len(found)} comparisons with matched controls"
+    return Section("controls", "Controls", {"plots": plots}, summary)
 
 
 def _plot(unit: str, group: list[Finding]) -> dict[str, Any]:
@@ -87,4 +91,4 @@ def robustness(content: ReportContent) -> Section | None:
     )
     chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
     data = {"figure": Figure.of(chart, with_legend=True), "groups": _grouped(found)}
-    return Section("robustness", "Robustness", data)
+    return Section("robustness", "Robustness", data, f"Accuracy under {len(curves)} corruptions")

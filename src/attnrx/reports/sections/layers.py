@@ -1,23 +1,31 @@
-"""Layers and heads: the prescription with its reasons, the kept ranks, the readings and the spectra of every head."""
+"""Layers and heads: what changed, the prescription with its reasons, the readings and the spectra of every head."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.prescription import ScoreDecision
+from attnrx.maps import LINEAR_MAPS
+from attnrx.prescription import LayerPrescription, ScoreDecision
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import LEVELS, HeatMap, spectrum_bars
 from attnrx.reports.numbers import MISSING, fixed, number, percent, plain, short
-from attnrx.reports.ranks import HeadRank, PathwayRanks, prescribed_ranks
+from attnrx.reports.ranks import MLP, SCORES, VALUES, HeadRank, PathwayRanks, prescribed_ranks
 from attnrx.reports.sections.section import Figure, Section
+from attnrx.shapes import Bool, Float, Tensor
 
 DENSE = 9  # from this many columns on the cells of heat maps are small and show fewer digits
 OPEN_PANELS = 32  # with more panels of spectra only the first layer is unfolded initially
 
+# The maps of a pathway in the keys of spectra; "fc" stands for both maps of the MLP.
+KEYS = {SCORES: "qk", VALUES: "vo", MLP: "fc"}
 PATHWAYS = {
-    "Query and key": "Directions in which a head scores pairs of tokens.",
-    "Value and output": "Value dimensions of a head.",
-    "MLP": "Ranks of the two maps; a map that is not factorized is marked “all”.",
+    SCORES: "Directions in which a head scores pairs of tokens.",
+    VALUES: "Value dimensions of a head.",
+    MLP: "Ranks of the two maps; a map that is not factorized is marked “all”.",
 }
 SHARED = "A cell across a layer is the number of directions shared by all its heads."
 
@@ -45,37 +53,65 @@ def treatment(content: ReportContent) -> Section | None:
         heads = [tuple(range(len(layer.heads))) for layer in prescription.layers]
     else:
         heads = [layer.spectrum.heads for layer in content.diagnosis.layers]
-    layers = []
-    for layer, names in zip(prescription.layers, heads, strict=True):
-        scores = layer.qk
-        keeps = f"heads keep {plain(list(scores.ranks), 16)} of {scores.keep.shape[1]}"
-        if scores.is_shared:
-            keeps = f"the heads share {number(scores.kept)} of {number(scores.directions)}"
-        data = {
-            "heads": list(zip(names, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
-            "removed": percent(1 - scores.kept / scores.directions if scores.directions else None),
-            "keeps": keeps,
-            "others": [(name, why) for name, own in layer.decisions.items() if name != "qk" for why in own.reasons],
-        }
-        layers.append(data)
-    return Section("prescription", "Prescription", {"prescription": prescription, "layers": layers})
+    layers = [_reasons(layer, names) for layer, names in zip(prescription.layers, heads, strict=True)]
+    tokens = () if prescription.tokens is None else prescription.tokens.reasons
+    removed = prescription.removed_share
+    data = {
+        "prescription": prescription,
+        "layers": layers,
+        "tokens": tokens,
+        "removed": percent(removed) if removed else "",
+    }
+    return Section("prescription", "Prescription", data, "The rules, and the reason for every head and stage")
 
 
-def ranks(content: ReportContent) -> Section | None:
-    """Returns one heat map per pathway, coloured from rank zero to full rank, and the numbers as tables."""
-    found = content.ranks
-    if not found and content.prescription is not None:
-        found = prescribed_ranks(content.prescription, content.diagnosis)
-    if not found:
+def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
+    scores = layer.qk
+    keeps = f"heads keep {plain(list(scores.ranks), 16)} of {scores.keep.shape[1]}"
+    if scores.is_shared:
+        keeps = f"the heads share {number(scores.kept)} of {number(scores.directions)}"
+    removed = 1 - scores.kept / scores.directions if scores.directions else 0.0
+    summary = f"{percent(removed)} of the score directions removed; {keeps}" if removed else "all score directions kept"
+    return {
+        "heads": list(zip(names, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
+        "summary": summary,
+        "others": [(name, why) for name, own in layer.decisions.items() if name != "qk" for why in own.reasons],
+    }
+
+
+def changes(content: ReportContent) -> Section | None:
+    """Returns what was removed, in words, and one heat map per pathway that lost ranks."""
+    prescription, found = content.prescription, content.ranks
+    if not found and prescription is not None:
+        found = prescribed_ranks(prescription, content.diagnosis)
+    found = tuple(pathway for pathway in found if pathway.kept < pathway.full)
+    tokens = None if prescription is None else prescription.tokens
+    if not found and tokens is None:
         return None
     words = [[[_words(part) for part in layer] for layer in pathway.layers] for pathway in found]
+    spectra = _spectra_of(content)
+    facts = [fact for pathway in found for fact in _facts(pathway)]
+    if tokens is not None:
+        stages = len(tokens.policy.layers)
+        facts.append(("Tokens", f"{tokens.policy.reducer} before {number(stages)} layer{'s' * (stages != 1)}"))
     data = {
-        "figures": [_rank_figure(pathway, texts) for pathway, texts in zip(found, words, strict=True)],
+        "facts": facts,
+        "figures": [_rank_figure(pathway, texts, spectra) for pathway, texts in zip(found, words, strict=True)],
         "tables": list(zip(found, words, strict=True)),
         "steps": range(LEVELS),
         "dense": any(len(pathway.columns) >= DENSE for pathway in found),
+        "inspects": any(key.startswith(KEYS[pathway.name]) for key in spectra for pathway in found),
     }
-    return Section("ranks", "Ranks", data)
+    return Section("changes", "What changed", data)
+
+
+def _facts(pathway: PathwayRanks) -> Iterator[tuple[str, str]]:
+    share = percent(1 - pathway.kept / max(pathway.full, 1))
+    yield pathway.name, f"{share} of the ranks removed, {number(pathway.kept)} of {number(pathway.full)} kept"
+    heads = sum(part.rank is None for layer in pathway.layers for part in layer)
+    if heads and pathway.name == SCORES:
+        total = sum(len(layer) for layer in pathway.layers)
+        yield "Heads", f"{number(heads)} of {number(total)} removed"
 
 
 def _words(part: HeadRank) -> str:
@@ -84,8 +120,8 @@ def _words(part: HeadRank) -> str:
     return f"all {number(part.full)}, one matrix" if part.whole else f"{number(part.rank)} of {number(part.full)}"
 
 
-def _rank_figure(pathway: PathwayRanks, words: list[list[str]]) -> Figure:
-    """Draws one pathway; `words` describe the parts of every layer."""
+def _rank_figure(pathway: PathwayRanks, words: list[list[str]], spectra: Collection[str]) -> Figure:
+    """Draws one pathway; `words` describe the parts of every layer, and `spectra` are the keys of known spectra."""
     several, caption = len(pathway.columns) > 1, PATHWAYS.get(pathway.name, "")
     shared = [several and len(layer) == 1 for layer in pathway.layers]
     cells = [["all" if part.whole else number(part.rank) for part in layer] for layer in pathway.layers]
@@ -102,6 +138,7 @@ def _rank_figure(pathway: PathwayRanks, words: list[list[str]]) -> Figure:
         columns=pathway.columns,
         texts=cells,
         tips=tips,
+        heads=_cell_keys(KEYS.get(pathway.name, ""), [len(layer) for layer in pathway.layers], spectra),
     )
     share = percent(pathway.kept / max(pathway.full, 1))
     note = f"{number(pathway.kept)} of {number(pathway.full)} kept, {share}"
@@ -112,16 +149,17 @@ def maps(content: ReportContent) -> Section | None:
     """Returns effective rank and selectivity as open figures, and the other readings as folded ones."""
     if content.diagnosis is None:
         return None
-    figures = _reading_figures(content.diagnosis)
+    figures = _reading_figures(content.diagnosis, _spectra_of(content))
     if not figures:
         return None
     main = [figures.pop(name) for name in MAIN if name in figures]
     dense = any(max(layer.spectrum.heads, default=0) >= DENSE - 1 for layer in content.diagnosis.layers)
     data = {"main": main, "rest": list(figures.values()), "steps": range(LEVELS), "dense": dense}
-    return Section("maps", "Layers and heads", data)
+    names = ", ".join(figure.title for figure in (*main, *figures.values()))
+    return Section("maps", "Layers and heads", data, names)
 
 
-def _reading_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
+def _reading_figures(diagnosis: Diagnosis, spectra: Collection[str]) -> dict[str, Figure]:
     """Draws the readings with one number per head that all layers have, those of MEANING first."""
     layers = diagnosis.layers
     shared = [
@@ -138,11 +176,11 @@ def _reading_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
         for row, layer in zip(grid, layers, strict=True):
             for head, value in zip(layer.spectrum.heads, layer.readings[name].tolist(), strict=True):
                 row[head] = value
-        figures[name] = _reading_figure(name, grid, most)
+        figures[name] = _reading_figure(name, grid, most, spectra)
     return figures
 
 
-def _reading_figure(name: str, grid: Rows, most: int) -> Figure:
+def _reading_figure(name: str, grid: Rows, most: int, spectra: Collection[str]) -> Figure:
     values = [value for row in grid for value in row if value is not None and math.isfinite(value)] or [0.0]
     dense = len(grid[0]) >= DENSE
     limits = {"effective_rank": (0.0, float(most)), "selectivity": (0.0, 1.0), "sparsity": (0.0, 1.0)}
@@ -157,30 +195,126 @@ def _reading_figure(name: str, grid: Rows, most: int) -> Figure:
         return fixed(value / 10**power, decimals) if math.isfinite(value) else MISSING
 
     title = name.replace("_", " ").capitalize()
-    picture = HeatMap(f"{title} of every head", grid, low, high, write, dense).draw()
+    heads = _cell_keys("qk", [len(row) for row in grid], spectra)
+    picture = HeatMap(f"{title} of every head", grid, low, high, write, dense, heads=heads).draw()
     unit = f", cells in units of {number(10.0**power, 1)}" if power else ""
     return Figure(picture, title, f"{short(low, 3)} to {short(high, 3)}{unit}", MEANING.get(name, ""))
+
+
+@dataclass(frozen=True)
+class HeadSpectrum:
+    """The directions of one head or map by decreasing energy (shares of all its energy), and which are kept."""
+
+    title: str
+    energy: tuple[float, ...]
+    keep: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        energy: Float[Tensor, "directions"],
+        keep: Bool[Tensor, "directions"],
+        used: Bool[Tensor, "directions"],
+    ) -> "HeadSpectrum":
+        """Sorts the used directions of one unit."""
+        energy, keep = energy[used], keep[used]
+        order = energy.argsort(descending=True, stable=True)
+        shares = energy[order] / energy.sum().clamp_min(1e-300)
+        return cls(title, tuple(shares.tolist()), tuple(keep[order].tolist()))
+
+    @property
+    def note(self) -> str:
+        kept = sum(energy for energy, keep in zip(self.energy, self.keep, strict=True) if keep)
+        return f"{sum(self.keep)} of {len(self.keep)} · {percent(kept)}"
 
 
 def spectra(content: ReportContent) -> Section | None:
     """Returns one panel per head, grouped by layer: the directions by decreasing energy, and the cut if prescribed."""
     if content.diagnosis is None:
         return None
-    diagnosed, prescription = content.diagnosis.layers, content.prescription
-    prescribed = [None] * len(diagnosed) if prescription is None else [layer.qk for layer in prescription.layers]
-    layers = [_panels(own, plan) for own, plan in zip(diagnosed, prescribed, strict=True)]
+    found = _spectra_of(content)
+    layers = [
+        [_panel(head, found[f"qk-{index}-{head}"]) for head in layer.spectrum.heads]
+        for index, layer in enumerate(content.diagnosis.layers)
+    ]
     is_open = sum(len(layer) for layer in layers) <= OPEN_PANELS
-    data = {"layers": layers, "open": len(layers) if is_open else 1, "cut": prescription is not None}
-    return Section("spectra", "Spectra", data)
+    cut = any(not all(own.keep) for key, own in found.items() if key.startswith("qk"))
+    data = {"layers": layers, "open": len(layers) if is_open else 1, "cut": cut}
+    return Section("spectra", "Spectra", data, f"The directions of {number(sum(map(len, layers)))} heads")
 
 
-def _panels(diagnosis: LayerDiagnosis, plan: ScoreDecision | None) -> list[Figure]:
-    spectrum = diagnosis.spectrum
-    keep = spectrum.used if plan is None else plan.keep
-    figures = []
-    for head, energy, kept, used in zip(spectrum.heads, spectrum.energy, keep, spectrum.used, strict=True):
-        energies, is_kept = energy[used].tolist(), kept[used].tolist()
-        kept_energy = sum(energy for energy, keep in zip(energies, is_kept, strict=True) if keep)
-        note = f"{sum(is_kept)} of {len(is_kept)} · {percent(kept_energy)}"
-        figures.append(Figure(spectrum_bars(f"Spectrum of head {head}", energies, is_kept), f"head {head}", note))
-    return figures
+def _panel(head: int, own: HeadSpectrum) -> Figure:
+    return Figure(spectrum_bars(f"Spectrum of head {head}", own.energy, own.keep), f"head {head}", own.note)
+
+
+def explored_spectra(content: ReportContent) -> dict[str, dict[str, Any]]:
+    """Returns the spectra that the page shows for the heads, as JSON-ready records by their key."""
+    return {
+        key: {
+            "title": own.title,
+            "note": own.note,
+            # Relative to the strongest direction; three digits are a tenth of a pixel.
+            "energy": [float(f"{energy / max(own.energy[0], 1e-300):.3g}") for energy in own.energy],
+            "keep": "".join("1" if keep else "0" for keep in own.keep),
+        }
+        for key, own in _spectra_of(content).items()
+        if own.energy
+    }
+
+
+def _cell_keys(map_key: str, widths: Sequence[int], spectra: Collection[str]) -> list[list[str]]:
+    """Returns the key of every cell of rows of these widths, empty without a spectrum; a map of the MLP is a column."""
+
+    def key(layer: int, column: int) -> str:
+        name = f"{LINEAR_MAPS[column]}-{layer}-0" if map_key == "fc" else f"{map_key}-{layer}-{column}"
+        return name if name in spectra else ""
+
+    return [[key(layer, column) for column in range(width)] for layer, width in enumerate(widths)]
+
+
+def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
+    """Returns the spectra of the heads and maps by key, "qk-LAYER-HEAD"; the MLP maps have one unit, 0."""
+    diagnosis, prescription = content.diagnosis, content.prescription
+    found: dict[str, HeadSpectrum] = {}
+    for index, layer in enumerate(() if diagnosis is None else diagnosis.layers):
+        own = layer.spectrum
+        for head, energy, used in zip(own.heads, own.energy, own.used, strict=True):
+            found[f"qk-{index}-{head}"] = HeadSpectrum.of(f"Layer {index}, head {head}", energy, used, used)
+    for index, layer in enumerate(() if prescription is None else prescription.layers):
+        diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
+        heads = range(len(layer.heads)) if diagnosed is None else diagnosed.heads
+        for name, strength, keep in _decided(layer):
+            energies, used = strength.square(), (strength > 0) | keep
+            if diagnosis is not None and name == "qk":
+                energies, used = _score_energies(diagnosis.layers[index], layer.qk)
+            is_linear = name in LINEAR_MAPS
+            for unit, *own in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
+                title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
+                found[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *own)
+    return found
+
+
+def _score_energies(diagnosis: LayerDiagnosis, decision: ScoreDecision) -> tuple[Tensor, Tensor]:
+    """Returns the energies of all score directions of a decision, and which directions there are.
+
+    A decision without a basis selects among the diagnosed directions, and may rescale those it keeps. One with a basis
+    has the strengths of the kept directions only; all are a reading of the diagnosis in the metric of the rule.
+    """
+    if decision.basis is None:
+        return diagnosis.spectrum.energy, diagnosis.spectrum.used
+    keep, strength = decision.keep, decision.strength
+    for name, reading in diagnosis.readings.items():
+        if name.startswith("strength_") and reading.shape == strength.shape:
+            if torch.allclose(reading.double()[keep], strength[keep], rtol=1e-4):
+                return reading.double().square(), reading > 0
+    return strength.square(), torch.ones_like(keep)
+
+
+def _decided(layer: LayerPrescription) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields the maps with the strengths and the kept directions of their units; shared directions are one unit."""
+    yield "qk", layer.qk.strength, layer.qk.keep & layer.heads[:, None]
+    for name, own in layer.outputs.items():
+        # The kept directions are the strongest ones.
+        order = own.strength.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        yield name, own.strength, order < torch.tensor(own.ranks)[:, None]

@@ -9,7 +9,7 @@ from attnrx.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosai
 from attnrx.reports.figures import Chart, Curve, CurvePoint, patch_picture
 from attnrx.reports.numbers import TIMES, number, percent, short
 from attnrx.reports.sections.section import Figure, Section
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, Int, Tensor
 
 # In powers of two: the colour scale of attention ends between 1.04 and 8 times uniform attention, that of relevance
 # at 8 times the mean patch. The lower limit avoids amplified rounding of uniform heads, the upper one a scale set by
@@ -99,6 +99,7 @@ def tokens(content: ReportContent) -> Section | None:
         "chart": Figure.of(Chart("Tokens in every layer", "layer", "tokens", curves, level=0), with_legend=True),
         "images": [_token_image(samples, index) for index in range(len(samples.images))],
         "gives": samples.given is not None,
+        "merges": samples.groups is not None,
         "ramp": colour_ramp(),
         "reach": short(2**MOST_REACH) + TIMES,
     }
@@ -116,12 +117,16 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
     whole = patch_picture(label, shown, all_patches, as_uri(samples.images[index].double().cpu()))
     note = f"{number(all_patches.numel())} patches"
     stages = [{"title": "image", "picture": whole, "note": note, "given": ""}]
+    colours = None if samples.groups is None else _patch_colours(samples.images[index], samples.grid)
     for stage, layer in enumerate(samples.policy.layers):
         left = samples.left[index, stage].view(samples.grid)
+        groups = None if samples.groups is None else samples.groups[index, stage].view(samples.grid)
+        fills = None if groups is None or colours is None else _group_fills(groups, colours)
         count = f"{number(int(left.sum()))} of {number(left.numel())} patches left"
+        title = f"{label} before layer {layer}: {count}, {_where(left)}"
         data = {
             "title": f"before layer {layer}",
-            "picture": patch_picture(f"{label} before layer {layer}: {count}, {_where(left)}", shown, left),
+            "picture": patch_picture(title, shown, left, groups=groups, fills=fills),
             "note": count,
             "given": "" if samples.given is None else _given(samples.given[index, stage].view(samples.grid)),
         }
@@ -133,6 +138,23 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
         layers = [as_uri(colour(grid, -MOST_REACH, MOST_REACH)) for grid in relative]
         sources.append({"name": name.replace("_", " "), "layers": layers})
     return {"label": label, "stages": stages, "sources": sources}
+
+
+def _patch_colours(image: Tensor, grid: tuple[int, int]) -> Float[Tensor, "3 patches"]:
+    """Returns the mean colour of every patch."""
+    means = torch.nn.functional.adaptive_avg_pool2d(image.double().cpu(), grid).flatten(1)
+    return means.expand(3, -1) if len(means) == 1 else means
+
+
+def _group_fills(groups: Int[Tensor, "rows columns"], colours: Float[Tensor, "3 patches"]) -> dict[int, str]:
+    """Returns the mean colour of every group of at least two patches."""
+    fills, group_of_patch = {}, groups.flatten()
+    for group in group_of_patch.unique().tolist():
+        members = group_of_patch == group
+        if int(members.sum()) > 1:
+            mean = (255 * colours[:, members].mean(1)).round().int().tolist()
+            fills[group] = "#" + "".join(f"{channel:02x}" for channel in mean)
+    return fills
 
 
 def _where(left: Tensor) -> str:

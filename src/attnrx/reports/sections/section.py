@@ -11,11 +11,15 @@ from attnrx.reports.numbers import plain
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page; `name` is its anchor and the file name of its template."""
+    """One part of the page; `name` is its anchor and the file name of its template.
+
+    A section with a `summary` is folded: the page shows this line until the reader opens the section.
+    """
 
     name: str
     title: str
     data: Mapping[str, Any]
+    summary: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ def provenance_section(content: ReportContent) -> Section | None:
     for name, part in (("the evidence", content.evidence), ("the comparison", content.comparison)):
         parts[name] = {} if part is None else part.about
     records = [(name, described(record)) for name, record in parts.items() if record]
-    return Section("provenance", "Provenance", {"records": records}) if records else None
+    names = ", ".join(name for name, _ in records)
+    return Section("provenance", "Provenance", {"records": records}, f"Records of {names}") if records else None
 
 
 def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, str]]:

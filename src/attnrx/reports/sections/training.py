@@ -30,7 +30,7 @@ def training(content: ReportContent) -> Section | None:
         "legend": charts[0].legend if charts else (),
         "epochs": len(history),
     }
-    return Section("training", "Training", data)
+    return Section("training", "Training", data, f"Losses and accuracies of {len(history)} epochs")
 
 
 def _scalars(history: Sequence[tuple[float, Record]], word: str, title: str) -> Figure | None:

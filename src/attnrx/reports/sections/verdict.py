@@ -1,31 +1,53 @@
-"""The verdict: headline numbers and the outcomes of all claims."""
+"""The result: one sentence, the outcomes of the claims, and every measured quantity before and after."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from attnrx.evidence import REPORTED, Evidence, Finding
+from attnrx.evidence import REPORTED, Evidence
 from attnrx.reports.content import ComparisonRecord, Measured, ReportContent
-from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity
-from attnrx.reports.sections.costs import change, cost_records, latency_records, total
+from attnrx.reports.headline import MeasuredSpeed, accuracies, as_speed, cost_totals, speeds, summary_parts
+from attnrx.reports.numbers import Number, fixed, number, typeset, with_unit
 from attnrx.reports.sections.section import Section
 
-Tile = tuple[str, str, str]  # one headline number: its value, its label and a note
+SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The bar of one model: its amount as text, and its length and interval as shares of the track."""
+
+    amount: str
+    share: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class BarPair:
+    """One quantity of the original and of the smaller model."""
+
+    title: str
+    note: str
+    before: Bar
+    after: Bar
 
 
 def verdict(content: ReportContent) -> Section:
-    evidence = content.evidence
+    evidence, answer = content.evidence, summary_parts(content)
+    words = sentence(evidence)
     if evidence is None and content.comparison is not None:
         words = _compared(content.comparison)
-    else:
-        words = sentence(evidence)
     data = {
         "state": REPORTED if evidence is None else evidence.outcome,
+        "answer": [(typeset(part.amount), typeset(part.conditions), typeset(part.interval)) for part in answer],
         "sentence": words,
-        "tiles": _tiles(content),
+        "bars": list(_bars(content)),
+        "conditions": next((speed.conditions for speed in speeds(content)), ""),
         "notes": _notes(content),
-        "failures": evidence.failures if evidence else (),
-        "undecided": evidence.undecided if evidence else (),
+        "failures": [as_speed(own) for own in evidence.failures] if evidence else [],
+        "undecided": [as_speed(own) for own in evidence.undecided] if evidence else [],
     }
-    return Section("verdict", "Verdict", data)
+    return Section("verdict", "Result", data)
 
 
 def sentence(evidence: Evidence | None) -> str:
@@ -65,30 +87,36 @@ def _notes(content: ReportContent) -> list[str]:
     return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
 
 
-def _tiles(content: ReportContent) -> list[Tile]:
-    tiles: list[Tile] = []
-    prescription, evidence = content.prescription, content.evidence
-    if content.comparison is not None:
-        tiles.append(_measured_tile(content.comparison.accuracy, "%", "top-1 of the original"))
-    if prescription is not None:
-        directions = sum(layer.qk.directions for layer in prescription.layers)
-        note = f"{number(sum(layer.qk.kept for layer in prescription.layers))} of {number(directions)} kept"
-        tiles.append((percent(prescription.removed_share), "of the score directions removed", note))
-    if (records := cost_records(content)) is not None:
-        for unit, label in (("params", "parameters"), ("macs", "MACs of an image")):
-            old, new = (total(record, unit) for record in records)
-            tiles.append((change(old, new), label, f"{number(old)} → {number(new)}"))
-    # The accuracy check has one finding in points, the change; the accuracies themselves are in percent.
-    changes = [finding for finding in (evidence.of("accuracy") if evidence else ()) if finding.unit == "points"]
-    tiles += [_measured_tile(finding, "points", "of accuracy", signed=True) for finding in changes[:1]]
-    for record in latency_records(content)[:1]:
-        ratio = record["ratio"]
-        note = f"{interval(ratio['low'], ratio['high'])}, batch of {record['batch']}"
-        tiles.append((fixed(ratio["value"], 2) + TIMES, "the time of a forward pass", note))
-    return tiles
+def _bars(content: ReportContent) -> Iterator[BarPair]:
+    """Yields latency, accuracy, parameters and MACs, each if it was measured."""
+    if measured := speeds(content):
+        yield _latency_bars(measured[0])
+    if (found := accuracies(content)) is not None:
+        before, after = (_accuracy_bar(own) for own in found)
+        yield BarPair("Top-1 accuracy", "%", before, after)
+    for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
+        if (totals := cost_totals(content, unit)) is not None:
+            old, new = totals
+            scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
+            saved = 100 * (new - old) / old if old else 0.0
+            note = "unchanged" if old == new else with_unit(fixed(saved, 1, signed=True), "%")
+            longest = max(old, new, 1)
+            before, after = (Bar(number(own / scale) + prefix, own / longest) for own in totals)
+            yield BarPair(title, note, before, after)
 
 
-def _measured_tile(found: Finding | Measured, unit: str, label: str, signed: bool = False) -> Tile:
-    within = interval(found.low, found.high)
-    value = quantity(found.value, unit, found.low, found.high, signed=signed)
-    return value, label, f"95{GAP}% interval {within}" if within else ""
+def _latency_bars(speed: MeasuredSpeed) -> BarPair:
+    longest = max(1.0, 1 / speed.value)
+    ends = [None if end is None else 1 / end / longest for end in (speed.high, speed.low)]
+    amounts = "100", number(100 / speed.value)
+    unit = "% of the original"
+    if speed.seconds is not None:
+        amounts, unit = tuple(number(1000 * seconds) for seconds in speed.seconds), f"ms, batch {speed.batch}"
+    before = Bar(amounts[0], 1 / longest)
+    return BarPair("Latency", unit, before, Bar(amounts[1], 1 / speed.value / longest, *ends))
+
+
+def _accuracy_bar(found: Measured) -> Bar:
+    value: Number = found.value or 0.0
+    low, high = (None if end is None else end / 100 for end in (found.low, found.high))
+    return Bar(fixed(value, 1), value / 100, low, high)

@@ -1,0 +1,206 @@
+"""The result in a few measured numbers: one sentence for consoles and pages, and the numbers behind it.
+
+Missing costs and latencies of a report are taken from the findings of its evidence.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from attnrx.evidence import REPORTED, Evidence, Finding
+from attnrx.reports.content import Measured, ReportContent
+from attnrx.reports.numbers import known
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SummaryPart:
+    """One measured amount, with its conditions and its 95 % interval as text; empty where there is none."""
+
+    amount: str
+    conditions: str = ""
+    interval: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(text for text in (self.amount, self.conditions, self.interval) if text)
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """The speed relative to the original (above 1: faster), with its interval and the conditions of its measurement.
+
+    `seconds` are the median times of the original and of the smaller model, if they are recorded.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    batch: int
+    conditions: str
+    threads: int | None = None
+    seconds: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> "MeasuredSpeed":
+        """Reads a latency comparison, whose `ratio` is the time of the smaller model over that of the original."""
+        ratio = record["ratio"]
+        seconds = None
+        if record.get("reference") and record.get("candidate"):
+            seconds = record["reference"]["median"], record["candidate"]["median"]
+        # Fast is the reciprocal of slow, so the ends of the interval change places.
+        low, high = (None if (end := known(ratio.get(name))) is None else 1 / end for name in ("high", "low"))
+        return cls(1 / ratio["value"], low, high, record["batch"], _conditions(record), record.get("threads"), seconds)
+
+    @property
+    def text(self) -> str:
+        return speed_text(self.value)
+
+    @property
+    def interval(self) -> str:
+        return "" if self.low is None or self.high is None else f"[{self.low:.2f}, {self.high:.2f}]"
+
+    @property
+    def setting(self) -> str:
+        """The batch size and the threads, for the sentence."""
+        threads = "" if self.threads is None else f" on {self.threads} thread{'s' * (self.threads != 1)}"
+        return f"at batch {self.batch}{threads}"
+
+
+def speed_text(speed: float) -> str:
+    """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" of a slower model."""
+    return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
+
+
+def as_speed(finding: Finding) -> Finding:
+    """Returns a finding about a ratio of times as one about the speed, of which more is better; others unchanged."""
+    quantity = finding.details.get("quantity")
+    if quantity not in ("latency", "promised_latency") or not (known(finding.value) or 0) > 0:
+        return finding
+    is_promise = quantity == "promised_latency"
+    setting = finding.details.get("promised", {}) if is_promise else finding.details
+    batch = f" of {setting['batch']}" if "batch" in setting else ""
+    limited = ", at least as predicted by the plan" if is_promise else ""
+    low, high, limit = (1 / end if end else None for end in (finding.high, finding.low, finding.limit))
+    claim = f"speed of a forward pass{batch}, relative to the reference{limited}"
+    outcome = finding.outcome if limit is not None else REPORTED
+    return replace(finding, claim=claim, value=1 / finding.value, low=low, high=high, limit=limit, outcome=outcome)
+
+
+def _conditions(record: Record) -> str:
+    """Lists batch, threads, precision, runtime and hardware of a latency comparison."""
+    settings = record.get("conditions") or {}
+    threads, torch = record.get("threads"), record.get("torch_version")
+    parts = [
+        f"batch {record['batch']}",
+        None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
+        settings.get("precision"),
+        record.get("runtime") or (torch and f"PyTorch {torch}"),
+        "compiled" if settings.get("compiled") else None,
+        record.get("hardware"),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def summary_of(evidence: Evidence) -> str:
+    """Returns one sentence: speed, change of accuracy, costs, divergence and the number of images."""
+    return ", ".join(str(part) for part in summary_parts(ReportContent("summary", evidence=evidence)))
+
+
+def summary_parts(content: ReportContent) -> list[SummaryPart]:
+    """Returns the parts of the sentence, each if it was measured."""
+    parts = [SummaryPart(speed.text, speed.setting, speed.interval) for speed in speeds(content)[:1]]
+    change = finding_of(content, "accuracy change")
+    if change is not None and known(change.value) is not None:
+        amount = f"{_signed(change.value)} points of accuracy"
+        parts.append(SummaryPart(amount, interval=_interval(change.low, change.high)))
+    for unit, name in (("macs", "MACs"), ("params", "parameters")):
+        parts += [SummaryPart(text) for text in _saved(content, unit, name)]
+    divergence = finding_of(content, "divergence")
+    if divergence is not None and known(divergence.value) is not None:
+        parts.append(SummaryPart(f"KL {divergence.value:.3f}"))
+    images = None if content.evidence is None else content.evidence.about.get("images")
+    if isinstance(images, int) and parts:
+        parts.append(SummaryPart(f"{images:,} images"))
+    return parts
+
+
+def _saved(content: ReportContent, unit: str, name: str) -> Iterator[str]:
+    totals = cost_totals(content, unit)
+    if totals is not None and totals[0]:
+        percent = 100 * (totals[0] - totals[1]) / totals[0]
+        if abs(percent) >= 0.5:
+            yield f"{abs(percent):.0f} % {'fewer' if percent > 0 else 'more'} {name}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.1f}" if round(value, 1) else "0.0"
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"[{_signed(low)}, {_signed(high)}]"
+
+
+def finding_of(content: ReportContent, quantity: str, model: str | None = None) -> Finding | None:
+    """Returns the first finding of a quantity, of one model if it is given."""
+    for finding in content.evidence.findings if content.evidence is not None else ():
+        details = finding.details
+        single = not {"corruption", "severity"} <= details.keys()
+        if single and details.get("quantity") == quantity and model in (None, details.get("model")):
+            return finding
+    return None
+
+
+def accuracies(content: ReportContent) -> tuple[Measured, Measured] | None:
+    """Returns the top-1 accuracies of the original and of the smaller model in percent."""
+    found = [finding_of(content, "accuracy", model) for model in ("reference", "candidate")]
+    if any(finding is None or known(finding.value) is None for finding in found):
+        return None
+    before, after = (Measured(known(own.value), known(own.low), known(own.high)) for own in found if own is not None)
+    return before, after
+
+
+def speeds(content: ReportContent) -> list[MeasuredSpeed]:
+    """Returns the measured speeds; the one that a plan promised is the first."""
+    records = latency_records(content)
+    if not records and (promised := finding_of(content, "promised_latency")) is not None:
+        # Evidence of earlier versions does not contain the whole measurement.
+        setting = promised.details["promised"]
+        ratio = {"value": promised.value, "low": promised.low, "high": promised.high}
+        conditions = {"precision": setting.get("precision")}
+        records = [{**setting, "ratio": ratio, "conditions": conditions, "torch_version": setting.get("torch")}]
+    return [MeasuredSpeed.of(record) for record in records]
+
+
+def latency_records(content: ReportContent) -> list[Record]:
+    """Returns the latency comparisons of both models."""
+    if content.latency:
+        return [asdict(entry) for entry in content.latency]
+    promised = finding_of(content, "promised_latency")
+    first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
+    return first + [details for details in _details(content, "latency", "latency") if "ratio" in details]
+
+
+def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
+    """Returns the costs of the original and of the candidate by part, or None."""
+    if content.costs is not None:
+        before, after = (own.to_record()["parts"] for own in content.costs)
+        return before, after
+    found = {details.get("model"): details.get("parts") for details in _details(content, "costs", "counted costs")}
+    before, after = found.get("reference"), found.get("candidate")
+    return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
+
+
+def cost_totals(content: ReportContent, unit: str) -> tuple[int, int] | None:
+    """Returns the "params" or the "macs" of the original and of the smaller model."""
+    records = cost_records(content)
+    if records is not None:
+        before, after = (sum(part[unit] for part in record.values()) for record in records)
+        return before, after
+    found = finding_of(content, {"params": "parameters", "macs": "MACs"}[unit])
+    return None if found is None else (found.details["reference"], found.details["candidate"])
+
+
+def _details(content: ReportContent, check: str, quantity: str) -> Iterator[Record]:
+    findings = content.evidence.of(check) if content.evidence is not None else ()
+    return (finding.details for finding in findings if finding.details.get("quantity") == quantity)
