@@ -10,6 +10,7 @@ that do not fit stream. Decoded copies are kept in the user's cache folder and m
 
 from attnrx.data.adapters import ImageData, image_set
 from attnrx.data.catalogue import DATASETS, DatasetCard
+from attnrx.data.cluttered_digits import object_patches
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import Relabelled, fit_labels, imagenet_indices, own_classes, own_labels, require_labels
 from attnrx.data.loading import load_data
@@ -35,6 +36,7 @@ __all__ = [
     "image_set",
     "imagenet_indices",
     "load_data",
+    "object_patches",
     "own_classes",
     "own_labels",
     "require_labels",

@@ -15,12 +15,14 @@ COLUMNS = Columns()
 class DatasetCard:
     """The properties of a named dataset.
 
-    The normalization is the published statistic of the training images, at their own size and without borders.
+    The normalization is the published statistic of the training images, at their own size and without borders. `flip`
+    and `shift` tell whether the augmentation mirrors images, and crops them from a padded image.
     """
 
     geometry: ImageGeometry
     normalization: Normalization
     flip: bool = True
+    shift: bool = True
     hub_id: str | None = None
     columns: Columns = COLUMNS
     folder: str | None = None
@@ -34,6 +36,12 @@ DATASETS: Mapping[str, DatasetCard] = {
         geometry=ImageGeometry(16, 1, "fill"),  # 8x8 as stored
         normalization=Normalization((0.3053,), (0.3760,)),
         flip=False,  # mirrored digits are other signs
+    ),
+    "cluttered-digits": DatasetCard(
+        geometry=ImageGeometry(40, 1, "fill"),
+        normalization=Normalization((0.1268,), (0.1959,)),
+        flip=False,
+        shift=False,  # fragments fill whole patches
     ),
     "fashion_mnist": DatasetCard(
         geometry=ImageGeometry(32, 1, "pad"),  # 28x28 as stored

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from attnrx.data.images import by_turns, held_out
@@ -18,11 +19,11 @@ from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.errors import DataError
 from attnrx.optional import required_module
 from attnrx.serialization.validation import require_regular
-from attnrx.shapes import Int, Tensor
+from attnrx.shapes import Int, Tensor, UInt8
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
-GREYS = 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
+DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 
 
 def stamp(files: Iterable[Path]) -> str:
@@ -160,13 +161,26 @@ class DigitsReader(DatasetReader):
         return "digits"
 
     def open(self) -> Opened:
-        digits = required_module("sklearn.datasets", "data", "the digits")
-        images, labels = digits.load_digits(return_X_y=True)
-        pixels = (images * 255 / GREYS).round().astype("uint8")
+        images, labels = digit_images()
+        pixels = images.numpy()
         stored = StoredImages(
-            torch.from_numpy(labels).long(),
+            labels,
             torch.arange(len(labels)),
-            lambda at: b"P5 8 8 255\n" + pixels[at].tobytes(),  # PGM: a header before the pixels
+            lambda at: grey_file(pixels[at]),
             lambda at: f"digit {at} of scikit-learn",
         )
         return Opened({"train": stored}, tuple("0123456789"))
+
+
+def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digits"]]:
+    """Returns the pixels and the labels of scikit-learn's digits."""
+    digits = required_module("sklearn.datasets", "data", "the digits")
+    images, labels = digits.load_digits(return_X_y=True)
+    pixels = (images * 255 / GREYS).round().astype("uint8").reshape(-1, DIGIT_SIDE, DIGIT_SIDE)
+    return torch.from_numpy(pixels), torch.from_numpy(labels).long()
+
+
+def grey_file(pixels: np.ndarray) -> bytes:
+    """Encodes the pixels [height, width] of a grey image as PGM: a header before the pixels."""
+    height, width = pixels.shape
+    return b"P5 %d %d 255\n" % (width, height) + pixels.tobytes()

@@ -197,7 +197,8 @@ class _Loading:
     ) -> Splits:
         location = self.location
         missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
-        augmentation = Augmentation(geometry.size // 8, flip=location.card is None or location.card.flip)
+        flip, shift = (True, True) if location.card is None else (location.card.flip, location.card.shift)
+        augmentation = Augmentation(geometry.size // 8 if shift else 0, flip)
         if geometry.fit == "photo":
             augmentation = Augmentation(padding=0, area=(0.08, 1.0))  # as usual for ImageNet
         return Splits(

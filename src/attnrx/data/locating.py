@@ -2,12 +2,13 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from attnrx.data.catalogue import DATASETS, DatasetCard, known_as, local_copy
+from attnrx.data.cluttered_digits import ClutteredDigitsReader
 from attnrx.data.files import DigitsReader, FolderReader, group_by_split
 from attnrx.data.shards import OpenedShards, open_index, open_tars
 from attnrx.data.splits import DatasetReader
@@ -15,6 +16,8 @@ from attnrx.data.tables import Columns, HubReader, ParquetReader
 from attnrx.errors import DataError, InvalidInput, nearest
 
 HUB = "hf:"
+# The datasets that need no file.
+EMBEDDED: Mapping[str, type[DatasetReader]] = {"digits": DigitsReader, "cluttered-digits": ClutteredDigitsReader}
 MOST_SHARDS = 1_000_000
 
 Reader = DatasetReader | Callable[[], OpenedShards]
@@ -76,8 +79,9 @@ def _expand_braces(pattern: str) -> list[str]:
 
 def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
     card = DATASETS[name]
-    if card.hub_id is None:
-        return DatasetLocation(name, name, DigitsReader(), card)
+    if name in EMBEDDED:
+        return DatasetLocation(name, name, EMBEDDED[name](), card)
+    assert card.hub_id is not None
     folder = os.environ.get("ATTNRX_DATA")
     if folder and not Path(folder).expanduser().is_dir():
         raise DataError(f"ATTNRX_DATA={folder!r} is not a folder; correct the environment variable, or unset it.")
