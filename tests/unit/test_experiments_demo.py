@@ -1,72 +1,91 @@
-"""The demonstration on generated images: everything is there, and the laws hold."""
+"""The demonstration: its files and claims, and its exit code."""
 
-from dataclasses import replace
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import torch
 
+import attnrx_lab.demo
 from attnrx.api import load
-from attnrx.evidence import Evidence
+from attnrx.data import load_data, object_patches
+from attnrx.data.cluttered_digits import CLUTTER, GRID, PATCH, SPAN, canvases
+from attnrx.evidence import Evidence, Finding, judged
 from attnrx.models import model_fingerprint
 from attnrx.training import Silent
-from attnrx_lab.demo import DemoResult, demo, patch_size, short_training, small_model
-from attnrx_lab.papers.sources import generated_splits
-
-# Under the name of the digits, so that the small model of theirs is trained.
-SPLITS = replace(generated_splits("digits", 1, 4, 16), name="digits")
-STAGES: list[str] = []
-
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("single_precision")]
+from attnrx_lab.commands import demo as command
+from attnrx_lab.demo import DemoResult, demo, with_claims
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
-    folder = tmp_path_factory.mktemp("demo")
-    return demo(SPLITS, folder, epochs=2, reporter=Silent(), log=STAGES.append)
-
-
-def test_all_files_are_there_and_are_read_back(result: DemoResult):
-    assert Evidence.load(result.evidence_path).outcome == result.evidence.outcome
-    assert result.report.read_text().startswith("<!DOCTYPE html>")
-    slim = load(result.model)
-    assert model_fingerprint(slim) == result.evidence.about["candidate"]
-    assert STAGES[0].startswith("[1/7]") and STAGES[-1].startswith("[7/7]")
-
-
-def test_exact_laws_hold_and_each_was_checked(result: DemoResult):
-    for law in ("bounds", "exactness", "costs"):
-        assert not {finding.claim for finding in result.evidence.of(law) if finding.outcome == "fails"}, law
-        assert any(finding.is_claim for finding in result.evidence.of(law)), law
-
-
-def test_rows_tell_every_realization(result: DemoResult):
-    rows = {row.kind: row for row in result.rows}
-    assert list(rows) == ["mask", "renormalized", "exact", "refit"]
-    assert rows["exact"].discrepancy == pytest.approx(rows["mask"].discrepancy, rel=1e-2)
-    assert rows["mask"].params_down == 0 < rows["refit"].params_down == rows["renormalized"].params_down
-
-
-def test_report_has_every_section(result: DemoResult):
-    page = result.report.read_text()
-    for section in ("trade-off", "controls", "costs", "attention", "training", "spectra", "evidence", "prescription"):
-        assert f'id="{section}"' in page, section
-
-
-def test_second_run_uses_the_training_again(result: DemoResult):
-    weights = result.folder / "train" / SPLITS.name / "model.safetensors"
+@pytest.mark.slow
+def test_the_demonstration_writes_a_smaller_model_with_its_evidence(tmp_path: Path) -> None:
+    stages: list[str] = []
+    result = demo(folder=tmp_path, epochs=1, reporter=Silent(), log=stages.append)
+    assert result.report.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert [line for line in stages if line.startswith("[")][-1].startswith("[3/3]")
+    slim, written = load(tmp_path), Evidence.load(tmp_path / "evidence.json")
+    assert model_fingerprint(slim) == written.about["candidate"]
+    claims = {finding.claim for finding in written.claims}
+    assert {"at least 1.5x faster than the original", "the accuracy falls by at most 1 point"} <= claims
+    assert 50 < result.accuracy < 100
+    weights = tmp_path / "train" / "cluttered-digits" / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    again = demo(SPLITS, result.folder, epochs=2, reporter=Silent())
-    assert weights.stat().st_mtime_ns == before
-    assert again.rows == result.rows
+    demo(folder=tmp_path, epochs=1, reporter=Silent())
+    assert weights.stat().st_mtime_ns == before  # the finished training is used again
 
 
-def test_patches_suit_the_image():
-    assert [patch_size(side) for side in (8, 16, 28, 32, 64, 224)] == [1, 2, 4, 4, 8, 16]
+def evidence_of(ratio: float, change: float) -> Evidence:
+    latency = Finding("promises", "time", ratio, low=ratio, high=ratio, details={"quantity": "promised_latency"})
+    drop = Finding("accuracy", "change", change, low=change, high=change, details={"quantity": "accuracy change"})
+    return with_claims(Evidence((latency, drop), {}))
 
 
-def test_any_other_dataset_gets_a_budget_of_steps_and_the_compact_model_of_its_shape():
-    other = generated_splits("flowers", 1, 4, 8)
-    config = short_training(other, seed=1)
-    assert config.batch_size == len(other.train) and config.epochs == 400
-    name, model = small_model(other, seed=1)
-    images = next(iter(other.test.batches(3))).images
-    assert name == "svda:cifar10" and model(images.to(next(model.parameters()).dtype)).shape == (3, 4)
+@pytest.mark.parametrize(
+    ("ratio", "change", "failures"), [(0.6, -0.9, 0), (0.7, -0.9, 1), (0.6, -1.1, 1), (0.7, -1.1, 2)]
+)
+def test_a_claim_that_does_not_hold_fails_the_command(
+    ratio: float, change: float, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = evidence_of(ratio, change)
+    assert len(evidence.claims) == 2 and len(evidence.failures) == failures
+    monkeypatch.setattr(attnrx_lab.demo, "demo", lambda *_, **__: DemoResult(Path("x"), evidence, "faster", 90.0, 1.0))
+    arguments = Namespace(data="cluttered-digits", out="x", epochs=1, seed=0)
+    assert command.run(arguments, print).code == (1 if failures else 0)
+
+
+def test_the_limits_of_a_claim_are_inclusive() -> None:
+    assert judged(-1.0, -1.0, (-1.0, -1.0), 9, at_least=True)["outcome"] == "holds"
+
+
+def test_cluttered_digits_share_no_digit_between_splits_and_are_repeatable() -> None:
+    parts = {split: canvases(split) for split in ("train", "validation", "test")}
+    digits = [set(part.digits.tolist()) for part in parts.values()]
+    assert not digits[0] & digits[1] and not digits[0] & digits[2] and not digits[1] & digits[2]
+    assert sum(map(len, digits)) == 1797
+    again = canvases.__wrapped__("validation")
+    assert torch.equal(again.pixels, parts["validation"].pixels)
+    other = canvases.__wrapped__("validation", 1)
+    assert torch.equal(other.labels, again.labels) and not torch.equal(other.pixels, again.pixels)
+
+
+def test_the_digit_lies_on_the_marked_patches_and_half_of_the_others_hold_clutter() -> None:
+    part = canvases("validation")
+    patches = part.pixels.unflatten(2, (GRID, PATCH)).unflatten(1, (GRID, PATCH)).transpose(2, 3).flatten(1, 2)
+    objects = object_patches("validation")
+    assert torch.equal(objects.sum(1), torch.full((len(objects),), SPAN**2))
+    digits = patches[objects].unflatten(0, (-1, SPAN, SPAN)).transpose(2, 3).flatten(3).flatten(1, 2)
+    from attnrx.data.files import digit_images
+
+    assert torch.equal(digits, digit_images()[0][part.digits])
+    filled = (patches[~objects].flatten(1).max(1).values > 0).float().mean().item()
+    assert filled == pytest.approx(CLUTTER, abs=0.05)
+
+
+def test_cluttered_digits_are_read_as_they_are_generated() -> None:
+    splits = load_data("cluttered-digits")
+    batch, part = next(iter(splits.test.batches(5))), canvases("test")
+    mean, std = splits.normalization.mean[0], splits.normalization.std[0]
+    wanted = (part.pixels[batch.index].float() / 255 - mean) / std
+    torch.testing.assert_close(batch.images[:, 0].float(), wanted, rtol=0, atol=1e-5)
+    assert torch.equal(batch.labels, part.labels[batch.index])
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (7554, 716, 4308)
