@@ -1,12 +1,16 @@
 """Exporting on the command line: files that are timed, verified and refused like models."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import attnrx as rx
 from attnrx.models import build_model, save_model
@@ -37,6 +41,26 @@ def test_an_export_tells_what_was_compared(made: SimpleNamespace) -> None:
     assert [each["outcome"] for each in told["parity"]] == ["holds", "reported"]
     assert told == {"exported": str(made.file), **json.loads((made.root / "run.onnx.json").read_text())}
     assert not list(made.root.glob(".*"))
+
+
+@pytest.mark.slow
+def test_the_script_beside_the_file_classifies_an_image(made: SimpleNamespace) -> None:
+    import onnx
+
+    model = onnx.load(made.file)
+    dims = [model.graph.input[0].type.tensor_type.shape.dim[0], model.graph.output[0].type.tensor_type.shape.dim[0]]
+    assert [dim.dim_param for dim in dims] == ["batch", "batch"]
+    picture = next((made.data / "test").rglob("*.png"))
+    script = made.file.with_name("run_run.py")
+    done = subprocess.run([sys.executable, str(script), str(picture)], capture_output=True, text=True, check=True)
+    words = done.stdout.split()
+    reference = rx.load(made.run).float()
+    _, height, width = rx.models.family_of(reference).input_shape(reference)
+    image = Image.open(picture).convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.asarray(image, np.float32) / 255 * 2 - 1).permute(2, 0, 1)[None]
+    with torch.no_grad():
+        shares = reference(pixels).softmax(-1)[0]
+    assert int(words[0]) == int(shares.argmax()) and float(words[1]) == pytest.approx(float(shares.max()), abs=2e-3)
 
 
 @pytest.mark.slow

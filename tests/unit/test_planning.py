@@ -370,6 +370,9 @@ def test_targets_that_are_none_are_refused(text: str, message: str) -> None:
 def test_targets_as_text() -> None:
     for text in ("latency=0.6x", "macs=0.5x", "params=0.7x", "max-drop=1pt"):
         assert str(Target.parse(text)) == text
+    for text in ("faster=1.6", "1.6x", "1.6x faster", "faster = 1.6x", "latency=62.5%"):
+        assert Target.parse(text) == Target("latency", 0.625)
+    assert Target.parse("macs=50%") == Target("macs", 0.5)
     assert Target.parse("max-drop=1", "latency").spend == "latency"
     with pytest.raises(InvalidInput, match="spend"):
         Target.parse("macs=0.5x", "latency")

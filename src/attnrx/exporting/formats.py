@@ -1,6 +1,8 @@
 """The export formats: torch.export programs and AOTInductor packages, OpenVINO, ONNX, and int8 in ONNX."""
 
+import json
 import logging
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +62,14 @@ class Format(ABC):
     @abstractmethod
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Opens the file and returns a function that runs it on a device with this many CPU threads."""
+
+    def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Writes the facts into the file, where the format has a place for them."""
+        del path, facts
+
+    def example(self, path: Path) -> str | None:
+        """Returns a script that classifies an image with the file alone; None where the format has none."""
+        return None
 
     def limit(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""
@@ -148,7 +158,30 @@ class OpenVINO(Format):
         return lambda images: torch.from_numpy(compiled(_to_numpy(images))[0].copy())
 
 
-INPUT, OUTPUT, OPSETS = "images", "logits", range(18, 24)
+INPUT, OUTPUT, BATCH, OPSETS = "images", "logits", "batch", range(18, 24)
+# Runs beside the file that it is named after, with onnxruntime, NumPy and Pillow only.
+EXAMPLE = '''"""Classifies an image: python {script} IMAGE"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+session = onnxruntime.InferenceSession(str(Path(__file__).with_name("{file}")))
+about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
+channels, height, width = about["image_shape"]
+image = Image.open(sys.argv[1]).convert("RGB" if channels == 3 else "L")
+image = image.resize((width, height), Image.Resampling.BICUBIC)
+pixels = np.asarray(image, np.float32).reshape(height, width, channels) / 255
+images = ((pixels - np.array(about["mean"])) / np.array(about["std"])).transpose(2, 0, 1)[None].astype("{precision}")
+logits = session.run(None, {{"images": images}})[0][0]
+best = int(logits.argmax())
+probability = np.exp(logits[best] - np.logaddexp.reduce(logits))
+print(about["class_names"][best] if about["class_names"] else best, f"{{probability:.3f}}")
+'''
 # Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
 
@@ -194,8 +227,20 @@ class Onnx(Format):
         passes = _library("onnx_ir.passes.common")
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
+        _name_batch(translated.model)
         size = sum(tensor.nbytes for tensor in program.state_dict.values())
         translated.save(str(path), external_data=size > MOST_BYTES)
+
+    def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Writes image shape, normalization and class names into the metadata, as JSON."""
+        onnx = _library("onnx")
+        model = onnx.load(path, load_external_data=False)
+        shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
+        onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in shown.items()})
+        onnx.save(model, path)
+
+    def example(self, path: Path) -> str | None:
+        return EXAMPLE.format(script=script_path(path).name, file=path.name, precision="float32")
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Starts an ONNX Runtime session on the CPU, whose idle threads sleep instead of spinning."""
@@ -206,6 +251,24 @@ class Onnx(Format):
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: _to_numpy(images)})[0])
+
+
+def script_path(path: Path) -> Path:
+    """Returns the path of the script beside a file."""
+    return path.with_name(f"run_{path.stem}.py")
+
+
+def _name_batch(model: Any) -> None:
+    """Gives the dynamic batch dimension of an ONNX graph the name BATCH, in place of the exporter's symbol."""
+    graph = model.graph
+    symbol = str(graph.inputs[0].shape[0])
+    if symbol.isdecimal():
+        return
+    outputs = (output for node in graph.all_nodes() for output in node.outputs)
+    for value in {*graph.inputs, *graph.outputs, *outputs}:
+        for index, size in enumerate(value.shape or ()):
+            if not isinstance(size, int) and symbol in str(size):
+                value.shape[index] = re.sub(rf"\b{re.escape(symbol)}\b", BATCH, str(size))
 
 
 # The last operator of an activation function: its own, or the product that ends decomposed GELU, SiLU and gates.

@@ -16,13 +16,13 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import FAILS, Finding, judged
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
-from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format, raising
+from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format, raising, script_path
 from attnrx.model_data import images_for
 from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.optional import installed_versions
 from attnrx.serialization.atomic_writes import flush, require_replaceable, temporary_folder
 from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import file_kind, file_sha256, write_json
+from attnrx.serialization.storage import file_kind, file_sha256, write_json, write_text
 from attnrx.shapes import Tensor
 
 DYNAMIC = "dynamic"
@@ -121,7 +121,8 @@ def export(
     of any size, or of `batch` images; `precision` defaults to the model's own. Its logits are compared with the model's
     on the calibration images (required for int8) or on noise; if a logit differs by more than rounding (for int8: than
     `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and normalization
-    of images, class names if known, versions, and the measured parity.
+    of images, class names if known, versions, and the measured parity. An ONNX file contains shape, normalization and
+    class names too, and the script run_NAME.py beside it classifies an image with onnxruntime alone.
 
     Raises:
         NotSupported: The model cannot be written in this format, or the logits differ.
@@ -153,6 +154,9 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
             except OSError as error:
                 reason = error.strerror or error
                 raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
+        described = {"images": {**asdict(subject.images), "shape": list(subject.images.shape)}, **subject.facts}
+        if subject.facts:
+            form.describe(written, described)
         # The main file is the last: `_put` moves it after the files that it needs.
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         findings = _parity(subject, form, written, batches)
@@ -161,12 +165,13 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
             "schema": SCHEMA,
             "format": to_dict(form),
             "files": files,
-            "images": {**asdict(subject.images), "shape": list(subject.images.shape)},
-            **subject.facts,
+            **described,
             "parity": [vars(finding) for finding in findings],
             "versions": installed_versions(*PACKAGES),
         }
         _put(room, path, facts)
+    if subject.facts and (example := form.example(path)) is not None:
+        write_text(script_path(path), example)
     return Exported(path, form, subject.images, facts).eval()
 
 

@@ -171,6 +171,13 @@ class TimmFamily(AdoptedFamily):
         mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
         return Origin(name, arguments, shape, mean, std)
 
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
+        data = _timm("data")
+        subset = data.infer_imagenet_subset(self._adopted(model).source)
+        info = None if subset is None else data.ImageNetInfo(subset)
+        return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
+
     def create(self, origin: Origin) -> nn.Module:
         """Calls timm's entrypoint with model arguments only."""
         forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())

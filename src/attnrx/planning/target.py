@@ -1,4 +1,4 @@
-"""The target of a plan and its text form: `latency=0.6x`, `macs=0.5x`, `params=0.7x` or `max-drop=1pt`."""
+"""The target of a plan and its text form: `faster=1.6`, `latency=60%`, `macs=50%`, `params=0.7x` or `max-drop=1pt`."""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +8,17 @@ from attnrx.serialization.text_parsing import share
 
 COSTS = ("latency", "macs", "params")
 DROP = "max-drop"
-EXAMPLES = "latency=0.6x, macs=0.5x, params=0.7x or max-drop=1pt"
+EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
 _TEXT = re.compile(r"(?P<of>[a-z-]+)\s*=\s*(?P<number>[0-9.]+(?:e-?[0-9]+)?)\s*(?P<unit>x|%|pt|)")
+
+_SPEED = re.compile(r"(faster\s*=\s*)?(?P<number>[0-9.]+)\s*x?(\s*faster)?")
+
+
+def _speed(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,10 @@ class Target:
 
     @classmethod
     def parse(cls, text: str, spend: str | None = None) -> "Target":
-        """Parses a target."""
+        """Parses a target. `faster=1.6`, `1.6x` and `1.6x faster` are a share of 1 / 1.6 of the latency."""
+        speed = _SPEED.fullmatch(text.strip())
+        if speed is not None and _speed(speed["number"]) > 1:
+            return cls("latency", 1 / _speed(speed["number"]), spend or "")
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise InvalidInput(f"the target {text!r} is not of the form {EXAMPLES}.")

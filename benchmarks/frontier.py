@@ -1,0 +1,218 @@
+"""Accuracy against measured speed of every method, without training, on a pre-trained model and its test images.
+
+    python benchmarks/frontier.py MODEL --data DATA [--weights W] [--label-column L] [--test-column T]
+    python benchmarks/frontier.py ... --chart docs/assets/frontier.svg      # with the chart of the README
+
+Ours: `plan` (`attnrx shrink`), and Ward's merging in every layer. Beside them ToMe with the same numbers of merged
+patches, EViT, Torch-Pruning and SVD-LLM, each implemented from its paper or its library. Every model takes turns with
+the model as its library ships it, in one run per batch size and number of threads. Results are kept in the folder, so
+that an interrupted run goes on.
+"""
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.checks import Accuracy, Comparison, Fidelity
+from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
+from attnrx.models import attach_tokens_, family_of
+from attnrx.planning import TimingSettings
+from attnrx.planning.plan import Plan
+from attnrx.reports.figures import Chart, Curve, CurvePoint
+from attnrx.runtime.subprocess_runner import run_in_subprocess
+from attnrx.serialization.storage import read_json, write_json, write_text
+from attnrx.tokens import parse_policy
+from attnrx_lab.comparison.comparing import markdown_table
+from attnrx_lab.comparison.methods import Method, MethodBench
+
+# Names of methods with the texts of their rules at every point.
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "Ward": ("ward:8@every", "ward:13@every", "ward:16@every"),
+    "ToMe": ("tome:8@every", "tome:13@every", "tome:16@every"),
+    "EViT": ("evit:0.9@4,7,10", "evit:0.8@4,7,10", "evit:0.7@4,7,10"),
+}
+BASELINES = {"Torch-Pruning": "baseline:torch_pruning", "SVD-LLM": "baseline:svd_llm"}
+SHARES = (0.9, 0.8, 0.7)  # of the MACs
+FASTER = (1.3, 1.6, 1.9)  # the targets of the plans, at the batch size and threads of the chart
+CHART_BATCH, CHART_THREADS = 32, 1
+BATCHES, THREADS = (1, 8, 32, 64), (1, 2)
+CALIBRATION, DIAGNOSED = 192, 64
+COLOURS = ("#1f6fb4", "#b35a14", "#2a7a4b", "#7a4fa3", "#8a8578", "#b0305c")
+
+
+def models(model: nn.Module, splits: rx.data.Splits, folder: Path) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yields method, point and model."""
+    for method, texts in POLICIES.items():
+        for text in texts:
+            merging = copy.deepcopy(model)
+            attach_tokens_(merging, family_of(merging), parse_policy(text))
+            yield method, text, merging
+    images = splits.train.take(CALIBRATION)
+    bench = MethodBench(model, rx.diagnose(model, images, images=DIAGNOSED, batch_size=32), images, splits.test)
+    before = family_of(model).costs(model).macs
+    for name, text in BASELINES.items():
+        compressor = bench.compressor(Method.parse(f"{name}={text}"))
+        for share in SHARES:
+            for kept in torch.arange(1.0, 0.1, -0.02).tolist():
+                if compressor.costs(kept).macs <= share * before:
+                    yield name, f"{100 * share:.0f} % of the MACs", compressor.make(kept)
+                    break
+    for faster in FASTER:
+        yield "plan", f"asked for {faster:g}x", planned(model, splits, faster, folder / f"plan-{faster:g}")
+
+
+def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Path) -> nn.Module:
+    """Returns the model of a plan, which is kept in the folder."""
+    if not (folder / "plan.json").exists():
+        timing = TimingSettings(CHART_BATCH, Conditions(threads=CHART_THREADS))
+        settings = rx.planning.PlanSettings.of("quick", timing, log=log)
+        images = splits.train.take(CALIBRATION)
+        diagnostics = rx.diagnostics.suited_diagnostics(
+            tuple(layer.spectrum() for layer in family_of(model).attention(model)), moments=True
+        )
+        diagnosis = rx.diagnose(model, images, diagnostics=diagnostics, images=DIAGNOSED, batch_size=32)
+        target = rx.planning.Target("latency", 1 / faster)
+        found: Plan = rx.plan(model, diagnosis, target, images, splits.validation.take(64), settings=settings)
+        found.save(folder)
+    return rx.realize(model, rx.Prescription.load(folder / "prescription.json"))
+
+
+def quality(model: nn.Module, candidate: nn.Module, splits: rx.data.Splits) -> dict[str, Any]:
+    """Returns the paired change of accuracy in points and the divergence on the test images, with intervals."""
+    compared = Comparison(candidate, model, splits.test, batch_size=32)
+    found = {finding.details["quantity"]: finding for finding in (*Accuracy(None)(compared), *Fidelity()(compared))}
+    return {
+        name: {"value": own.value, "low": own.low, "high": own.high, "n": own.n}
+        for name, own in (("change", found["accuracy change"]), ("divergence", found["divergence"]))
+    }
+
+
+def speeds(
+    candidates: Mapping[str, nn.Module], model: nn.Module, batch: int, threads: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Times all models in turns with the library's, in a process of their own."""
+    library_model, shape = family_of(model).library_model(model), family_of(model).input_shape(model)
+    images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
+    protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2, kernels=False)
+    found = run_in_subprocess(compare_latencies, candidates, library_model, images, protocol, on_line=log)
+    return {
+        name: {
+            "batch": batch, "threads": threads, "rounds": rounds, "milliseconds": 1000 * own.candidate.median,
+            "library_milliseconds": 1000 * own.reference.median, "hardware": own.hardware, "torch": own.torch_version,
+            "faster": 1 / own.ratio.value, "low": 1 / own.ratio.high, "high": 1 / own.ratio.low,
+        }
+        for name, own in found.items()
+    }  # fmt: skip
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str, Any]:
+    """Measures what is not in the folder yet, and returns everything."""
+    path = folder / "frontier.json"
+    record: dict[str, Any] = read_json(path) if path.exists() else {"quality": {}, "speed": {}}
+    made: dict[str, nn.Module] = {"unchanged, attnrx": model}
+    for method, point, candidate in models(model, splits, folder):
+        name = f"{method}, {point}"
+        made[name] = candidate
+        if name not in record["quality"]:
+            log(f"accuracy of {name}")
+            record["quality"][name] = quality(model, candidate, splits)
+            write_json(path, record)
+    for batch in BATCHES:
+        for threads in THREADS:
+            cell = f"batch {batch}, {threads} threads"
+            if cell not in record["speed"]:
+                log(f"speed at {cell}")
+                rounds = max(6, min(40, 200 // batch))
+                record["speed"][cell] = speeds(made, model, batch, threads, rounds)
+                write_json(path, record)
+    return record
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Returns one row per model: accuracy, divergence, and how many times faster in every cell."""
+    cells = list(record["speed"])
+    rows = []
+    for name in record["speed"][cells[0]]:
+        own = record["quality"].get(name)
+        values = ["-", "-"] if own is None else [_value(own["change"], "+.1f"), f"{own['divergence']['value']:.3f}"]
+        fast = [record["speed"][cell][name] for cell in cells]
+        rows.append(
+            (name, *values, *(f"{each['faster']:.2f}x [{each['low']:.2f}, {each['high']:.2f}]" for each in fast))
+        )
+    return markdown_table(("model", "accuracy, points", "KL", *cells), rows)
+
+
+def _value(found: Mapping[str, Any], form: str) -> str:
+    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+
+
+def chart(record: Mapping[str, Any]) -> str:
+    """Returns the chart as a stand-alone SVG."""
+    speed = record["speed"][f"batch {CHART_BATCH}, {CHART_THREADS} threads"]
+    methods: dict[str, list[CurvePoint]] = {}
+    for name, own in record["quality"].items():
+        change, method = own["change"], name.partition(",")[0]
+        point = CurvePoint(speed[name]["faster"], change["value"], change["low"], change["high"], name)
+        methods.setdefault(method, []).append(point)
+    order = ["plan", *(method for method in methods if method != "plan")]
+    curves = tuple(
+        Curve.numbered(index, method, sorted(methods[method], key=lambda point: point.x))
+        for index, method in enumerate(order)
+    )
+    drawn = Chart(
+        "accuracy against speed", "times faster than the library's model", "change of accuracy, points", curves
+    )
+    colours = "".join(f".style-{index}{{color:{colour}}}" for index, colour in enumerate(COLOURS))
+    style = (
+        "<style>text{font:11px system-ui,sans-serif;fill:#57606a}.grid{stroke:#8884;stroke-width:.6}"
+        ".axis,.tick{stroke:#57606a}.curve{fill:none;stroke:currentColor;stroke-width:1.6}"
+        f".whisker{{fill:none;stroke:currentColor;opacity:.6}}.marker{{fill:currentColor}}{colours}</style>"
+    )
+    legend = "".join(
+        f'<g class="style-{index}" transform="translate(362 {34 + 20 * index})">'
+        f'<path class="marker" d="M-4 0h8v3h-8z"/><text x="9" y="4">{curve.name}</text></g>'
+        for index, curve in enumerate(curves)
+    )
+    svg = drawn.draw().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    svg = svg.replace('viewBox="0 0 360 230"', 'viewBox="0 0 460 230"').replace(
+        'width="360" height="230"', 'width="690" height="345"'
+    )
+    return svg.replace("</svg>", f"{style}{legend}</svg>")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--weights", metavar="FILE")
+    parser.add_argument("--data", required=True, metavar="DATA")
+    parser.add_argument("--label-column", metavar="NAME")
+    parser.add_argument("--test-column", metavar="NAME")
+    parser.add_argument("--out", type=Path, default=Path("runs/frontier"), metavar="FOLDER")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="writes the chart, too")
+    arguments = parser.parse_args(words)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    model = rx.load(arguments.model, weights=arguments.weights).eval()
+    named = {"label_column": arguments.label_column, "test_column": arguments.test_column}
+    columns = rx.data.Columns(**{name: column for name, column in named.items() if column})
+    size = family_of(model).input_shape(model)[1]
+    splits = rx.adapt_preprocessing(rx.load_data(arguments.data, image_size=size, columns=columns), model)
+    with torch.inference_mode(False):
+        record = measure(model, splits, arguments.out)
+    print(table(record))
+    if arguments.chart is not None:
+        write_text(arguments.chart, chart(record))
+
+
+if __name__ == "__main__":
+    main()
