@@ -1,6 +1,6 @@
-"""The table of speeds in the README: what the clock says of compressed models, beside the model as timm ships it.
+"""The table of speeds in docs/results/speed.md: compressed models on the clock, beside the model as timm ships it.
 
-    python benchmarks/speed_table.py --out runs/bench --readme README.md    # make bench
+    python benchmarks/speed_table.py --readme docs/results/speed.md    # make bench
     python benchmarks/speed_table.py --only vit_tiny --rounds 20
 
 Every method keeps so much that its MACs come to the same share of the original's; all take turns with the shipped

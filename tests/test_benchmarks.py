@@ -183,3 +183,25 @@ def test_spot_features_measures_how_much_predictors_depend_on_attention(
     options = ["--images", "4", "--policy", "spot:0.5@2", "--seeds", "0", "1"]
     assert main([str(model), "--data", str(data), *options]) == 0
     assert "stage 1: kept by both" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_frontier_measures_every_method_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_dtype(torch.float32)
+    pytest.importorskip("torch_pruning")
+    data = write_folder(tmp_path / "images", {"train": 24, "validation": 12, "test": 12})
+    model = build_model("timm:vit_tiny_patch16_224", depth=10, embed_dim=48, img_size=32, patch_size=8, num_classes=3)
+    folder = save_model(tmp_path / "model", model)
+    module = runpy.run_path(str(BENCHMARKS / "frontier.py"))
+    names = module["main"].__globals__
+    small = {"BATCHES": (1, 2), "THREADS": (1,), "CHART_BATCH": 2, "CALIBRATION": 8, "DIAGNOSED": 4, "SHARES": (0.8,)}
+    small |= {"FASTER": (), "POLICIES": {"Ward": ("ward:1@every",), "EViT": ("evit:0.9@4,7,10",)}}
+    for name, value in small.items():
+        monkeypatch.setitem(names, name, value)
+    words = [str(folder), "--data", str(data), "--out", str(tmp_path / "out"), "--chart", str(tmp_path / "chart.svg")]
+    module["main"](words)
+    written = read_json(tmp_path / "out" / "frontier.json")
+    assert set(written["speed"]) == {"batch 1, 1 threads", "batch 2, 1 threads"}
+    assert len(written["quality"]) == 4 and (tmp_path / "chart.svg").read_text().startswith("<svg xmlns")
+    module["main"](words)
+    assert read_json(tmp_path / "out" / "frontier.json") == written
