@@ -44,6 +44,7 @@ FASTER = (1.3, 1.6, 1.9)  # the targets of the plans, at the batch size and thre
 CHART_BATCH, CHART_THREADS = 32, 1
 BATCHES, THREADS = (1, 8, 32, 64), (1, 2)
 CALIBRATION, DIAGNOSED = 192, 64
+LOWEST = -12.0  # points of accuracy; larger losses are in the table only
 COLOURS = ("#1f6fb4", "#b35a14", "#2a7a4b", "#7a4fa3", "#8a8578", "#b0305c")
 
 
@@ -163,6 +164,8 @@ def chart(record: Mapping[str, Any]) -> str:
     methods: dict[str, list[CurvePoint]] = {}
     for name, own in record["quality"].items():
         change, method = own["change"], name.partition(",")[0]
+        if change["value"] < LOWEST:
+            continue
         point = CurvePoint(speed[name]["faster"], change["value"], change["low"], change["high"], name)
         methods.setdefault(method, []).append(point)
     order = ["plan", *(method for method in methods if method != "plan")]
@@ -170,9 +173,8 @@ def chart(record: Mapping[str, Any]) -> str:
         Curve.numbered(index, method, sorted(methods[method], key=lambda point: point.x))
         for index, method in enumerate(order)
     )
-    drawn = Chart(
-        "accuracy against speed", "times faster than the library's model", "change of accuracy, points", curves
-    )
+    labels = "times faster than the library's model", "change of accuracy, points"
+    drawn = Chart("accuracy against speed", *labels, curves, dodged=False)
     colours = "".join(f".style-{index}{{color:{colour}}}" for index, colour in enumerate(COLOURS))
     style = (
         "<style>text{font:11px system-ui,sans-serif;fill:#57606a}.grid{stroke:#8884;stroke-width:.6}"

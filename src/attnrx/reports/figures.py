@@ -63,7 +63,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share their axes; `level` draws a horizontal line, and `band` fills the intervals as an area."""
+    """Curves that share their axes; `level` draws a horizontal line, and `band` fills the intervals as an area.
+
+    Curves with intervals are shifted by DODGE unless `dodged` is False, for values of x that were measured.
+    """
 
     title: str
     x_label: str
@@ -72,6 +75,7 @@ class Chart:
     logarithmic: bool = False
     level: Number | None = None
     band: bool = False
+    dodged: bool = True
 
     @property
     def legend(self) -> tuple[tuple[str, str], ...]:
@@ -101,7 +105,7 @@ class Chart:
             drawing.add("line", "zero", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
         for curve in self.curves if self.band else ():  # all bands lie below all lines
             _draw_band(drawing, curve, x, y)
-        dodge = 0.0 if self.band or all(point.low is None for point in points) else DODGE
+        dodge = 0.0 if self.band or not self.dodged or all(point.low is None for point in points) else DODGE
         for index, curve in enumerate(self.curves):
             shift = dodge * (index - (len(self.curves) - 1) / 2)
             shifted = replace(x, start=x.start + shift, stop=x.stop + shift)
