@@ -10,7 +10,7 @@ import torch
 
 from attnrx.data import DATASETS, Columns, load_data
 from attnrx.data.images import evenly_spaced
-from attnrx.data.locating import locate
+from attnrx.data.locating import EMBEDDED, locate
 from attnrx.data.splits import DatasetReader, Opened
 from attnrx.data.tables import ParquetReader
 from attnrx.errors import DataError
@@ -211,6 +211,7 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_catalogue_is_complete() -> None:
     assert list(DATASETS) == [
         "digits",
+        "cluttered-digits",
         "fashion_mnist",
         "cifar10",
         "cifar100",
@@ -221,7 +222,7 @@ def test_the_catalogue_is_complete() -> None:
     ]
     for name, card in DATASETS.items():
         assert len(card.normalization.mean) == card.geometry.channels, name
-        assert name == "digits" or card.hub_id, name
+        assert name in EMBEDDED or card.hub_id, name
         assert json.loads(json.dumps(card.columns.__dict__))["label_column"], name
 
 

@@ -18,8 +18,8 @@ class Effort:
 
     `trials` plans, each the best predicted of some `variations`, are measured on `trial_images`, the best `finalists`
     of them on all `images`. A plan for latency is repeated up to `attempts` times, until its measured latency is
-    between `near` and `far` times the target; with `adjusts`, the first attempt aims below the target by the planner's
-    margin, and later ones correct its cost without a new search. `front` is the number of plans from the original to
+    between `near` and `far` times the target; the first attempt is not searched, and with `adjusts` those after the
+    second correct the cost without a new search. `front` is the number of plans from the original to
     the target that are measured for comparison.
     """
 
@@ -55,7 +55,7 @@ EFFORTS: Mapping[str, Effort] = {
         timed=(0, 4),
         rounds=5,
         whole_rounds=5,
-        attempts=3,
+        attempts=4,
         near=0.93,
         far=1.01,
         every=2,

@@ -220,7 +220,7 @@ class Planner:
             timings.append((trial, allowed, timed))
             if ratios[-1] <= limit and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
-            searched = attempt or self.effort.adjusts or self.settings.search.trials < 2
+            searched = attempt or self.settings.search.trials < 2
             if self.effort.near * most <= ratios[-1] <= limit and searched:
                 break
             allowed = trial.step.cost * CARE * most / ratios[-1]
@@ -238,10 +238,9 @@ class Planner:
 
     def _attempt(self, attempt: int, most: float, last: Trial | None) -> Trial:
         """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
-        if last is not None and self.effort.adjusts:
-            return self._adjusted(most, last)
-        # Else the first attempt measures the plan of the closed form, to correct the cost before a search.
-        return self._searched(most) if attempt or self.effort.adjusts else self._best((self._first(most),))
+        if attempt == 0 or last is None:  # the plan of the closed form, to correct the cost before a search
+            return self._best((self._first(most),))
+        return self._adjusted(most, last) if attempt > 1 and self.effort.adjusts else self._searched(most)
 
     def _adjusted(self, most: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
