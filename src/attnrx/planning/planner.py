@@ -224,9 +224,14 @@ class Planner:
             if self.effort.near * most <= ratios[-1] <= limit and searched:
                 break
             allowed = trial.step.cost * CARE * most / ratios[-1]
-        if best is None and self.effort.adjusts and min(ratios) <= MISSED * most:
-            best = timings[ratios.index(min(ratios))]
-            self.log(f"the target was missed: {1 / min(ratios):.2f}x faster instead of {1 / most:.2f}x")
+        near = [timed for timed, ratio in zip(timings, ratios, strict=True) if ratio <= MISSED * most]
+        if self.effort.adjusts and near:
+            closest = min(near, key=lambda timed: timed[0].divergence)
+            # A plan that is fast enough but answers far worse is of less use than one that nearly is.
+            if best is None or closest[0].divergence < best[0].divergence / 2:
+                best = closest
+                reached = best[2]["ratio"]
+                self.log(f"the target was missed: {1 / reached:.2f}x faster instead of {1 / most:.2f}x")
         if best is None:
             raise NotSupported(
                 f"{self.target} cannot be promised: plans with a predicted ratio of about {most:.3f} were measured at "
