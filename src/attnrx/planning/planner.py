@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ from attnrx.tokens import Reducer, parse_reducer
 
 # Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
 CARE, MARGIN = 0.993, 0.98
-# A plan that misses a target of latency by less, after all attempts, is returned; machines vary by as much.
-MISSED = 1.05
-# The images per batch in which plans are timed if they are adjusted to the result, and how many more rounds that takes.
-CHUNK, MORE = 8, 4
+# A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
+# more than TOLERATED nats and twice as far; machines vary by as much.
+MISSED, TOLERATED = 1.05, 0.01
+# Plans that are adjusted to their latency are timed on a part of the batch, in MORE times the rounds: at least CHUNK
+# images, and as many as take WORK multiply-accumulates, because below that calls of operations dominate.
+CHUNK, WORK, MORE = 8, 1e10, 4
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
 # Bisection steps of the search for an accuracy drop.
@@ -137,9 +140,10 @@ class Planner:
             return timing
         # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
         # one thread the CPU time is the latency, without the load of other processes.
-        batch, alone = min(timing.batch, CHUNK), timing.conditions.threads == 1
+        enough = ceil(WORK / family_of(self.space.model).costs(self.space.model).macs)
+        batch, alone = min(timing.batch, max(CHUNK, enough)), timing.conditions.threads == 1
         clock = "cpu" if alone and timing.name == "wall" else timing.name
-        return replace(timing, batch=batch, name=clock, rounds=timing.rounds * (CHUNK // batch))
+        return replace(timing, batch=batch, name=clock, rounds=timing.rounds * max(CHUNK // batch, 1))
 
     @property
     def _whole_rounds(self) -> int:
@@ -228,7 +232,7 @@ class Planner:
         if self.effort.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
             # A plan that is fast enough but answers far worse is of less use than one that nearly is.
-            if best is None or closest[0].divergence < best[0].divergence / 2:
+            if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
                 reached = best[2]["ratio"]
                 self.log(f"the target was missed: {1 / reached:.2f}x faster instead of {1 / most:.2f}x")
@@ -416,8 +420,9 @@ def expected_of(deviation: Deviation) -> dict[str, PredictedQuantity]:
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
-    # A pseudo-count of one changed image: without any change the spread would be estimated as zero.
-    more = {"divergence": 0.0, "agreement": 1.0, "change": 1.0}
+    # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of a
+    # quarter of a nat is that of an image whose class is in doubt.
+    more = {"divergence": 0.25**2, "agreement": 1.0, "change": 1.0}
     spreads = {name: ((own - own.mean()).square().sum() + more[name]) / (count - 1) for name, own in quantities.items()}
     return {
         name: PredictedQuantity(float(own.mean()), float(spreads[name].sqrt()), count)
