@@ -75,10 +75,7 @@ def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Pat
         timing = TimingSettings(CHART_BATCH, Conditions(threads=CHART_THREADS))
         settings = rx.planning.PlanSettings.of("quick", timing, log=log)
         images = splits.train.take(CALIBRATION)
-        diagnostics = rx.diagnostics.suited_diagnostics(
-            tuple(layer.spectrum() for layer in family_of(model).attention(model)), moments=True
-        )
-        diagnosis = rx.diagnose(model, images, diagnostics=diagnostics, images=DIAGNOSED, batch_size=32)
+        diagnosis = rx.diagnose(model, images, moments=True, images=DIAGNOSED, batch_size=32)
         target = rx.planning.Target("latency", 1 / faster)
         found: Plan = rx.plan(model, diagnosis, target, images, splits.validation.take(64), settings=settings)
         found.save(folder)
@@ -107,7 +104,7 @@ def speeds(
         name: {
             "batch": batch, "threads": threads, "rounds": rounds, "milliseconds": 1000 * own.candidate.median,
             "library_milliseconds": 1000 * own.reference.median, "hardware": own.hardware, "torch": own.torch_version,
-            "faster": 1 / own.ratio.value, "low": 1 / own.ratio.high, "high": 1 / own.ratio.low,
+            "faster": own.faster.value, "low": own.faster.low, "high": own.faster.high,
         }
         for name, own in found.items()
     }  # fmt: skip
@@ -168,7 +165,7 @@ def chart(record: Mapping[str, Any]) -> str:
             continue
         point = CurvePoint(speed[name]["faster"], change["value"], change["low"], change["high"], name)
         methods.setdefault(method, []).append(point)
-    order = ["plan", *(method for method in methods if method != "plan")]
+    order = sorted(methods, key=lambda method: method != "plan")
     curves = tuple(
         Curve.numbered(index, method, sorted(methods[method], key=lambda point: point.x))
         for index, method in enumerate(order)

@@ -2,7 +2,8 @@
 
     python benchmarks/latency.py --ranks 48 32 16 --batches 1 64 256 --precisions float32 bfloat16 --out latency.json
 
-Both models take turns in one run; a ratio is the median over rounds of candidate / original, with its 95 % interval.
+Both models take turns in one run; a speed is the median over rounds of the time of the original over that of the
+candidate, with its 95 % interval.
 Weights are random: latency does not depend on them. `uniform` ranks are the same in every head, `ragged` ones spread
 around the same mean, as an energy rule leaves them.
 """
@@ -28,7 +29,7 @@ from attnrx.serialization.storage import write_json
 
 HEADER = (
     f"{'ranks':<14}{'batch':>6} {'precision':<10}{'mode':<9}{'original ms':>12}{'candidate ms':>13}"
-    f"{'time ratio (95 %)':>22}{'MAC ratio':>11}{'memory':>8}  kernel"
+    f"{'speed (95 %)':>22}{'MAC ratio':>11}{'memory':>8}  kernel"
 )
 
 
@@ -43,12 +44,12 @@ class Result:
     memory: MemoryComparison
 
     def __str__(self) -> str:
-        latency, ratio = self.latency, self.latency.ratio
+        latency, faster = self.latency, self.latency.faster
         mode = "compiled" if latency.conditions.compiled else "eager"
         return (
             f"{f'{self.rank} {self.pattern}':<14}{latency.batch:>6} {latency.conditions.precision:<10}{mode:<9}"
             f"{1000 * latency.reference.median:>12.2f}{1000 * latency.candidate.median:>13.2f}"
-            f"{f'{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})':>22}"
+            f"{f'{faster.value:.3f}x [{faster.low:.3f}, {faster.high:.3f}]':>22}"
             f"{self.macs_ratio:>11.3f}{self.memory.ratio:>8.3f}  {latency.candidate_kernel}"
         )
 

@@ -532,14 +532,14 @@ PLANNED = {
     "expected": {name: {"value": 0.1, "spread": 0.1, "images": 9} for name in ("divergence", "agreement", "change")},
     "measured": None,
 }
-CLOCKED = {"ratio": 0.6, "batch": 1, "threads": 1, "precision": "float32", "clock": "wall", "in_subprocess": False}
+CLOCKED = {"faster": 1.6, "batch": 1, "threads": 1, "precision": "float32", "clock": "wall", "in_subprocess": False}
 REALIZED = {"by": "compress", "norms": "refit", "refine": 0, "calibration_images": 8}
 EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     "prescription": (
         ("about.plan", 3), ("about.plan", {}), ("about.plan", edited(PLANNED, "expected.agreement", ABSENT)),
         ("about.plan", edited(PLANNED, "expected.agreement.value", "high")),
         ("about.plan", edited(PLANNED, "expected.agreement.images", 0)),
-        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "ratio": 0})),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "faster": 0})),
         ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "batch": 2**40})),
         ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "in_subprocess": "no"})),
         ("about.realized", []), ("about.realized", {}), ("about.realized", {**REALIZED, "by": "magic"}),

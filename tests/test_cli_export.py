@@ -73,6 +73,24 @@ def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_is_timed_beside_the_originals(made: SimpleNamespace) -> None:
+    import onnx
+
+    out = made.root / "beside.onnx"
+    words = ("--out", out, "--data", made.data, "--batch", 2, "--threads", 1, "--against", made.run)
+    found = record("export", made.run, *words)
+    (speed,) = found["speeds"]
+    assert (speed["batch"], speed["threads"]) == (2, 1) and 0.3 < speed["faster"]["value"] < 3
+    assert json.loads((made.root / "beside.onnx.json").read_text())["speeds"] == [speed]
+    assert "beside the original's file: " in call("export", made.run, *words).out
+    # The names of the classes come from the data, because this model has none.
+    (names,) = [one.value for one in onnx.load(out).metadata_props if one.key == "class_names"]
+    assert json.loads(names) == found["class_names"] and len(found["class_names"]) == 3
+    with pytest.raises(rx.errors.InvalidInput, match="2 class_names for a model with 3 outputs"):
+        rx.export(rx.load(made.run), made.root / "named.onnx", class_names=("a", "b"))
+
+
+@pytest.mark.slow
 def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
     out = made.root / "int8.onnx"
     requested = ("export", made.run, "--to", "int8(images=8)", "--data", made.data, "--batch", 4, "--out", out)

@@ -48,18 +48,20 @@ from attnrx.shapes import Bool, Float, Int, Tensor
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
-def diagnose(
+def diagnose(  # noqa: PLR0913  (keywords)
     model: nn.Module,
     data: ImageData,
     *,
     diagnostics: tuple[Diagnostic, ...] | None = None,
+    moments: bool = False,
     images: int | None = None,
     batch_size: int = 64,
     seed: int = 0,
 ) -> Diagnosis:
     """Measures the diagnostics (by default those `suited_diagnostics` to the model) in one pass over the images.
 
-    `images` limits the number of images. With `Moments` among the diagnostics the MLP maps are observed too. Weights,
+    `moments` adds `Moments` to the default ones of any model: a plan needs it for values and MLP. `images` limits the
+    number of images. With `Moments` among the diagnostics the MLP maps are observed too. Weights,
     mode and backends of the model are restored; memory does not grow with the number of images. The images are moved to
     the model's device and must be normalized for the model; otherwise a ScaleWarning is issued and recorded in
     `about["notes"]`.
@@ -72,7 +74,7 @@ def diagnose(
     require_finite_tensors(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
-    chosen = suited_diagnostics(spectra) if diagnostics is None else diagnostics
+    chosen = suited_diagnostics(spectra, moments=moments) if diagnostics is None else diagnostics
     image_set = images_for(model, data)
     shown = image_set if images is None else image_set.take(images)
     panel = Panel(chosen, spectra)

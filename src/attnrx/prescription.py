@@ -517,7 +517,7 @@ def _require_tokens(record: Mapping[str, Any], where: str) -> None:
 MEAN = Record({"value": Number(), "spread": Number(0.0), "images": Integer(1)})
 LATENCY = Record(
     {
-        "ratio": Number(1e-6),
+        "faster": Number(1e-6),
         "batch": Integer(1, 2**20),
         "threads": Integer(1, 2**16),
         "precision": Text(),

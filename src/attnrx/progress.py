@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Sized
 from typing import TypeVar
 
 Log = Callable[[str], None]
@@ -18,7 +18,7 @@ def no_log(_: str) -> None:
     """A log callback that discards the message."""
 
 
-def track(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+def track(items: Iterable[Item], what: str, total: int | None = None) -> Generator[Item]:
     """Yields the items, and shows how many are done and how long the others will take, if that is seconds.
 
     In a terminal and in a notebook it is a bar (with tqdm, if it is installed), otherwise lines on stderr. Set the
@@ -45,7 +45,7 @@ def _bar(items: Iterable[Item], what: str, total: int | None) -> Iterable[Item] 
     return tqdm(items, desc=what, total=total, delay=DELAY, leave=False)
 
 
-def _with_lines(items: Iterable[Item], what: str, total: int | None) -> Iterator[Item]:
+def _with_lines(items: Iterable[Item], what: str, total: int | None) -> Generator[Item]:
     start = time.monotonic()
     shown = start + DELAY - EVERY
     for done, item in enumerate(items, 1):

@@ -13,9 +13,9 @@ from attnrx.checks import Accuracy, Check, Costs, Fidelity, Promises
 from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.diagnostics import suited_diagnostics
 from attnrx.errors import AttnrxError, DataError, InvalidInput
 from attnrx.evidence import Evidence
+from attnrx.exporting import fitting_names
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan
@@ -40,7 +40,7 @@ class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
     It unpacks as `model, prescription, evidence`. For the report there are the `diagnosis` of the original, and in
-    `samples` a few normalized test images with their classes.
+    `samples` a few normalized test images with their classes; for the exported file the `class_names` of the data.
     """
 
     model: nn.Module
@@ -49,6 +49,7 @@ class Shrunk:
     plan: Plan
     diagnosis: Diagnosis | None = None
     samples: tuple[ImageBatch, tuple[str, ...]] | None = None
+    class_names: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
@@ -65,7 +66,7 @@ class Shrunk:
         folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
         write_report(folder / "report.html", self.report(f"attnrx: {folder.name}"))
         if onnx:
-            export(self.model, folder / "model.onnx")
+            export(self.model, folder / "model.onnx", class_names=fitting_names(self.model, self.class_names))
         return folder
 
     def report(self, title: str) -> ReportContent:
@@ -129,7 +130,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     settings = PlanSettings.of(effort, timing, search=Search(preset.trials, seed, storage, preset.variations), log=log)
     # One process for all latency measurements, which starts while the images are read.
     with shared_subprocess() if target.spend == "latency" else nullcontext():
-        planned, others, tested = parts_of(original, data, columns)
+        splits = _splits_of(original, data, columns)
+        planned, others, tested = three_parts(splits)
         if target.of == DROP:
             require_labels(planned)
         planned, others = planned.take(min(preset.images, len(planned))), others.take(min(PREDICTED, len(others)))
@@ -142,7 +144,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             checks = (Accuracy(None), *checks)
         about = {"target": str(target), "effort": effort, "batch": batch}
         evidence = verify(slim, original, tested, checks, about, prescription=prescription, seed=seed, batch_size=32)
-    return Shrunk(slim, prescription, evidence, found, diagnosis, _samples(tested, getattr(data, "class_names", ())))
+    names = splits.class_names
+    return Shrunk(slim, prescription, evidence, found, diagnosis, _samples(tested, names), names)
 
 
 def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:
@@ -174,12 +177,15 @@ def target_of(
     return Target("max-drop" if name == "max_drop" else name, value)
 
 
-def parts_of(model: nn.Module, data: Any, columns: Columns | None = None) -> tuple[ImageSet, ImageSet, ImageSet]:
-    """Returns disjoint images: to plan on, to measure predictions on, and to verify on."""
+def _splits_of(model: nn.Module, data: Any, columns: Columns | None) -> Splits:
     if isinstance(data, str | Path):
         size = family_of(model).input_shape(model)[1]
         data = adapt_preprocessing(load_data(str(data), image_size=size, columns=columns), model)
-    splits = splits_for(model, data)
+    return splits_for(model, data)
+
+
+def three_parts(splits: Splits) -> tuple[ImageSet, ImageSet, ImageSet]:
+    """Returns disjoint images: to plan on, to measure predictions on, and to verify on."""
     sets = []
     for name in ("train", "validation", "test"):
         with suppress(DataError):
@@ -206,11 +212,8 @@ def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log)
             if known.fingerprint == model_fingerprint(model):
                 log(f"diagnosis of an earlier call: {path}")
                 return known
-    spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
-    diagnostics = suited_diagnostics(spectra, moments=True)
     log("diagnosing")
-    found = diagnose(model, images, diagnostics=diagnostics, images=min(DIAGNOSED, len(images)), batch_size=32)
+    found = diagnose(model, images, moments=True, images=min(DIAGNOSED, len(images)), batch_size=32)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
     return found

@@ -56,7 +56,7 @@ def test_latency_and_memory_name_their_conditions():
 def test_a_latency_limit_fails_only_beyond_the_interval():
     setting = Setting.of("svda")
     comparison, protocol = setting.comparison(setting.compressed), LatencyProtocol(rounds=3, warmup=1)
-    assert Latency(batch=2, protocol=protocol, most_ratio=1e-6)(comparison)[0].outcome == "fails"
-    assert Latency(batch=2, protocol=protocol, most_ratio=1e6)(comparison)[0].outcome == "holds"
+    assert Latency(batch=2, protocol=protocol, faster=1e6)(comparison)[0].outcome == "fails"
+    assert Latency(batch=2, protocol=protocol, faster=1e-6)(comparison)[0].outcome == "holds"
     with pytest.raises(InvalidInput, match="above 0"):
-        Latency(most_ratio=0.0)
+        Latency(faster=0.0)

@@ -21,9 +21,9 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 def record(**changes: Any) -> dict[str, Any]:
     points = [
         {"cost": 0.8, "sensitivity": 0.01, "divergence": 0.02, "agreement": 0.95, "change": -0.01, "macs": 0.79},
-        {"cost": 0.6, "sensitivity": 0.03, "divergence": 0.07, "agreement": 0.9, "latency": 0.625, "unknown": 1},
+        {"cost": 0.6, "sensitivity": 0.03, "divergence": 0.07, "agreement": 0.9, "faster": 1.6, "unknown": 1},
     ]
-    plan = {"kind": "attnrx plan", "schema": 1, "spend": "latency", "front": points, "about": {"images": 192}}
+    plan = {"kind": "attnrx plan", "schema": 2, "spend": "latency", "front": points, "about": {"images": 192}}
     return {**plan, "measured": {"batch": 32}, **changes}
 
 
@@ -38,7 +38,7 @@ def test_the_front_is_read_from_the_file_of_a_plan(tmp_path: Path) -> None:
     path.write_text(json.dumps(record()))
     found = PlanFront.load(path)
     assert (found.spend, found.images, found.conditions) == ("latency", 192, {"batch": 32})
-    assert [point.speedup for point in found.points] == [1 / 0.8, 1 / 0.625]
+    assert [point.speedup for point in found.points] == [1 / 0.8, 1.6]
     assert found.points[0].change == -0.01 and found.points[1].change is None
     for broken, complaint in (
         ({"front": [{"cost": 0.5}, 3]}, "not a whole plan"),

@@ -1,7 +1,10 @@
 """One call to a smaller model: its target, the images it plans and verifies on, its folder, and how it goes on."""
 
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +12,11 @@ import torch
 import attnrx as rx
 import cases
 from attnrx.errors import DataError, InvalidInput, NotSupported
+from attnrx.model_data import splits_for
 from attnrx.models import ViTConfig, model_fingerprint
 from attnrx.planning import Plan, Point, Target
 from attnrx.reports import summary_of
-from attnrx.shrinking import Shrunk, parts_of, target_of
+from attnrx.shrinking import Shrunk, target_of, three_parts
 from comparisons import pixels
 from planned import CONFIG, original
 
@@ -22,6 +26,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def images(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of a user's own."""
     return [(batch.images, batch.labels) for batch in pixels(CONFIG, count).batches(8)]
+
+
+def objects(value: Any, depth: int = 8) -> Iterator[Any]:
+    """Yields the objects of attnrx in a value, with those in their fields; modules are displayed by torch."""
+    if depth and is_dataclass(value) and not isinstance(value, torch.nn.Module):
+        yield value
+        value = [getattr(value, field.name) for field in fields(value)]
+    if depth and isinstance(value, list | tuple | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from objects(each, depth - 1)
 
 
 @pytest.mark.parametrize(
@@ -44,13 +58,13 @@ def test_other_targets_are_refused(given: dict[str, float]) -> None:
 
 
 def test_images_of_the_plan_are_not_those_of_the_evidence() -> None:
-    parts = parts_of(original(), images(48))
+    parts = three_parts(splits_for(original(), images(48)))
     seen = [{tuple(row.flatten().tolist()) for batch in part.batches(8) for row in batch.images} for part in parts]
     assert sum(map(len, seen)) == len(set().union(*seen)) and min(map(len, seen)) >= 15
-    two = parts_of(original(), {"train": images(24), "test": images(16)})
+    two = three_parts(splits_for(original(), {"train": images(24), "test": images(16)}))
     assert [len(part) for part in two] == [12, 12, 16]
     with pytest.raises(DataError, match="at least 6"):
-        parts_of(original(), images(5))
+        three_parts(splits_for(original(), images(5)))
 
 
 def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
@@ -61,20 +75,13 @@ def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
     assert macs[0] <= 0.8 * macs[1] and prescription.about["plan"]["target"] == "macs=0.8x"
     assert evidence.about["images"] == 16 and "fewer MACs" in found.summary() and len(repr(found)) < 2000
     diagnosis = rx.diagnose(original(), images(16))
-    layer, decision = prescription.layers[0], next(iter(prescription.layers[0].decisions.values()))
-    plan, finding = found.plan, evidence.findings[0]
-    for shown in (
-        found,
-        prescription,
-        layer,
-        decision,
-        evidence,
-        finding,
-        plan,
-        diagnosis,
-        diagnosis.layers[0].spectrum,
-    ):
-        assert len(repr(shown)) < 2000 and type(shown).__name__ in repr(shown)
+    deep = rx.models.build_model("svda:digits", depth=24)
+    space = rx.planning.PlanSettings().space(original(), diagnosis, Target("macs", 0.5))
+    others = (deep.config, rx.models.family_of(deep).costs(deep), space, pixels(CONFIG, 48))
+    of_attnrx = list(objects((found, found.report("x"), *others)))
+    assert {Shrunk, Plan, rx.Prescription, rx.Evidence, rx.Finding, rx.Diagnosis} <= {type(each) for each in of_attnrx}
+    for each in of_attnrx:
+        assert len(repr(each)) < 2000 and type(each).__name__ in repr(each)
     assert "<table>" in evidence._repr_html_()
     found.save(folder, onnx=False)
     assert {"model.safetensors", "README.md", "report.html", "evidence.json"} <= {one.name for one in folder.iterdir()}

@@ -1,4 +1,4 @@
-"""Latency and memory of the candidate relative to the reference, measured interleaved on this machine."""
+"""Speed and memory of the candidate relative to the reference, measured interleaved on this machine."""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
@@ -15,21 +15,21 @@ from attnrx.runtime import processes
 
 @dataclass(frozen=True)
 class Latency(Check):
-    """The ratio of forward times, candidate over reference, interleaved, and of peak memory; below 1 is better.
+    """The speed of a forward pass relative to the reference, measured interleaved, and the ratio of peak memory.
 
     `batch` is the batch size. The device is that of the comparison, the other conditions are those of the protocol.
-    `most_ratio` limits the ratio of times; on a busy machine the interval is wide and the claim undecided.
+    `faster` is the least speed, e.g. 1.5; on a busy machine the interval is wide and the claim undecided.
     """
 
     name: ClassVar[str] = "latency"
     batch: int = 32
     protocol: LatencyProtocol = field(default_factory=LatencyProtocol)
-    most_ratio: float | None = None
+    faster: float | None = None
 
     def __post_init__(self):
-        if self.batch < 1 or (self.most_ratio is not None and not self.most_ratio > 0):
+        if self.batch < 1 or (self.faster is not None and not self.faster > 0):
             raise InvalidInput(
-                f"Latency(batch={self.batch}, most_ratio={self.most_ratio}): give an image and a ratio above 0."
+                f"Latency(batch={self.batch}, faster={self.faster}): give an image and a speed above 0, e.g. 1.5."
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -48,16 +48,16 @@ class Latency(Check):
         models = comparison.candidate, comparison.reference, images
         times = compare_latency(*models, replace(self.protocol, conditions=conditions))
         memory = compare_memory(*models, conditions)
-        ratio = times.ratio
+        faster = times.faster
         return (
             Finding(
                 self.name,
-                f"time of a forward pass of {self.batch}, candidate over reference",
-                ratio.value,
+                f"speed of a forward pass of {self.batch}, relative to the reference",
+                faster.value,
                 "x",
-                **judged(ratio.value, self.most_ratio, (ratio.low, ratio.high), times.rounds, at_least=False),
+                **judged(faster.value, self.faster, (faster.low, faster.high), times.rounds, at_least=True),
                 seed=self.protocol.seed,
-                details={"quantity": "latency", **asdict(times), "image_shape": list(times.image_shape)},
+                details={"quantity": "speed", **asdict(times), "image_shape": list(times.image_shape)},
             ),
             Finding(
                 self.name,

@@ -41,8 +41,8 @@ class Promises(Check):
     """Compares the predictions of the plan behind the prescription with measurements.
 
     The claims about divergence, agreement and change of accuracy hold if the mean over these images is no worse than
-    the end of the plan's prediction interval for this number of images. The claim about latency, relative to the
-    library's reference implementation, holds if the ratio exceeds the prediction by at most the share `within`.
+    the end of the plan's prediction interval for this number of images. The claim about speed, relative to the
+    library's reference implementation, holds if a pass takes at most the share `within` longer than predicted.
     Precision, threads, clock and batch size are those of the plan. `promised` replaces the record of the prescription
     (`Plan.promises`).
     """
@@ -73,10 +73,10 @@ class Promises(Check):
             if name in record["expected"]
         ]
         if record["measured"] is not None:
-            findings.append(self._latency(comparison, record["measured"]))
+            findings.append(self._speed(comparison, record["measured"]))
         return tuple(findings)
 
-    def _latency(self, comparison: Comparison, promised: Mapping[str, Any]) -> Finding:
+    def _speed(self, comparison: Comparison, promised: Mapping[str, Any]) -> Finding:
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
         protocol = LatencyProtocol(conditions, self.rounds, warmup=2, clock=promised["clock"], kernels=False)
         model, family = comparison.reference, family_of(comparison.reference)
@@ -85,16 +85,16 @@ class Promises(Check):
         images = torch.randn(size, generator=torch.Generator().manual_seed(0))
         sides = comparison.candidate, family.library_model(model), images, protocol
         measured = call_in_subprocess_if(compare_latency, *sides, in_subprocess=promised.get("in_subprocess", False))
-        ratio, limit = measured.ratio, promised["ratio"] * (1 + self.within)
+        faster, limit = measured.faster, promised["faster"] / (1 + self.within)
         return Finding(
             self.name,
-            "time of a forward pass against the library's reference implementation, at most as predicted by the plan",
-            ratio.value,
+            f"speed of a forward pass of {measured.batch}, relative to the original, at least as predicted by the plan",
+            faster.value,
             "x",
-            **judged(ratio.value, limit, (ratio.low, ratio.high), measured.rounds, at_least=False),
+            **judged(faster.value, limit, (faster.low, faster.high), measured.rounds, at_least=True),
             seed=protocol.seed,
             details={
-                "quantity": "promised_latency",
+                "quantity": "promised speed",
                 "promised": dict(promised),
                 "within": self.within,
                 "measured": {**asdict(measured), "image_shape": list(measured.image_shape)},

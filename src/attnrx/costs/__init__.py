@@ -12,6 +12,7 @@ from attnrx.costs.latency import (
     compare_latencies,
     compare_latency,
     interleave,
+    speed_text,
 )
 from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory, profiled
 from attnrx.costs.model_costs import (
@@ -64,6 +65,7 @@ __all__ = [
     "norm_costs",
     "paper_convention",
     "profiled",
+    "speed_text",
     "token_costs",
     "with_fusion",
 ]

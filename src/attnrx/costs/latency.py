@@ -111,8 +111,9 @@ CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
 
 @dataclass(frozen=True)
 class LatencyComparison:
-    """Forward passes of two models on the same batch, and the conditions of their ratio (below 1: the candidate is
-    faster).
+    """Forward passes of two models on the same batch, and their conditions.
+
+    `faster` is the time of the reference over that of the candidate.
 
     A kernel is named as by torch's profiler: "flash_attention_for_cpu", "math" (the slow path of the fused call); or it
     is "native" (the C++ kernel) or "unfused"; empty without `LatencyProtocol.kernels`.
@@ -120,7 +121,7 @@ class LatencyComparison:
 
     candidate: Timing
     reference: Timing
-    ratio: Ratio
+    faster: Ratio
     candidate_kernel: str
     reference_kernel: str
     batch: int
@@ -131,6 +132,19 @@ class LatencyComparison:
     threads: int
     hardware: str
     torch_version: str
+
+    def __str__(self) -> str:
+        """Formats the speed with its interval, its conditions and the median times."""
+        before, after = 1000 * self.reference.median, 1000 * self.candidate.median
+        return (
+            f"{speed_text(self.faster.value)} [{self.faster.low:.2f}, {self.faster.high:.2f}] at batch {self.batch} on "
+            f"{self.threads} thread{'s' * (self.threads != 1)}: {before:.1f} -> {after:.1f} ms, {self.hardware}"
+        )
+
+
+def speed_text(speed: float) -> str:
+    """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" of a slower model."""
+    return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
 
 
 @dataclass(frozen=True)
@@ -195,7 +209,7 @@ def compare_latencies(
             name: LatencyComparison(
                 candidate=Timing.of(seconds[name]),
                 reference=Timing.of(seconds[""]),
-                ratio=Ratio.of(seconds[name], seconds[""], protocol.seed),
+                faster=Ratio.of(seconds[""], seconds[name], protocol.seed),
                 candidate_kernel=named[name],
                 reference_kernel=reference_kernel,
                 batch=len(images),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.display import Displayed
 from attnrx.errors import InvalidInput
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import Shape, TokenPolicy
@@ -83,8 +84,8 @@ class Saving:
     macs_share: float
 
 
-@dataclass(frozen=True)
-class ModelCosts:
+@dataclass(frozen=True, repr=False)
+class ModelCosts(Displayed):
     """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
 
     `embeddings` are the learned tokens and positions, which have no MACs; `predictors` are the modules that select

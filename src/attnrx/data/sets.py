@@ -12,6 +12,7 @@ import torch
 from attnrx.data.images import Batch, Pass, RowImages
 from attnrx.data.pixels import Augmentation, CorruptImages, Draws, ImageGeometry, Normalization, threads
 from attnrx.data.splits import StoredImages
+from attnrx.display import Displayed
 from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Int, Tensor, UInt8
 
@@ -47,8 +48,8 @@ class PixelStore:
         return self._copies[CPU][0][row].numpy().tobytes()
 
 
-@dataclass(frozen=True, eq=False)
-class MemoryImages(RowImages):
+@dataclass(frozen=True, eq=False, repr=False)
+class MemoryImages(Displayed, RowImages):
     """Some rows of a pixel store, cropped and mirrored in batches on the device."""
 
     store: PixelStore

@@ -6,7 +6,15 @@ attnrx.exporting.load_exported("slim.onnx")(images)              # logits, from 
 
 from attnrx.exporting.exported import Exported, Images, is_exported, load_exported
 from attnrx.exporting.formats import FORMATS, AOTInductor, Format, Int8, Onnx, OpenVINO, Program, parse_format
-from attnrx.exporting.writing import DYNAMIC, ExportSubject, bare_subject, export, write_exported
+from attnrx.exporting.writing import (
+    DYNAMIC,
+    ExportSubject,
+    bare_subject,
+    compare_with_original,
+    export,
+    fitting_names,
+    write_exported,
+)
 
 __all__ = [
     "DYNAMIC",
@@ -21,7 +29,9 @@ __all__ = [
     "OpenVINO",
     "Program",
     "bare_subject",
+    "compare_with_original",
     "export",
+    "fitting_names",
     "is_exported",
     "load_exported",
     "parse_format",

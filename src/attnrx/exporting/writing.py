@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.attention import Attention, Eager, Fused, using
+from attnrx.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import FAILS, Finding, judged
@@ -20,6 +22,7 @@ from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_forma
 from attnrx.model_data import images_for
 from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.optional import installed_versions
+from attnrx.progress import track
 from attnrx.serialization.atomic_writes import flush, require_replaceable, temporary_folder
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import file_kind, file_sha256, write_json, write_text
@@ -29,6 +32,8 @@ DYNAMIC = "dynamic"
 # Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
 # torch.export makes sizes of one constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
+# Batch sizes and rounds for the speed of a file, unless its batch size is fixed.
+TIMED, ROUNDS = (1, 32), 20
 # The share of images whose logits may differ in models with token reduction: rounding may swap two tokens of nearly
 # equal scores.
 MAY_DIFFER = 0.1
@@ -106,7 +111,7 @@ class ExportSubject:
         return [each.to(self.images.device, self.images.dtype) for each in noise]
 
 
-def export(
+def export(  # noqa: PLR0913  (keywords)
     model: nn.Module,
     path: Path | str,
     to: Format | str = "onnx",
@@ -114,6 +119,7 @@ def export(
     batch: int | str = DYNAMIC,
     precision: str | None = None,
     calibration: ImageData | None = None,
+    class_names: Sequence[str] = (),
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and returns the file as a module.
 
@@ -121,8 +127,9 @@ def export(
     of any size, or of `batch` images; `precision` defaults to the model's own. Its logits are compared with the model's
     on the calibration images (required for int8) or on noise; if a logit differs by more than rounding (for int8: than
     `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and normalization
-    of images, class names if known, versions, and the measured parity. An ONNX file contains shape, normalization and
-    class names too, and the script run_NAME.py beside it classifies an image with onnxruntime alone.
+    of images, `class_names` (by default the model's, if it has any), versions, and the measured parity. An ONNX file
+    contains shape, normalization and class names too, and the script run_NAME.py beside it classifies an image with
+    onnxruntime alone.
 
     Raises:
         NotSupported: The model cannot be written in this format, or the logits differ.
@@ -130,7 +137,45 @@ def export(
     """
     form = parse_format(to) if isinstance(to, str) else to
     images = None if calibration is None else images_for(model, calibration, "calibration")
-    return write_exported(ExportSubject.of(model, form, batch, precision, images), path, form)
+    subject = ExportSubject.of(model, form, batch, precision, images)
+    if class_names:
+        (outputs,) = {head.out_features for head in family_of(model).heads(model)}
+        if len(class_names) != outputs:
+            raise InvalidInput(f"{len(class_names)} class_names for a model with {outputs} outputs: give one for each.")
+        subject = replace(subject, facts={**subject.facts, "class_names": list(class_names)})
+    return write_exported(subject, path, form)
+
+
+def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the class names of a dataset if the model has none of its own and as many outputs, else none."""
+    family = family_of(model)
+    fits = all(head.out_features == len(class_names) for head in family.heads(model))
+    return tuple(class_names) if fits and not family.class_names(model) else ()
+
+
+def compare_with_original(
+    exported: Exported, original: nn.Module, *, calibration: ImageData | None = None, threads: int | None = None
+) -> tuple[LatencyComparison, ...]:
+    """Times a file beside the original model, written in the same format, and adds the speeds to PATH.json.
+
+    The original has the attention of its own library. Both run in the same runtime with this number of CPU threads, in
+    turns: batches of the file's size, or of each of TIMED.
+    """
+    images = None if calibration is None else images_for(original, calibration, "calibration")
+    size, precision = exported.images.batch, exported.images.precision
+    subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
+    library = bare_subject(family_of(original).library_model(original), subject)
+    conditions = Conditions(exported.images.device, precision, threads)
+    protocol, noise = LatencyProtocol(conditions, ROUNDS, kernels=False), torch.Generator().manual_seed(0)
+    with TemporaryDirectory() as folder:
+        other = write_exported(library, Path(folder) / f"original{exported.form.suffix}", exported.form)
+        found = tuple(
+            compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
+            for batch in (TIMED if size is None else (size,))
+        )
+    exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in found]
+    write_json(facts_path(exported.path), exported.facts)
+    return found
 
 
 def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Exported:
@@ -145,7 +190,10 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     if form.calibrated and subject.calibration is None:
         raise InvalidInput(f"{form.name} is calibrated on images: give calibration images of the model's task.")
     batches = subject.batches(form.wanted)
+    steps = track(("capturing", "writing", "comparing"), f"exporting {path.name}, steps")
+    next(steps)
     program = _captured(subject, form)
+    next(steps)
     with temporary_folder(path) as room:
         written = room / path.name
         with raising(f"this model cannot be written as {form.name}"):
@@ -159,7 +207,9 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
             form.describe(written, described)
         # The main file is the last: `_put` moves it after the files that it needs.
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
+        next(steps)
         findings = _parity(subject, form, written, batches)
+        steps.close()
         facts = {
             "kind": KIND,
             "schema": SCHEMA,

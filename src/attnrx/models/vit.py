@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.costs import PartCosts, linear_costs
+from attnrx.display import Displayed
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
 from attnrx.shapes import Float, ImageBatch, Logits, Tensor
@@ -36,8 +37,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class ViTConfig(TransformerConfig):
+@dataclass(frozen=True, repr=False)
+class ViTConfig(Displayed, TransformerConfig):
     """The shape of a Vision Transformer without class token, and its input format."""
 
     def __post_init__(self):

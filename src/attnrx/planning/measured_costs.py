@@ -102,7 +102,7 @@ def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module,
 
     def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
         found = compare_latencies(models, reference, images, timing.protocol(rounds))
-        return {name: own.ratio.value for name, own in found.items()}
+        return {name: 1 / own.faster.value for name, own in found.items()}
 
     return corrected(measured_cost_table(space, timing, log), space, latency_shares)
 

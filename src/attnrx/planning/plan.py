@@ -12,7 +12,7 @@ from attnrx.prescription import Prescription
 from attnrx.serialization.atomic_writes import replacing_folder
 from attnrx.serialization.storage import file_kind, write_json
 
-KIND, SCHEMA = "attnrx plan", 1
+KIND, SCHEMA = "attnrx plan", 2
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Point:
     """One plan of the Pareto front: its cost as a share of the original's, predicted and measured divergence (nats).
 
     `agreement` and `change` of top-1 accuracy are shares of the images of the plan, `macs` and `params` shares of the
-    original's. `latency` is the measured ratio to the original's, None for a plan that was not timed. `description`
-    summarizes the choices.
+    original's. `faster` is the measured speed relative to the original, None for a plan that was not timed.
+    `description` summarizes the choices.
     """
 
     cost: float
@@ -31,7 +31,7 @@ class Point:
     change: float | None = None
     macs: float | None = None
     params: float | None = None
-    latency: float | None = None
+    faster: float | None = None
     description: str = ""
 
 

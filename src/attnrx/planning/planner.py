@@ -124,7 +124,7 @@ class Planner:
         self.trials: tuple[Trial, ...] = ()
         self.known: dict[tuple[int, Choices], Deviation] = {}
         self.solved: tuple[dict[str, float], Frontier] | None = None
-        self.ratios: dict[Choices, float] = {}  # the measured latencies, relative to the original's
+        self.speeds: dict[Choices, float] = {}  # measured, relative to the original's
 
     @cached_property
     def cost_table(self) -> CostTable:
@@ -219,7 +219,7 @@ class Planner:
         for attempt in range(self.effort.attempts):
             trial = self._attempt(attempt, allowed, trial)
             timed = self._clocked(trial)
-            ratios.append(timed["ratio"])
+            ratios.append(1 / timed["faster"])
             self.log(f"measured {1 / ratios[-1]:.2f}x faster where {1 / trial.step.cost:.2f}x was predicted")
             timings.append((trial, allowed, timed))
             if ratios[-1] <= limit and (best is None or trial.divergence < best[0].divergence):
@@ -234,13 +234,11 @@ class Planner:
             # A plan that is fast enough but answers far worse is of less use than one that nearly is.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
-                reached = best[2]["ratio"]
-                self.log(f"the target was missed: {1 / reached:.2f}x faster instead of {1 / most:.2f}x")
+                self.log(f"the target was missed: {best[2]['faster']:.2f}x faster instead of {1 / most:.2f}x")
         if best is None:
             raise NotSupported(
-                f"{self.target} cannot be promised: plans with a predicted ratio of about {most:.3f} were measured at "
-                f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} of the original's latency. Measure on an idle "
-                "machine, or give a larger target."
+                f"{self.target} cannot be promised: plans of a predicted {1 / most:.2f}x faster were measured at "
+                f"{', '.join(f'{1 / ratio:.2f}x' for ratio in ratios)}. Measure on an idle machine, or request less."
             )
         self.timed = best[2]
         return best[0], best[1]
@@ -291,17 +289,17 @@ class Planner:
         return Trial(knobs, step, found.mean, found.softened.mean().item())
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
-        """Returns the latency of a plan relative to the library's reference implementation."""
+        """Returns the speed of a plan relative to the library's reference implementation."""
         timing, asked, plan_model = self.timing, self.settings.timing, self.realized(trial.step.choices)
         # Shorter rounds cost less, so there are more of them: their median is more precise.
         rounds = self._whole_rounds * (MORE if timing is not asked else 1)
         sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(rounds)
         found = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
-        self.ratios[trial.step.choices] = found.ratio.value
+        self.speeds[trial.step.choices] = found.faster.value
         return {
-            "ratio": found.ratio.value,
-            "low": found.ratio.low,
-            "high": found.ratio.high,
+            "faster": found.faster.value,
+            "low": found.faster.low,
+            "high": found.faster.high,
             "batch": asked.batch,
             "timed_batch": timing.batch,
             "threads": found.threads,
@@ -392,7 +390,7 @@ class Planner:
             change=None if deviation.change is None else float(deviation.change.mean()),
             macs=after.macs / before.macs,
             params=after.params / before.params,
-            latency=self.ratios.get(choices),
+            faster=self.speeds.get(choices),
             description=described_choices(space, choices),
         )
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from torch import nn
 
 from attnrx.diagnosis import Diagnosis
+from attnrx.display import Displayed
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.maps import LINEAR_MAPS, TOKENS
 from attnrx.models import family_of, shape_of
@@ -61,8 +62,8 @@ class Choices:
         return tuple(found)
 
 
-@dataclass(frozen=True, eq=False)
-class Space:
+@dataclass(frozen=True, eq=False, repr=False)
+class Space(Displayed):
     """All plans for one model.
 
     `form` is the rule for a level: "total_rank" allocates the layer's directions to its heads; "uniform_rank", the same

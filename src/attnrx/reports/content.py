@@ -8,6 +8,7 @@ from typing import Any
 
 from attnrx.costs import LatencyComparison, ModelCosts
 from attnrx.diagnosis import Diagnosis
+from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
@@ -18,7 +19,7 @@ from attnrx.tokens import TokenPolicy
 
 Interval = tuple[float, float]
 KIND, SCHEMA = "attnrx comparison", 2  # of the file of `attnrx compare`
-PLAN, PLAN_SCHEMA = "attnrx plan", 1  # of the file of `attnrx plan`
+PLAN, PLAN_SCHEMA = "attnrx plan", 2  # of the file of `attnrx plan`
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,8 @@ def _numbers(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
 class FrontPoint:
     """One measured plan: its predicted `cost` as a share of the original's, and what was measured on the plan's images.
 
-    `divergence` is in nats, `agreement` and `change` of top-1 accuracy are shares of the images; `latency`, `macs` and
-    `params` are shares of the original's. `latency` is None for a plan that was not timed.
+    `divergence` is in nats, `agreement` and `change` of top-1 accuracy are shares of the images; `macs` and `params`
+    are shares of the original's. `faster` is the speed relative to the original, None for a plan that was not timed.
     """
 
     cost: float
@@ -227,13 +228,13 @@ class FrontPoint:
     change: float | None = None
     macs: float | None = None
     params: float | None = None
-    latency: float | None = None
+    faster: float | None = None
     description: str = ""
 
     @property
     def speedup(self) -> float:
         """The speed relative to the original: measured if the plan was timed, else predicted; for plans of latency."""
-        return 1 / (self.cost if self.latency is None else self.latency)
+        return 1 / self.cost if self.faster is None else self.faster
 
 
 @dataclass(frozen=True)
@@ -279,8 +280,8 @@ class PlanFront:
             raise CheckpointError(f"{path} is not a whole plan ({error!r}); it was edited or truncated.") from error
 
 
-@dataclass(frozen=True)
-class ReportContent:
+@dataclass(frozen=True, repr=False)
+class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
     `about` is a free record: the model, the data, the versions, the seed, the command. `history` holds the records of a

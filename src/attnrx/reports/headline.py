@@ -4,10 +4,11 @@ Missing costs and latencies of a report are taken from the findings of its evide
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from attnrx.evidence import REPORTED, Evidence, Finding
+from attnrx.costs import speed_text
+from attnrx.evidence import Evidence, Finding
 from attnrx.reports.content import Measured, ReportContent
 from attnrx.reports.numbers import known
 
@@ -43,14 +44,13 @@ class MeasuredSpeed:
 
     @classmethod
     def of(cls, record: Record) -> "MeasuredSpeed":
-        """Reads a latency comparison, whose `ratio` is the time of the smaller model over that of the original."""
-        ratio = record["ratio"]
+        """Reads the record of a `LatencyComparison`."""
+        faster = record["faster"]
         seconds = None
         if record.get("reference") and record.get("candidate"):
             seconds = record["reference"]["median"], record["candidate"]["median"]
-        # Fast is the reciprocal of slow, so the ends of the interval change places.
-        low, high = (None if (end := known(ratio.get(name))) is None else 1 / end for name in ("high", "low"))
-        return cls(1 / ratio["value"], low, high, record["batch"], _conditions(record), record.get("threads"), seconds)
+        low, high = known(faster.get("low")), known(faster.get("high"))
+        return cls(faster["value"], low, high, record["batch"], _conditions(record), record.get("threads"), seconds)
 
     @property
     def text(self) -> str:
@@ -65,26 +65,6 @@ class MeasuredSpeed:
         """The batch size and the threads, for the sentence."""
         threads = "" if self.threads is None else f" on {self.threads} thread{'s' * (self.threads != 1)}"
         return f"at batch {self.batch}{threads}"
-
-
-def speed_text(speed: float) -> str:
-    """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" of a slower model."""
-    return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
-
-
-def as_speed(finding: Finding) -> Finding:
-    """Returns a finding about a ratio of times as one about the speed, of which more is better; others unchanged."""
-    quantity = finding.details.get("quantity")
-    if quantity not in ("latency", "promised_latency") or not (known(finding.value) or 0) > 0:
-        return finding
-    is_promise = quantity == "promised_latency"
-    setting = finding.details.get("promised", {}) if is_promise else finding.details
-    batch = f" of {setting['batch']}" if "batch" in setting else ""
-    limited = ", at least as predicted by the plan" if is_promise else ""
-    low, high, limit = (1 / end if end else None for end in (finding.high, finding.low, finding.limit))
-    claim = f"speed of a forward pass{batch}, relative to the reference{limited}"
-    outcome = finding.outcome if limit is not None else REPORTED
-    return replace(finding, claim=claim, value=1 / finding.value, low=low, high=high, limit=limit, outcome=outcome)
 
 
 def _conditions(record: Record) -> str:
@@ -162,23 +142,16 @@ def accuracies(content: ReportContent) -> tuple[Measured, Measured] | None:
 
 def speeds(content: ReportContent) -> list[MeasuredSpeed]:
     """Returns the measured speeds; the one that a plan promised is the first."""
-    records = latency_records(content)
-    if not records and (promised := finding_of(content, "promised_latency")) is not None:
-        # Evidence of earlier versions does not contain the whole measurement.
-        setting = promised.details["promised"]
-        ratio = {"value": promised.value, "low": promised.low, "high": promised.high}
-        conditions = {"precision": setting.get("precision")}
-        records = [{**setting, "ratio": ratio, "conditions": conditions, "torch_version": setting.get("torch")}]
-    return [MeasuredSpeed.of(record) for record in records]
+    return [MeasuredSpeed.of(record) for record in latency_records(content)]
 
 
 def latency_records(content: ReportContent) -> list[Record]:
     """Returns the latency comparisons of both models."""
     if content.latency:
         return [asdict(entry) for entry in content.latency]
-    promised = finding_of(content, "promised_latency")
+    promised = finding_of(content, "promised speed")
     first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
-    return first + [details for details in _details(content, "latency", "latency") if "ratio" in details]
+    return first + [details for details in _details(content, "latency", "speed") if "faster" in details]
 
 
 def cost_records(content: ReportContent) -> tuple[Record, Record] | None:

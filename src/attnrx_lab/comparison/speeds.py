@@ -41,7 +41,7 @@ SPEED_COLUMNS = (
 class Speed:
     """The latency of one method at one share and batch size, relative to the reference implementation.
 
-    `latency` holds the ratio of times; the speed-up is its inverse. `ideal` is the inverse of the share of the MACs,
+    `ideal` is the inverse of the share of the MACs,
     the speed-up if every multiplication takes as long as before and nothing else takes any time.
     """
 
@@ -53,8 +53,8 @@ class Speed:
     @property
     def speedup(self) -> tuple[float, float, float]:
         """The speed-up: the median over rounds, and its 95 % interval."""
-        ratio = self.latency.ratio
-        return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
+        faster = self.latency.faster
+        return faster.value, faster.low, faster.high
 
     @property
     def ideal(self) -> float:

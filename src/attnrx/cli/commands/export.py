@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import OPSET, add_data, add_device, add_model, add_out, batch, option
+from attnrx.cli.options import OPSET, THREADS, add_data, add_device, add_model, add_out, batch, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
@@ -31,6 +31,8 @@ def add(parser: Parser) -> None:
     option(parser, "--opset", OPSET, "the version of ONNX's operators, 18 to 23 (20)")
     option(parser, "--precision", ("float32", "bfloat16", "float16"), "of weights and images (the model's own)")
     add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
+    option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
+    option(parser, "--threads", THREADS, "CPU threads of that comparison (torch's default)")
     add_device(parser)
 
 
@@ -38,10 +40,19 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     form = _format(arguments)
     device = arguments.device if form.on_cuda else "cpu"
     model = model_argument(arguments.model, device, arguments.weights, arguments.trust)
-    calibration = None if arguments.data is None else splits_argument(model, arguments).train
+    splits = None if arguments.data is None else splits_argument(model, arguments)
+    calibration = None if splits is None else splits.train
+    names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
     options = {"batch": arguments.batch, "precision": arguments.precision}
-    facts = rx.export(model, arguments.out, form, **options, calibration=calibration).facts
+    exported = rx.export(model, arguments.out, form, **options, calibration=calibration, class_names=names)
+    facts, speeds = exported.facts, ()
+    if arguments.against is not None:
+        log(f"timing it beside {arguments.against} in the same runtime")
+        original = model_argument(arguments.against, device, arguments.weights, arguments.trust)
+        speeds = rx.exporting.compare_with_original(
+            exported, original, calibration=calibration, threads=arguments.threads
+        )
     rows = tuple(
         (
             each["claim"],
@@ -52,9 +63,13 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
     size = facts["images"]["batch"]
     shape = " x ".join(map(str, (size or "N", *facts["images"]["shape"])))
-    lines = f"takes {shape} at {facts['images']['precision']}; facts: {arguments.out}.json"
+    lines = (
+        *(f"beside the original's file: {speed}" for speed in speeds),
+        f"takes {shape} at {facts['images']['precision']}; facts: {arguments.out}.json",
+        f"exported: {arguments.out}",
+    )
     record = {"exported": str(arguments.out), **facts}
-    return Outcome(record, (Table(("parity", "value", "limit"), rows), lines, f"exported: {arguments.out}"))
+    return Outcome(record, (Table(("parity", "value", "limit"), rows), *lines))
 
 
 def _format(arguments: Namespace) -> "rx.exporting.Format":

@@ -16,6 +16,7 @@ from attnrx.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
+DIAGNOSED = 96  # images of the diagnosis that is made if none is given
 SUMMARY = "allocate one budget to ranks and tokens, for a target of latency, MACs, parameters or accuracy"
 EXAMPLE = "attnrx plan timm:vit_tiny_patch16_224 --target latency=0.6x --data imagenette224.parquet --out runs/plan"
 
@@ -55,8 +56,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     others = splits.validation.take(min(arguments.other_images, len(splits.validation)))
     plan = rx.plan(model, _diagnosis(arguments, model, images), target, images, others, settings=settings)
     path = plan.save(arguments.out)
-    rows = tuple((f"{point.cost:.3f}", f"{point.sensitivity:.3g}", f"{point.divergence:.3g}") for point in plan.front)
-    front = Table((f"share of the {plan.spend}", "predicted nats", "measured nats"), rows)
+    rows = tuple(
+        (_cost_text(plan, point.cost), f"{point.sensitivity:.3g}", f"{point.divergence:.3g}") for point in plan.front
+    )
+    front = Table((f"predicted {plan.spend}", "predicted nats", "measured nats"), rows)
     prescription = Path(arguments.out) / "prescription.json"
     return Outcome(
         rx.serialization.read_json(path),
@@ -81,24 +84,27 @@ def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
 
 def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageSet") -> "rx.Diagnosis":
     if arguments.diagnosis is None:
-        spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
-        # The axes vo and mlp need the moments of values and MLP.
-        diagnostics = rx.diagnostics.suited_diagnostics(spectra, moments=True)
-        num_images = min(96, len(images))
-        return rx.diagnose(model, images, diagnostics=diagnostics, images=num_images, batch_size=arguments.batch_size)
+        return rx.diagnose(
+            model, images, moments=True, images=min(DIAGNOSED, len(images)), batch_size=arguments.batch_size
+        )
     found = rx.Diagnosis.load(arguments.diagnosis)
     if found.fingerprint != rx.models.model_fingerprint(model):
         raise InvalidInput(f"--diagnosis {arguments.diagnosis} is of another model; diagnose this one, or omit it.")
     return found
 
 
+def _cost_text(plan: "rx.planning.Plan", cost: float) -> str:
+    """Formats a cost as a share of the original's: a latency as a speed."""
+    return f"{1 / cost:.2f}x faster" if plan.spend == "latency" else f"{as_percent(cost)} of the {plan.spend}"
+
+
 def _predictions(plan: "rx.planning.Plan") -> tuple[str, ...]:
-    lines = [f"{as_percent(plan.cost)} of the original's {plan.spend} by the cost table"]
+    lines = [f"predicted: {_cost_text(plan, plan.cost)}"]
     if plan.measured is not None:
-        ratio = plan.measured
+        speed = plan.measured
         lines.append(
-            f"by measured latency {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] of the unchanged "
-            f"model: batch {ratio['batch']}, {ratio['threads']} threads, {ratio['precision']}, {ratio['hardware']}"
+            f"measured: {speed['faster']:.2f}x faster [{speed['low']:.2f}, {speed['high']:.2f}] than the original, "
+            f"batch {speed['batch']}, {speed['threads']} threads, {speed['precision']}, {speed['hardware']}"
         )
     for name, scale, unit in (("divergence", 1.0, "nats"), ("agreement", 100.0, "%"), ("change", 100.0, "points")):
         expected = plan.expected.get(name)

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import attnrx as rx
-from attnrx.cli.inputs import load_splits, model_argument
+from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import BATCH, SEED, SHARE, THREADS, RealNumber, add_data, add_device, add_model, add_out, option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
@@ -41,8 +41,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    size = rx.models.family_of(model).input_shape(model)[1]
-    splits = rx.adapt_preprocessing(load_splits(arguments, size), model)
+    splits = splits_argument(model, arguments)
     found = rx.shrink(
         model,
         splits,

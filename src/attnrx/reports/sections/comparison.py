@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from attnrx.costs import speed_text
 from attnrx.reports.content import ComparedTrial, ComparisonRecord, Measured, ReportContent, TradeOffPoint
 from attnrx.reports.figures import STYLES, Chart, Curve, CurvePoint
-from attnrx.reports.headline import speed_text
 from attnrx.reports.numbers import interval, known, number, percent, plain, quantity, short, typeset, with_unit
 from attnrx.reports.sections.section import Figure, Section
 

@@ -8,7 +8,6 @@ from attnrx.evidence import Evidence, Finding
 from attnrx.reports.content import ReportContent
 from attnrx.reports.drawing import span
 from attnrx.reports.figures import Chart, Curve, CurvePoint, IntervalRow, axis_picture
-from attnrx.reports.headline import as_speed
 from attnrx.reports.numbers import interval, known, number
 from attnrx.reports.sections.section import Figure, Section, described
 
@@ -36,7 +35,7 @@ def _grouped(shown: list[Finding]) -> dict[str, list[Row]]:
     """Returns the findings and their described details by check."""
     groups: dict[str, list[Row]] = {}
     for finding in shown:
-        row = as_speed(finding), described(finding.details)
+        row = finding, described(finding.details)
         groups.setdefault(finding.check.replace("_", " "), []).append(row)
     return groups
 

@@ -118,7 +118,7 @@ def _name(found: PlanFront, point: FrontPoint, is_chosen: bool) -> str:
 
 def _is_predicted(found: PlanFront, point: FrontPoint) -> bool:
     """Whether the speed of a plan is known by the cost table only; its accuracy and divergence are always measured."""
-    return found.spend == "latency" and point.latency is None
+    return found.spend == "latency" and point.faster is None
 
 
 def _source(found: PlanFront, point: FrontPoint) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from attnrx.evidence import REPORTED, Evidence
 from attnrx.reports.content import ComparisonRecord, Measured, ReportContent
-from attnrx.reports.headline import MeasuredSpeed, accuracies, as_speed, cost_totals, speeds, summary_parts
+from attnrx.reports.headline import MeasuredSpeed, accuracies, cost_totals, speeds, summary_parts
 from attnrx.reports.numbers import Number, fixed, number, typeset, with_unit
 from attnrx.reports.sections.section import Section
 
@@ -44,8 +44,8 @@ def verdict(content: ReportContent) -> Section:
         "bars": list(_bars(content)),
         "conditions": next((speed.conditions for speed in speeds(content)), ""),
         "notes": _notes(content),
-        "failures": [as_speed(own) for own in evidence.failures] if evidence else [],
-        "undecided": [as_speed(own) for own in evidence.undecided] if evidence else [],
+        "failures": list(evidence.failures) if evidence else [],
+        "undecided": list(evidence.undecided) if evidence else [],
     }
     return Section("verdict", "Result", data)
 
