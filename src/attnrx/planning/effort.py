@@ -45,11 +45,11 @@ class Effort:
 EFFORTS: Mapping[str, Effort] = {
     "quick": Effort(
         sensitivity_images=32,
-        trial_images=64,
+        trial_images=96,
         images=192,
-        trials=20,
+        trials=24,
         variations=3,
-        finalists=3,
+        finalists=4,
         probed=(4,),
         pruned_shares=(1 / 12, 1 / 3, 5 / 6),
         timed=(0, 4),

@@ -24,6 +24,7 @@ from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.progress import Log
 from attnrx.realization import realize
 from attnrx.runtime.hardware import cache_folder, device_name, may_measure
+from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.serialization.storage import read_tensors, write_tensors
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import TokenPolicy
@@ -97,14 +98,20 @@ def cached_cost_table(
 
 
 def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module, rounds: int, log: Log) -> CostTable:
-    """Times blocks, then whole models beside the `reference`, and returns the corrected cost table."""
-    images = timing.images(space)
+    """Times blocks, then whole models beside the `reference`, and returns the corrected cost table.
+
+    With `in_subprocess` both have a process of their own: after the blocks were timed in it, whole models were slower.
+    """
+    images, apart = timing.images(space), timing.in_subprocess
 
     def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
-        found = compare_latencies(models, reference, images, timing.protocol(rounds))
+        sides = models, reference, images, timing.protocol(rounds)
+        found = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=apart, on_line=log)
         return {name: 1 / own.faster.value for name, own in found.items()}
 
-    return corrected(measured_cost_table(space, timing, log), space, latency_shares)
+    printed = partial(print, flush=True) if apart else log
+    blocks = call_in_subprocess_if(measured_cost_table, space, timing, printed, in_subprocess=apart, on_line=log)
+    return corrected(blocks, space, latency_shares)
 
 
 def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostTable:

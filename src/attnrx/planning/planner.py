@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -150,10 +150,7 @@ class Planner:
         return self.effort.whole_rounds * self.timing.rounds // self.settings.timing.rounds
 
     def _timed_costs(self) -> CostTable:
-        timing = self.timing
-        log = partial(print, flush=True) if timing.in_subprocess else self.log
-        sides = self.space, timing, self.library_model, self._whole_rounds, log
-        return call_in_subprocess_if(timed_cost_table, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
+        return timed_cost_table(self.space, self.timing, self.library_model, self._whole_rounds, self.log)
 
     @cached_property
     def library_model(self) -> nn.Module:
