@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,10 +32,10 @@ _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
 class Subprocess:
-    """A Python process that runs one call after the other, and keeps freed memory (KEEPS_MEMORY).
+    """A Python process that runs calls, on Linux each in a fork of its own, and keeps freed memory (KEEPS_MEMORY).
 
-    It is like a service with its own allocator. Function, arguments and result are pickled, because they may contain
-    modules of any library, and are exchanged in a private temporary folder.
+    A call is like a service with its own allocator. Function, arguments and result are pickled, because they may
+    contain modules of any library, and are exchanged in a private temporary folder.
     """
 
     def __init__(self):
@@ -43,7 +44,10 @@ class Subprocess:
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
         command = [sys.executable, "-c", f"from attnrx.runtime.subprocess_runner import serve; serve({imports!r})"]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe)
+        # A session of its own, so that `close` ends the process of a call too.
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdin=pipe, stdout=pipe, start_new_session=FORKS
+        )
 
     def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
         """Calls a module-level function with the number of threads of this process, and returns its value."""
@@ -77,11 +81,15 @@ class Subprocess:
 
     def close(self) -> None:
         """Ends the process."""
+        if FORKS:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+        else:
+            self.process.terminate()
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with suppress(BrokenPipeError):
                 stream.close()
-        self.process.terminate()
         self.process.wait()
 
 

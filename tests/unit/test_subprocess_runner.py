@@ -1,0 +1,67 @@
+"""A function in a process of its own: its value, its lines, its errors, and arguments that cannot be pickled."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from attnrx.errors import NotSupported
+from attnrx.planning import Target
+from attnrx.runtime.subprocess_runner import FORKS, run_in_subprocess, shared_subprocess
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_value_comes_from_another_process() -> None:
+    assert run_in_subprocess(divmod, 7, 2) == (3, 1)
+    assert run_in_subprocess(os.getpid) != os.getpid()
+
+
+@pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
+def test_every_call_has_a_process_without_the_memory_of_another() -> None:
+    with shared_subprocess():
+        assert run_in_subprocess(os.getpid) != run_in_subprocess(os.getpid)
+
+
+def slow(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+@pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
+def test_no_call_outlives_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with ThreadPoolExecutor(1) as pool:
+        with shared_subprocess():
+            failed = pool.submit(run_in_subprocess, slow, str(path))
+            while not (path.exists() and path.read_text()):
+                time.sleep(0.05)
+        with pytest.raises(NotSupported, match="ended with code"):
+            failed.result(timeout=20)
+    # The process of the call was ended: it is gone, or waits for its parent to notice.
+    state = Path(f"/proc/{path.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_what_is_printed_is_heard() -> None:
+    heard: list[str] = []
+    run_in_subprocess(print, "one\ntwo", on_line=heard.append)
+    assert heard == ["one", "two"]
+
+
+def test_an_error_comes_back() -> None:
+    with pytest.raises(NotSupported, match="choose from latency"):
+        run_in_subprocess(Target.parse, "speed=2x")
+
+
+def test_a_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NotSupported, match="ended with code 1"):
+        run_in_subprocess(divmod, 1, 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    with pytest.raises(NotSupported, match="cannot be pickled"):
+        run_in_subprocess(len, lambda: None)
