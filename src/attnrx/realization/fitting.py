@@ -11,7 +11,10 @@ from attnrx.decompositions import StrengthFit
 from attnrx.models import InputValidation, evaluating, family_of, observing
 from attnrx.observation import Observation
 from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.progress import track
 from attnrx.shapes import Float, Tensor
+
+BATCH = 64
 
 
 def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
@@ -30,7 +33,8 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
 
     weight, input_validation = next(model.parameters()), InputValidation(model, family, "realize")
     with evaluating([model]), observing(model, family, observe):
-        for batch in calibration.batches(64, device=weight.device):
+        batches = calibration.batches(BATCH, device=weight.device)
+        for batch in track(batches, "fitting strengths", -(-len(calibration) // BATCH)):
             model(input_validation.take(batch.images))
     input_validation.notes()  # called for its warning
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
@@ -40,7 +44,8 @@ def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images:
     """Returns the candidate whose logits have the smallest mean KL divergence from the model's; the first of equals."""
     weight, sums = next(model.parameters()), torch.zeros(len(candidates), dtype=torch.float64)
     with evaluating([model, *candidates]), torch.no_grad():
-        for batch in images.batches(64, device=weight.device):
+        batches = images.batches(BATCH, device=weight.device)
+        for batch in track(batches, "comparing candidates", -(-len(images) // BATCH)):
             pixels = batch.images.to(weight.dtype)
             reference = model(pixels).double().log_softmax(-1)
             for index, candidate in enumerate(candidates):

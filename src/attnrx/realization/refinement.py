@@ -15,6 +15,7 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, evaluating, family_of
+from attnrx.progress import track
 from attnrx.shapes import Float, Tensor
 
 
@@ -68,7 +69,7 @@ def refine(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )
     _require_alike(reference, result.model)
-    for teacher, student in pairs:
+    for teacher, student in track(pairs, "refining layers"):
         input_validation = InputValidation(reference, family_of(reference), "refine")
         with warnings.catch_warnings(), evaluating((reference, result.model)):
             if result.before:  # the first layer has warned

@@ -16,6 +16,7 @@ from attnrx.prescription import (
     ScoreDecision,
     TokenPrescription,
 )
+from attnrx.progress import track
 from attnrx.rules.decisions import keep_only
 from attnrx.rules.metrics import OWN, rewritten
 from attnrx.rules.outputs import (
@@ -104,10 +105,10 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
     _require_readings(diagnosis, rule)
     metric = metric_of(rule) or OWN
     if metric == OWN:
-        return [rule.decide(diagnosis, layer) for layer in range(len(own))], own
+        return [rule.decide(diagnosis, layer) for layer in track(range(len(own)), "prescribing layers")], own
     view, bases = rewritten(diagnosis, metric)
     layers, spectra = [], []
-    for index, basis in enumerate(bases):
+    for index, basis in enumerate(track(bases, "prescribing layers")):
         spectrum, layer = view.layers[index].spectrum, rule.decide(view, index)
         if layer.basis is not None:
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
