@@ -31,7 +31,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of one tensor, and what is asked of both."""
+    """The shape of one tensor, and the requested result."""
 
     width: int
     heads: int

@@ -66,7 +66,7 @@ def models(model: nn.Module, splits: rx.data.Splits, folder: Path) -> Iterator[t
                     yield name, f"{100 * share:.0f} % of the MACs", compressor.make(kept)
                     break
     for faster in FASTER:
-        yield "plan", f"asked for {faster:g}x", planned(model, splits, faster, folder / f"plan-{faster:g}")
+        yield "plan", f"target {faster:g}x", planned(model, splits, faster, folder / f"plan-{faster:g}")
 
 
 def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Path) -> nn.Module:

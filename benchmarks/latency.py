@@ -65,7 +65,7 @@ def compressed(config: ViTConfig, rank: int, pattern: str) -> ViTConfig:
 
 
 def settings(requested: argparse.Namespace) -> Iterator[tuple[int, str, int, LatencyProtocol]]:
-    """Every combination that was asked for."""
+    """Every requested combination."""
     for mode in requested.modes:
         for precision in requested.precisions:
             conditions = Conditions(requested.device, precision, requested.threads, mode == "compiled")

@@ -145,7 +145,8 @@ def test_contents_and_reasons_open(opened, scheme: str, width: int):
     assert reason.is_visible()
     assert not page.locator("#evidence table").is_visible()
     page.locator("nav a", has_text="Evidence").click()
-    assert page.url.endswith("#evidence") and page.locator("#evidence table").is_visible()
+    page.locator("#evidence table").wait_for(state="visible")
+    assert page.url.endswith("#evidence")
     assert page.evaluate("document.querySelector('#evidence').getBoundingClientRect().top") < 450
 
 

@@ -100,7 +100,7 @@ def test_other_runtimes_answer_alike(to: str, tmp_path: Path) -> None:
 def test_the_facts_lie_beside_the_file(tmp_path: Path) -> None:
     small, path = realized(None, "compress"), tmp_path / "small.onnx"
     exported = rx.export(small, path, batch=4)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["small.onnx", "small.onnx.json"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run_small.py", "small.onnx", "small.onnx.json"]
     told = json.loads((tmp_path / "small.onnx.json").read_text())
     assert told["images"] == {"shape": [3, 32, 32], "precision": "float32", "batch": 4, "device": "cpu"}
     assert told["model"]["fingerprint"] == rx.models.model_fingerprint(small)
@@ -168,7 +168,7 @@ def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
     assert 1e-4 < apart < 0.3 * answers(small).abs().max()  # quantised, and still the same model
     with pytest.raises(NotSupported, match="does not match"):
         rx.export(small, tmp_path / "no.onnx", "int8(most_difference=0.00001)", calibration=images)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["small.onnx", "small.onnx.json"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run_small.py", "small.onnx", "small.onnx.json"]
 
 
 @pytest.mark.parametrize(

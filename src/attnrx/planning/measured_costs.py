@@ -102,15 +102,15 @@ def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module,
 
     With `in_subprocess` both have a process of their own: after the blocks were timed in it, whole models were slower.
     """
-    images, apart = timing.images(space), timing.in_subprocess
+    images, forked = timing.images(space), timing.in_subprocess
 
     def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
         sides = models, reference, images, timing.protocol(rounds)
-        found = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=apart, on_line=log)
+        found = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=forked, on_line=log)
         return {name: 1 / own.faster.value for name, own in found.items()}
 
-    printed = partial(print, flush=True) if apart else log
-    blocks = call_in_subprocess_if(measured_cost_table, space, timing, printed, in_subprocess=apart, on_line=log)
+    printed = partial(print, flush=True) if forked else log
+    blocks = call_in_subprocess_if(measured_cost_table, space, timing, printed, in_subprocess=forked, on_line=log)
     return corrected(blocks, space, latency_shares)
 
 

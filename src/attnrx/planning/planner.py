@@ -287,9 +287,9 @@ class Planner:
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
         """Returns the speed of a plan relative to the library's reference implementation."""
-        timing, asked, plan_model = self.timing, self.settings.timing, self.realized(trial.step.choices)
+        timing, given, plan_model = self.timing, self.settings.timing, self.realized(trial.step.choices)
         # Shorter rounds cost less, so there are more of them: their median is more precise.
-        rounds = self._whole_rounds * (MORE if timing is not asked else 1)
+        rounds = self._whole_rounds * (MORE if timing is not given else 1)
         sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(rounds)
         found = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
         self.speeds[trial.step.choices] = found.faster.value
@@ -297,12 +297,12 @@ class Planner:
             "faster": found.faster.value,
             "low": found.faster.low,
             "high": found.faster.high,
-            "batch": asked.batch,
+            "batch": given.batch,
             "timed_batch": timing.batch,
             "threads": found.threads,
             "hardware": found.hardware,
             "precision": timing.conditions.precision,
-            "clock": asked.name,
+            "clock": given.name,
             "rounds": found.rounds,
             "in_subprocess": timing.in_subprocess,
             "torch": found.torch_version,

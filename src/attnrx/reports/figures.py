@@ -19,7 +19,7 @@ MOST_MARKERS = 12  # the largest number of markers on a curve
 
 # In the units of a picture, which the page scales.
 WIDTH, HEIGHT = 360.0, 230.0  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 350.0, 26.0, 190.0  # the ends of its axes
+LEFT, RIGHT, TOP, BOTTOM = 54.0, 350.0, 26.0, 190.0  # the ends of its axes
 DODGE = 5.0  # curves with intervals are shifted horizontally by this much, so that whiskers do not overlap
 BARS_WIDTH, BARS_HEIGHT = 200.0, 84.0
 ROW_WIDTH, ROW_HEIGHT, MARGIN = 300.0, 26.0, 14.0

@@ -95,7 +95,9 @@ def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageS
 
 def _cost_text(plan: "rx.planning.Plan", cost: float) -> str:
     """Formats a cost as a share of the original's: a latency as a speed."""
-    return f"{1 / cost:.2f}x faster" if plan.spend == "latency" else f"{as_percent(cost)} of the {plan.spend}"
+    return (
+        f"{1 / cost:.2f}x faster" if plan.spend == "latency" else f"{as_percent(cost)} of the original's {plan.spend}"
+    )
 
 
 def _predictions(plan: "rx.planning.Plan") -> tuple[str, ...]:
