@@ -784,13 +784,13 @@ def tied() -> torch.nn.Module:
 
 def shared_weight() -> torch.nn.Module:
     model: Any = small_model()
-    model.layers[1].mlp[0].weight = model.layers[0].mlp[0].weight
+    model.layers[1].mlp.fc1.weight = model.layers[0].mlp.fc1.weight
     return model
 
 
 def mixed() -> torch.nn.Module:
     model: Any = small_model()
-    model.layers[1].mlp[0].weight.data = model.layers[1].mlp[0].weight.data.double()
+    model.layers[1].mlp.fc1.weight.data = model.layers[1].mlp.fc1.weight.data.double()
     return model
 
 
@@ -806,7 +806,7 @@ class Packed(torch.nn.Linear):
 
 def quantized() -> torch.nn.Module:
     model: Any = small_model()
-    model.layers[1].mlp[0] = Packed(16, 32)
+    model.layers[1].mlp.fc1 = Packed(16, 32)
     return model
 
 

@@ -24,7 +24,7 @@ from attnrx.serialization.storage import check_schema, json_text
 
 KIND, SCHEMA = "attnrx compiled library", 1
 BUILD = "ATTNRX_BUILD"
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "merging.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "merging.cpp", "products.cpp"))
 HEADERS = (Path(__file__).with_name("vectors.hpp"),)
 COMPILERS = ("c++", "g++", "clang++")
 # Products and sums may be fused, and errno of mathematical functions is not set, which would prevent vector code.
@@ -199,6 +199,10 @@ def _loaded(record: Path) -> ctypes.CDLL:
     library.attnrx_joint_attention.restype = whole
     library.attnrx_merge.argtypes = [pointer, whole]
     library.attnrx_merge.restype = whole
+    wide = ctypes.c_int64
+    library.attnrx_maps.argtypes = [pointer, whole, pointer, wide, wide, pointer, whole]
+    for function in (library.attnrx_maps, library.attnrx_panel, library.attnrx_vector):
+        function.restype = whole
     return library
 
 

@@ -1,7 +1,7 @@
-"""Linear maps whose weights are packed for oneDNN, for inference in float32 on a CPU.
+"""Linear maps with packed weights, for inference in float32 on a CPU.
 
-A packed weight has the layout that the product reads, which takes a tenth to a third less time than PyTorch's linear
-map for the matrices of Vision Transformers. The results are equal up to rounding.
+A packed weight has the layout that the product reads: that of the C++ kernel, or without a compiler that of oneDNN.
+The results are equal up to rounding.
 """
 
 import torch
@@ -10,11 +10,13 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from attnrx.kernels.cached_weights import CachedWeights
+from attnrx.kernels.compilation import native_library
+from attnrx.kernels.native_products import PackedMap, native_maps
 from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Float, Tensor
 
 # The smallest product that is packed; for smaller ones the call itself takes longer than packing saves.
-LEAST_MACS = 4_000_000
+LEAST_MACS = 1_000_000
 
 _product = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
@@ -24,13 +26,13 @@ def is_packed(features: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "o
     return (
         not is_recorded()  # first, because recorded sizes may be symbolic
         and features.numel() * weight.shape[0] >= LEAST_MACS
-        and _product is not None
         and features.dtype == weight.dtype == torch.float32
         and features.device.type == weight.device.type == "cpu"
         # Subclasses (fake, distributed, quantized tensors) have products of their own.
         and type(features) is Tensor
         and type(weight) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled("cpu")
+        and (native_library() is not None or _product is not None)
     )
 
 
@@ -39,16 +41,25 @@ class LinearMap:
 
     def __init__(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None):
         self.weight, self.bias = weight, bias
-        self._packed: Tensor | None = None
+        self._packed: PackedMap | Tensor | None = None
 
     def __call__(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         if not is_packed(features, self.weight):
             return F.linear(features, self.weight, self.bias)
-        if self._packed is None:
+        if native_library() is not None:
+            return native_maps(features, (self.packed(),), (False,))
+        if not isinstance(self._packed, Tensor):
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), None)
         assert _product is not None
         return _product.default(features, self._packed, self.bias, "none", [], "")
+
+    def packed(self) -> PackedMap:
+        """Returns the map for the C++ kernel."""
+        if not isinstance(self._packed, PackedMap):
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._packed = PackedMap(self.weight, self.bias)
+        return self._packed
 
 
 class PackedLinear(nn.Linear):
@@ -59,10 +70,14 @@ class PackedLinear(nn.Linear):
         self._kept: CachedWeights[LinearMap] = CachedWeights()
 
     def forward(self, input: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        if not is_packed(input, self.weight):
+            return F.linear(input, self.weight, self.bias)
+        return self.cached()(input)
+
+    def cached(self) -> LinearMap:
+        """Returns the map, from the cache where that is safe."""
         weight, bias = self.weight, self.bias
-        if not is_packed(input, weight):
-            return F.linear(input, weight, bias)
-        return self._kept((), (weight, bias), lambda: LinearMap(weight, bias))(input)
+        return self._kept((), (weight, bias), lambda: LinearMap(weight, bias))
 
 
 def packed_(linear: nn.Linear) -> PackedLinear:

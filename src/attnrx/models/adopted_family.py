@@ -17,6 +17,7 @@ from attnrx.kernels.packed_linear import packed_
 from attnrx.maps import LINEAR_MAPS
 from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, require_equal_logits
 from attnrx.models.family import Family, MLPRanks
+from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
 from attnrx.models.unsupported_features import Refusal, model_name
@@ -167,9 +168,21 @@ class AdoptedFamily(Family):
                     layer.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
                     packed_(part)
+            self._fuse_mlp_(layer)
         if layers and self.pooling(source) == "class":
             norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
             adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)
+
+    def _fuse_mlp_(self, layer: nn.Module) -> None:
+        """Replaces the library's MLP by one with the same parts, if it has no other ones."""
+        mlp = getattr(layer, "mlp", None)
+        if mlp is None or type(mlp).__name__ not in self.mlp_types:
+            return
+        parts = {name: part for name, part in mlp.named_children() if type(part) is not nn.Identity}
+        activation = [part for name, part in parts.items() if name not in LINEAR_MAPS]
+        if len(parts) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
+            fused = FusedMLP(parts[LINEAR_MAPS[0]], activation[0], parts[LINEAR_MAPS[1]])
+            layer.set_submodule("mlp", fused.train(mlp.training))
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -191,7 +204,7 @@ class AdoptedFamily(Family):
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         mlps = [layer.get_submodule("mlp") for layer in self.layers(self._adopted(model).source)]
-        if not all(type(mlp).__name__ in self.mlp_types for mlp in mlps):
+        if not all(isinstance(mlp, FusedMLP) or type(mlp).__name__ in self.mlp_types for mlp in mlps):
             return ()
         return tuple((mlp.get_submodule(LINEAR_MAPS[0]), mlp.get_submodule(LINEAR_MAPS[1])) for mlp in mlps)
 

@@ -13,8 +13,10 @@ from attnrx.attention import Attention
 from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs
 from attnrx.errors import InvalidInput
 from attnrx.kernels.packed_linear import PackedLinear
+from attnrx.maps import LINEAR_MAPS
 from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.family import Family, MLPRanks
+from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
 from attnrx.serialization.config import from_dict, to_dict
@@ -139,7 +141,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.LayerNorm(spec.width)
         self.attention = Attention(spec)
         self.mlp_norm = nn.LayerNorm(spec.width)
-        self.mlp = nn.Sequential(
+        self.mlp = FusedMLP(
             _linear(spec.width, config.hidden, first), nn.GELU(), _linear(config.hidden, spec.width, second)
         )
 
@@ -213,11 +215,11 @@ class OwnFamily(Family, Generic[Config]):
         own.config = own.config.with_layer(layer, attention.spec)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        return tuple((layer.mlp[0], layer.mlp[2]) for layer in self._own(model).layers)  # type: ignore[union-attr]
+        return tuple((layer.mlp.fc1, layer.mlp.fc2) for layer in self._own(model).layers)  # type: ignore[union-attr]
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         own = self._own(model)
-        own.set_submodule(f"layers.{layer}.mlp.{2 * which}", linear)  # index 1 is the GELU
+        own.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
         ranks = [list(own.config.mlp_rank(index)) for index in range(own.config.depth)]
         ranks[layer][which] = rank_of(linear)
         own.config = replace(own.config, mlp_ranks=tuple((first, second) for first, second in ranks))
