@@ -74,6 +74,15 @@ def required_library() -> ctypes.CDLL:
     return library
 
 
+def kernel_version() -> str:
+    """Returns the hash of the source of the kernels, empty where they are not built."""
+    return _sha256(_source()) if native_library() is not None else ""
+
+
+def _source() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES))
+
+
 def _compiler() -> list[str]:
     """Returns the command of the compiler, empty if there is none."""
     named = os.environ.get("CXX", "").strip()
@@ -104,7 +113,7 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
     # be shared by machines with equal names.
     defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES))
+    source = _source()
     key = _sha256("\n".join((source, *command, defined)))[:16]
     record = cache_folder() / "kernels" / f"native-{key}.json"
     _create_private(record.parent)

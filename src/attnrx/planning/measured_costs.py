@@ -15,6 +15,7 @@ from torch import nn
 from attnrx.costs import Conditions, LatencyProtocol, compare_latencies, interleave
 from attnrx.costs.conditions import PRECISIONS
 from attnrx.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.kernels.compilation import kernel_version
 from attnrx.models import TokenReduction, attach_tokens_, block_names, family_of
 from attnrx.optional import installed_versions
 from attnrx.planning.cost_correction import corrected, never_slower, never_slower_mlp
@@ -75,12 +76,12 @@ def cached_cost_table(
 ) -> CostTable:
     """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
 
-    It is kept in the cache folder, for this hardware and this version of torch.
+    It is kept in the cache folder, for this hardware, this version of torch and these kernels.
     """
     family = family_of(space.model)
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
-    facts = (device_name(str(timing.conditions.device)), torch.__version__, installed_versions("attnrx"))
+    facts = (device_name(str(timing.conditions.device)), torch.__version__, installed_versions("attnrx"), kernel_version())
     request = (facts, shape, linear, timing, effort, space.axes, str(space.reducer), space.form, space.multiple)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
