@@ -4,7 +4,7 @@ import copy
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,26 @@ from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout, TokenPolicy
 
 
+@dataclass(frozen=True)
+class ModelPaths:
+    """Where the parts of a model are.
+
+    `attention` is the path of the attention in a layer; `patches`, the convolution of the patch embedding, and `norm`,
+    the norm after the last layer, are paths in the body. `mlps` are the classes of MLPs with two linear maps, fc1 and
+    fc2, and an activation between them; others are not compressed. `heads` are the paths, in the source, of the
+    classifiers and the norm before them, `classifiers` those of the classifiers, `pooled` those that run on one pooled
+    token instead of all tokens; paths that a model lacks are skipped.
+    """
+
+    attention: str
+    patches: str
+    norm: str
+    mlps: tuple[str, ...]
+    heads: tuple[str, ...]
+    classifiers: tuple[str, ...]
+    pooled: tuple[str, ...] = ()
+
+
 class AdoptedFamily(Family):
     """A family of models of another library: adoption by proof, description, rebuilding, costs.
 
@@ -37,18 +57,10 @@ class AdoptedFamily(Family):
     """The package of the library."""
     model_type: type[Adopted]
     adapter_type: type[Adapter]
-    attention_name: str
-    """The path of the attention in a layer; `patches_path` and `norm_path` are those in the body."""
-    patches_path: str
-    norm_path: str
-    mlp_types: tuple[str, ...]
-    """Classes of MLPs with two linear maps, fc1 and fc2, and an activation between them; others are not compressed."""
-    head_names: tuple[str, ...]
-    """Paths, in the source, of the classifier and the norm before it; paths that a model lacks are skipped."""
-    classifier_names: tuple[str, ...]
-    """The entries of `head_names` that are classifiers; two for models with a distillation token."""
-    pooled_names: tuple[str, ...] = ()
-    """Those of `head_names` that run on one pooled token instead of all tokens."""
+
+    @abstractmethod
+    def paths(self, source: nn.Module) -> "ModelPaths":
+        """Returns where the parts of a model are."""
 
     def adopts(self, model: nn.Module) -> bool:
         """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
@@ -86,11 +98,11 @@ class AdoptedFamily(Family):
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
         """Returns the convolution of the patch embedding."""
-        return self.body(source).get_submodule(self.patches_path)  # type: ignore[return-value]
+        return self.body(source).get_submodule(self.paths(source).patches)  # type: ignore[return-value]
 
     def last_norm(self, source: nn.Module) -> nn.Module:
         """Returns the norm after the last layer; an identity where a norm follows the mean in its place."""
-        return self.body(source).get_submodule(self.norm_path)
+        return self.body(source).get_submodule(self.paths(source).norm)
 
     @abstractmethod
     def prefix_tokens(self, source: nn.Module) -> int:
@@ -152,37 +164,28 @@ class AdoptedFamily(Family):
         return adopted
 
     def _own_attention(self, adopted: Adopted) -> list[Attention]:
-        return [self.own(getattr(layer, self.attention_name)) for layer in self.layers(adopted.source)]
+        name = self.paths(adopted.source).attention
+        return [self.own(getattr(layer, name)) for layer in self.layers(adopted.source)]
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Sets the attention of every layer, removes dropout of rate 0, packs linear maps, and enables the shortcut of
         `LastLayer` for models with class-token pooling.
         """
         source, layers = adopted.source, self.layers(adopted.source)
+        paths = self.paths(source)
         for layer, own in zip(layers, attention, strict=True):
-            theirs = getattr(layer, self.attention_name)
-            setattr(layer, self.attention_name, self.adapter_type(own).train(theirs.training))
+            theirs = getattr(layer, paths.attention)
+            setattr(layer, paths.attention, self.adapter_type(own).train(theirs.training))
             for name, part in list(layer.named_modules(remove_duplicate=False)):
                 # Calling a dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
                     layer.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
                     packed_(part)
-            self._fuse_mlp_(layer)
+            _fuse_mlp_(layer, paths.mlps)
         if layers and self.pooling(source) == "class":
             norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
-            adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)
-
-    def _fuse_mlp_(self, layer: nn.Module) -> None:
-        """Replaces the library's MLP by one with the same parts, if it has no other ones."""
-        mlp = getattr(layer, "mlp", None)
-        if mlp is None or type(mlp).__name__ not in self.mlp_types:
-            return
-        parts = {name: part for name, part in mlp.named_children() if type(part) is not nn.Identity}
-        activation = [part for name, part in parts.items() if name not in LINEAR_MAPS]
-        if len(parts) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
-            fused = FusedMLP(parts[LINEAR_MAPS[0]], activation[0], parts[LINEAR_MAPS[1]])
-            layer.set_submodule("mlp", fused.train(mlp.training))
+            adopted.last = LastLayer(layers[-1], paths.attention, norm, after, prefix)
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -203,8 +206,9 @@ class AdoptedFamily(Family):
         adapter.attention = attention.train(adapter.attention.training)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        mlps = [layer.get_submodule("mlp") for layer in self.layers(self._adopted(model).source)]
-        if not all(isinstance(mlp, FusedMLP) or type(mlp).__name__ in self.mlp_types for mlp in mlps):
+        source = self._adopted(model).source
+        mlps, known = [layer.get_submodule("mlp") for layer in self.layers(source)], self.paths(source).mlps
+        if not all(isinstance(mlp, FusedMLP) or type(mlp).__name__ in known for mlp in mlps):
             return ()
         return tuple((mlp.get_submodule(LINEAR_MAPS[0]), mlp.get_submodule(LINEAR_MAPS[1])) for mlp in mlps)
 
@@ -269,7 +273,7 @@ class AdoptedFamily(Family):
 
     def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
         named = dict(self._adopted(model).source.named_modules())
-        found = (named.get(name) for name in self.classifier_names)
+        found = (named.get(name) for name in self.paths(self._adopted(model).source).classifiers)
         return tuple(head for head in found if isinstance(head, nn.Linear))
 
     def positions(self, adopted: Adopted) -> int:
@@ -292,6 +296,7 @@ class AdoptedFamily(Family):
         """
         adopted = self._adopted(model)
         source, layers, maps = adopted.source, self.layers(adopted.source), self.mlp(adopted)
+        paths = self.paths(source)
         specs = tuple(own.spec for own in self.attention(adopted)) if attention is None else attention
         ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
         if len(specs) != len(layers) or len(ranks) != len(maps):
@@ -301,7 +306,7 @@ class AdoptedFamily(Family):
             )
         positions = self.positions(adopted)
         token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
-        heads = [module for name, module in source.named_modules() if name in self.head_names]
+        heads = [module for name, module in source.named_modules() if name in paths.heads]
         classifier = sum(_params(module) for module in heads)
         before = _params(source) - classifier - sum(_params(layer) for layer in layers)
         changes = list(zip(maps, ranks, strict=True)) or [((), ())] * len(layers)
@@ -312,8 +317,7 @@ class AdoptedFamily(Family):
                     layer_costs(spec, own, 0),
                     mlp=_mlp_costs(layer.get_submodule("mlp"), own, *change),
                     layer_norms=PartCosts(
-                        _params(layer)
-                        - sum(_params(layer.get_submodule(part)) for part in (self.attention_name, "mlp"))
+                        _params(layer) - sum(_params(layer.get_submodule(part)) for part in (paths.attention, "mlp"))
                     ),
                 )
                 for layer, spec, change, own in zip(layers, specs, changes, token_costs.tokens, strict=True)
@@ -327,14 +331,14 @@ class AdoptedFamily(Family):
 
     def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
         """Returns the features of the norms outside the layers, times the tokens that each of them normalizes."""
-        last = self.last_norm(source)
+        last, pooled = self.last_norm(source), self.paths(source).pooled
         inside = {module for layer in self.layers(source) for module in layer.modules()}
         total = 0
         for name, module in source.named_modules():
             shape = getattr(module, "normalized_shape", None)
             if shape is None or module in inside:
                 continue
-            if name in self.pooled_names:
+            if name in pooled:
                 count = 1
             elif name.startswith("patch_embed."):
                 count = positions
@@ -351,7 +355,8 @@ class AdoptedFamily(Family):
         return origin
 
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
-        return tuple(getattr(layer, self.attention_name) for layer in self.layers(self._adopted(model).source))
+        source = self._adopted(model).source
+        return tuple(getattr(layer, self.paths(source).attention) for layer in self.layers(source))
 
     def _adopted(self, model: nn.Module) -> Adopted:
         if not isinstance(model, self.model_type):
@@ -387,3 +392,15 @@ def _mlp_costs(mlp: nn.Module, tokens: int, maps: tuple[Any, ...], ranks: tuple[
         inputs, outputs = linear.in_features, linear.out_features
         saved += _matrices(linear) - (inputs * outputs if rank is None else rank * (inputs + outputs))
     return PartCosts(_params(mlp) - saved, tokens * (_matrices(mlp) - saved))
+
+
+def _fuse_mlp_(layer: nn.Module, mlps: tuple[str, ...]) -> None:
+    """Replaces the library's MLP by one with the same parts, if it has no other ones."""
+    mlp = getattr(layer, "mlp", None)
+    if mlp is None or type(mlp).__name__ not in mlps:
+        return
+    parts = {name: part for name, part in mlp.named_children() if type(part) is not nn.Identity}
+    activation = [part for name, part in parts.items() if name not in LINEAR_MAPS]
+    if len(parts) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
+        fused = FusedMLP(parts[LINEAR_MAPS[0]], activation[0], parts[LINEAR_MAPS[1]])
+        layer.set_submodule("mlp", fused.train(mlp.training))

@@ -72,6 +72,10 @@ class Family(ABC):
         """Returns the library's transform from a PIL image to a float tensor; None where the library has none."""
         return None
 
+    def output_kind(self, model: nn.Module) -> str:
+        """Returns what the model returns: "logits", or an "embedding" where it has no classifier."""
+        return "logits"
+
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the class names in the order of the logits; () where the model has none."""
         return ()

@@ -1,4 +1,4 @@
-"""The family of the image classifiers of transformers: ViT, DeiT and DINOv2, adopted with attnrx attention."""
+"""The family of the Vision Transformers of transformers, with or without a classifier."""
 
 import importlib
 import json
@@ -12,23 +12,16 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
-from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.models.huggingface_readers import READERS, VISION_PARTS, reader_of
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
 from attnrx.shapes import ImageBatch, Tensor, TokenBatch
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-CLASSES = (
-    "ViTForImageClassification",
-    "DeiTForImageClassification",
-    "DeiTForImageClassificationWithTeacher",
-    "Dinov2ForImageClassification",
-    "Dinov2WithRegistersForImageClassification",
-)
-# The parts of these classes are named after their first word, e.g. ViTAttention and ViTMLP.
-WORDS = tuple(dict.fromkeys(name.partition("ForImage")[0] for name in CLASSES))
-PREFIX = ("cls_token", "distillation_token", "register_tokens")
+PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding")
+NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
+CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -39,10 +32,10 @@ def is_transformers_folder(folder: Path | str) -> bool:
 
 
 class HuggingFaceModel(Adopted):
-    """An image classifier of transformers with attnrx attention.
+    """A Vision Transformer of transformers with attnrx attention.
 
-    Called with images it returns the logits, as every model here; called with `pixel_values=...` it returns the output
-    of transformers, so that it runs in pipelines and trainers of transformers.
+    Called with images it returns the logits or the embedding, as every model here; called with `pixel_values=...` it
+    returns the output of transformers, so that it runs in pipelines and trainers of transformers.
     """
 
     def forward(
@@ -83,8 +76,9 @@ class HuggingFaceModel(Adopted):
         return False
 
     def logits(self, images: Tensor) -> Tensor:
-        """Returns the logits, without the outputs that attnrx attention does not provide."""
-        return self.source(pixel_values=images, output_attentions=False, return_dict=True).logits
+        """Returns the logits or the embedding, without the outputs that attnrx attention does not provide."""
+        output = self.source(pixel_values=images, output_attentions=False, return_dict=True)
+        return reader_of(self.source).answer_of(output)
 
 
 class HuggingFaceAttention(Adapter):
@@ -108,38 +102,44 @@ class HuggingFaceAttention(Adapter):
 
 
 class HuggingFaceFamily(AdoptedFamily):
-    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `CLASSES`."""
+    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `READERS`."""
 
     name = "huggingface"
     library = "transformers"
     model_type = HuggingFaceModel
     adapter_type = HuggingFaceAttention
-    attention_name, patches_path, norm_path = "attention", "embeddings.patch_embeddings.projection", "layernorm"
-    mlp_types = tuple(f"{word}MLP" for word in WORDS)
-    classifier_names = ("classifier", "cls_classifier", "distillation_classifier")
-    head_names = (
-        *classifier_names,
-        "vit.layernorm",
-        "deit.layernorm",
-        "dinov2.layernorm",
-        "dinov2_with_registers.layernorm",
-    )
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        reader = reader_of(source)
+        norm = f"{reader.body}.{reader.norm}".strip(".")
+        heads = (*CLASSIFIERS, "visual_projection", norm)
+        # The norm of a tower with a class token is applied to that token only.
+        pooled = (norm,) if reader.word == "CLIP" else ()
+        return ModelPaths(
+            reader.attention, reader.patches, reader.norm, (f"{reader.word}MLP",), heads, CLASSIFIERS, pooled
+        )
+
+    def output_kind(self, model: nn.Module) -> str:
+        return "logits" if reader_of(self._adopted(model).source).answer == "logits" else "embedding"
 
     def load(self, source: Path | str, **changes: Any) -> Adopted:
-        """Reads a classifier from a local folder, or from the hub by its id, and adopts it in evaluation mode.
+        """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
+
+        A model is read as the class that it was saved as, if it is one of `READERS`, else as an image classifier; of
+        CLIP and SigLIP the image tower is read.
 
         Mean, std and image size come from the image processor in the same folder; without one they are 0.5 and the size
         in the configuration. `changes` override fields of the configuration.
         """
-        automatic = _transformers("AutoModelForImageClassification")
         with local_copies_if_unreachable(source) as unreachable:
             try:
-                model, report = automatic.from_pretrained(source, output_loading_info=True, **changes)
+                kind = _class_of(_transformers("AutoConfig").from_pretrained(source))
+                model, report = kind.from_pretrained(source, output_loading_info=True, **changes)
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 reason = f"{unreachable}." if unreachable else error
                 raise CheckpointError(
-                    f"hf:{source} cannot be read as an image classifier: {reason} Give a folder written by "
-                    "save_pretrained, or the id of an image classifier on the hub."
+                    f"hf:{source} cannot be read as an image classifier or an image tower: {reason} Give a folder "
+                    "written by save_pretrained, or the id of such a model on the hub."
                 ) from error
         missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
         if missing:
@@ -147,7 +147,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
                 "Fine-tune it as a classifier first, and save the result."
             )
-        return self.adopt(model, **_processor(source, _is_dinov2(model))).eval()
+        return self.adopt(model, **_processor(source, _resizes(model))).eval()
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
         """Returns the image processor of transformers that was saved with the model; None where there is none."""
@@ -159,7 +159,6 @@ class HuggingFaceFamily(AdoptedFamily):
         return lambda picture: processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
-        automatic = _transformers("AutoModelForImageClassification")
         with local_copies_if_unreachable(name) as unreachable:
             try:
                 config = _transformers("AutoConfig").from_pretrained(name, **arguments)
@@ -170,79 +169,103 @@ class HuggingFaceFamily(AdoptedFamily):
         place = "meta" if torch.get_default_device().type == "meta" else "cpu"
         with torch.random.fork_rng(devices=[]), torch.device(place):
             torch.manual_seed(0)
-            return automatic.from_config(config)
+            kind = _class_of(config)
+            return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields unsupported classes of models or attention, and unsupported features."""
         yield from features(model)
         name = type(model).__name__
-        if name not in CLASSES or not self.adopts(model):
-            classifies = "ForImageClassification" in name
-            lacks = "has no reader" if classifies else "is not an image classifier"
-            yield Refusal(f"the class {name} {lacks}", f"Of transformers, attnrx adopts {', '.join(CLASSES)}.")
+        if name not in READERS or not self.adopts(model):
+            yield Refusal(f"the class {name} has no reader", f"Of transformers, attnrx adopts {', '.join(READERS)}.")
             return
         config: Any = model.config
         if config.output_attentions:
             yield Refusal("a configuration with output_attentions=True (attnrx attention returns no attention weights)")
         for layer in self.layers(model):
-            attention: Any = layer.attention
-            if type(attention).__name__ != f"{name.partition('ForImage')[0]}Attention":
+            attention: Any = getattr(layer, reader_of(model).attention)
+            if type(attention).__name__ != f"{reader_of(model).word}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
-            yield from changed_linears(attention, PROJECTIONS)
-            if attention.attention_dropout:
-                yield Refusal("dropout inside attention (load it with attention_probs_dropout_prob=0.0)")
+            yield from changed_linears(attention, _projections(attention))
+            if getattr(attention, "attention_dropout", 0) or getattr(attention, "dropout", 0):
+                name = (
+                    "attention_probs_dropout_prob" if hasattr(attention, "attention_dropout") else "attention_dropout"
+                )
+                yield Refusal(f"dropout inside attention (load it with {name}=0.0)")
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""
         name, config = type(model).__name__, model.config
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
-        embedding: Any = self.body(model).get_submodule("embeddings.patch_embeddings")
-        own = image_shape((embedding.num_channels, *embedding.image_size))
+        reader, embedding = reader_of(model), self.body(model).get_submodule("embeddings")
+        size = getattr(embedding, "patch_embeddings", embedding).image_size
+        own = image_shape((self.patches(model).in_channels, *((size, size) if isinstance(size, int) else size)))
         shape = image_shape(stated.get("input_shape") or own)
-        if shape != own and not (_is_dinov2(model) and shape[0] == own[0]):
+        if shape != own and not (reader.resizes and shape[0] == own[0]):
             raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
         half = (0.5,) * own[0]
         return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
 
     def create(self, origin: Origin) -> nn.Module:
         """Creates the class from its configuration."""
-        if origin.architecture not in CLASSES:
-            raise UnknownName("class of transformers", origin.architecture, CLASSES)
+        if origin.architecture not in READERS:
+            raise UnknownName("class of transformers", origin.architecture, READERS)
         kind = _transformers(origin.architecture)
-        return kind(kind.config_class.from_dict(dict(origin.arguments)))
+        model = kind(kind.config_class.from_dict(dict(origin.arguments)))
+        for module in model.modules():  # not in the weights, so that those of a model on the meta device would be lost
+            positions = module._buffers.get("position_ids")
+            if positions is not None and positions.is_meta:
+                module.position_ids = torch.arange(positions.shape[1], device="cpu")[None]
+        return model
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        path = "encoder.layer" if _is_dinov2(source) else "layers"
-        return tuple(self.body(source).get_submodule(path).children())
+        return tuple(self.body(source).get_submodule(reader_of(source).layers).children())
 
     def body(self, source: nn.Module) -> nn.Module:
-        return source.base_model  # type: ignore[return-value]
+        return reader_of(source).body_of(source)
 
     def own(self, attention: nn.Module) -> Attention:
         theirs: Any = attention
-        linears: list[nn.Linear] = [getattr(theirs, name) for name in PROJECTIONS]
+        towers = hasattr(theirs, "num_heads")  # of CLIP and SigLIP
+        heads, scale = (theirs.num_heads, theirs.scale) if towers else (theirs.num_attention_heads, theirs.scaling)
+        linears: list[nn.Linear] = [getattr(theirs, name) for name in _projections(theirs)]
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
+        return assembled(weights, biases, heads, scale)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
+        if self.output_kind(model) != "logits":
+            return ()
         config: Any = self._adopted(model).source.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
     def norm_before(self, layer: nn.Module) -> str | None:
-        """Returns the first norm of ViT and DeiT; not used for DINOv2, which pools all tokens."""
-        return "layernorm_before"
+        return next((name for name in NORMS_BEFORE if hasattr(layer, name)), None)
 
     def prefix_tokens(self, source: nn.Module) -> int:
-        embeddings = self.body(source).get_submodule("embeddings")
-        return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
+        own = self.body(source).get_submodule("embeddings").named_parameters(recurse=False)
+        return sum(token.shape[1] if token.ndim == 3 else 1 for name, token in own if name in PREFIX)
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        return self.prefix_tokens(source) > 0
 
     def pooling(self, source: nn.Module) -> str:
         """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
-        return "mean" if _is_dinov2(source) else "class"
+        return reader_of(source).pooling
+
+
+def _projections(attention: nn.Module) -> tuple[str, ...]:
+    return "q_proj", "k_proj", "v_proj", "o_proj" if hasattr(attention, "o_proj") else "out_proj"
+
+
+def _class_of(config: Any) -> Any:
+    """Returns the class that a configuration was saved with, or the automatic class of image classifiers."""
+    saved = next(iter(config.architectures or ()), "")
+    name = VISION_PARTS.get(saved, saved)
+    return _transformers(name if name in READERS else "AutoModelForImageClassification")
 
 
 def _transformers(name: str) -> Any:
@@ -263,9 +286,10 @@ def _image_processor(source: Path | str) -> Any:
         return None
 
 
-def _is_dinov2(source: nn.Module) -> bool:
-    """Returns whether the model is a DINOv2, which accepts images of another size."""
-    return type(source).__name__.startswith("Dinov2")
+def _resizes(source: nn.Module) -> bool:
+    """Returns whether the model accepts images of another size."""
+    name = type(source).__name__
+    return name in READERS and READERS[name].resizes
 
 
 def _processor(source: Path | str, resizes: bool) -> dict[str, Any]:

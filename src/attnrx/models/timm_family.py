@@ -15,7 +15,7 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
-from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
 from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.shapes import Tensor, TokenBatch
@@ -32,6 +32,16 @@ ATTENTION: dict[str, str] = {
     "RelPosAttention": "relative position bias",
     "TalkingHeadAttn": "talking heads",
 }
+CLASSIFIERS = ("head", "head_dist")
+PATHS = ModelPaths(
+    attention="attn",
+    patches="patch_embed.proj",
+    norm="norm",
+    mlps=("Mlp",),
+    heads=("norm", "fc_norm", *CLASSIFIERS),
+    classifiers=CLASSIFIERS,
+    pooled=("fc_norm",),
+)
 # Arguments of timm's factory that read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
@@ -80,11 +90,6 @@ class TimmFamily(AdoptedFamily):
     name = library = "timm"
     model_type = TimmModel
     adapter_type = TimmAttention
-    attention_name, patches_path, norm_path = "attn", "patch_embed.proj", "norm"
-    mlp_types = ("Mlp",)
-    classifier_names = ("head", "head_dist")
-    head_names = ("norm", "fc_norm", *classifier_names)
-    pooled_names = ("fc_norm",)
 
     def load(
         self, name: str, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
@@ -187,6 +192,12 @@ class TimmFamily(AdoptedFamily):
                 "have only a timm name and arguments of the model."
             )
         return _create(origin.architecture, origin.arguments)
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        return PATHS
+
+    def output_kind(self, model: nn.Module) -> str:
+        return "logits" if self.heads(model) else "embedding"
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
         return tuple(source.get_submodule("blocks").children())

@@ -81,7 +81,12 @@ def cached_cost_table(
     family = family_of(space.model)
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
-    facts = (device_name(str(timing.conditions.device)), torch.__version__, installed_versions("attnrx"), kernel_version())
+    facts = (
+        device_name(str(timing.conditions.device)),
+        torch.__version__,
+        installed_versions("attnrx"),
+        kernel_version(),
+    )
     request = (facts, shape, linear, timing, effort, space.axes, str(space.reducer), space.form, space.multiple)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
