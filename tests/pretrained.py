@@ -55,6 +55,8 @@ def of_hf(kind: str, **changes: Any) -> Any:
     fields = {**CONFIG, **changes}
     if kind.startswith("Dinov2"):
         fields.pop("intermediate_size")
+    if kind in ("CLIPForImageClassification", "SiglipForImageClassification"):  # of the vision and the text tower
+        fields = {"vision_config": fields, "num_labels": fields.pop("num_labels")}
     return shaken(cls(cls.config_class(**fields)))
 
 
@@ -84,6 +86,19 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
     "hf dinov2": (HF, partial(of_hf, "Dinov2ForImageClassification")),
     "hf dinov2, gated MLP": (HF, partial(of_hf, "Dinov2ForImageClassification", use_swiglu_ffn=True)),
     "hf dinov2, registers": (HF, partial(of_hf, "Dinov2WithRegistersForImageClassification")),
+    "hf vit, backbone": (HF, partial(of_hf, "ViTModel")),
+    "hf deit, backbone": (HF, partial(of_hf, "DeiTModel")),
+    "hf msn": (HF, partial(of_hf, "ViTMSNForImageClassification")),
+    "hf msn, backbone": (HF, partial(of_hf, "ViTMSNModel")),
+    "hf ijepa": (HF, partial(of_hf, "IJepaForImageClassification")),
+    "hf ijepa, backbone": (HF, partial(of_hf, "IJepaModel")),
+    "hf dinov2, backbone": (HF, partial(of_hf, "Dinov2Model")),
+    "hf dinov2, registers, backbone": (HF, partial(of_hf, "Dinov2WithRegistersModel")),
+    "hf clip tower": (HF, partial(of_hf, "CLIPVisionModel")),
+    "hf clip tower, projected": (HF, partial(of_hf, "CLIPVisionModelWithProjection", projection_dim=7)),
+    "hf clip": (HF, partial(of_hf, "CLIPForImageClassification")),
+    "hf siglip tower": (HF, partial(of_hf, "SiglipVisionModel")),
+    "hf siglip": (HF, partial(of_hf, "SiglipForImageClassification")),
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.checks import Check, Comparison, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
-from attnrx.data import ImageData, require_labels
+from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
@@ -131,10 +131,8 @@ def verify(
     if not chosen:
         raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
     skipped = []
-    if checks is None and not images.has_labels:
-        names = ", ".join(check.name for check in chosen if check.needs_labels)
-        skipped = [f"not checked: {names}: {images.label_problem}"] if names else []
-        chosen = tuple(check for check in chosen if not check.needs_labels)
+    if checks is None:
+        chosen, skipped = _possible(chosen, images, comparison)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
     findings = tuple(finding for check in chosen for finding in check(comparison))
@@ -143,6 +141,7 @@ def verify(
         "reference": model_fingerprint(reference),
         "data": images.fingerprint,
         "images": len(images),
+        "outputs": comparison.kind.name,
         "seed": comparison.seed,
         "batch_size": comparison.batch_size,
         "checks": [check.describe() for check in chosen],
@@ -154,6 +153,21 @@ def verify(
         **dict(about or {}),
     }
     return Evidence(findings, facts)
+
+
+def _possible(checks: Sequence[Check], images: ImageSet, comparison: Comparison) -> tuple[tuple[Check, ...], list[str]]:
+    """Returns the checks that these images and outputs allow, and a note for every reason to skip some."""
+    reasons = {
+        "needs_labels": None if images.has_labels else str(images.label_problem),
+        "needs_logits": None if comparison.kind.name == "logits" else "the model returns embeddings.",
+    }
+    notes = []
+    for need, reason in reasons.items():
+        names = ", ".join(check.name for check in checks if getattr(check, need))
+        if reason is not None and names:
+            notes.append(f"not checked: {names}: {reason}")
+            checks = [check for check in checks if not getattr(check, need)]
+    return tuple(checks), notes
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:

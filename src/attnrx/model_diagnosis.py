@@ -318,6 +318,7 @@ def _loss_slope(
     with torch.enable_grad():
         images = images.detach().requires_grad_()
         logits = model(images)
-        # The predicted class replaces a missing label.
-        loss = F.cross_entropy(logits, labels.where(labels >= 0, logits.argmax(-1)), reduction="sum")
+        # The predicted class replaces a missing label; an embedding has its largest feature in its place.
+        known = (labels >= 0) & (labels < logits.shape[1])
+        loss = F.cross_entropy(logits, labels.where(known, logits.argmax(-1)), reduction="sum")
         return torch.autograd.grad(loss, images)[0]

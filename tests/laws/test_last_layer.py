@@ -15,8 +15,10 @@ from attnrx.models import family_of, recording_blocks, use_backend
 from attnrx.models.token_hooks import attach_tokens_
 from pretrained import CASES, TIMM, adopted_once, of_timm
 
-BY_MEAN = ("vit, norms after", "vit, no class token", "vit, mean pooled")
-ANSWERING = {name: name not in BY_MEAN and not name.startswith("hf dinov2") for name in CASES}
+# Models that pool all patches, or by attention; of the classifiers of DINOv2 the class token and the mean.
+POOLING = ("vit, norms after", "vit, no class token", "vit, mean pooled", "hf clip", "hf siglip", "hf siglip tower")
+POOLING += ("hf ijepa", "hf ijepa, backbone", "hf dinov2", "hf dinov2, gated MLP", "hf dinov2, registers")
+ANSWERING = {name: name not in POOLING for name in CASES}
 
 
 def fresh(name: str) -> Any:
@@ -55,13 +57,13 @@ def tokens_through(model: Any, inputs: torch.Tensor) -> tuple[torch.Tensor, list
 @pytest.mark.parametrize("name", CASES)
 def test_the_answer_is_that_of_all_tokens(name: str) -> None:
     model = fresh(name)
-    inputs, family = batch(model), family_of(model)
+    inputs, family = batch(model), CASES[name][0]
     with torch.no_grad():
         whole = model.logits(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
-    layout = family.token_layout(model)
-    assert seen == [layout.prefix if ANSWERING[name] else layout.tokens]
+    prefix = family.prefix_tokens(model.source)
+    assert seen == [prefix if ANSWERING[name] else prefix + family.positions(model)]
     assert (model.last is not None) == ANSWERING[name]
     assert tokens_through(copy.deepcopy(model), inputs)[1] == seen
     assert tokens_through(family.build(family.describe(model)).eval().double(), inputs)[1] == seen

@@ -69,7 +69,7 @@ def test_answers_are_the_models_own_and_its_mode_is_put_back(setting: Setting):
     (batch,) = comparison.data.batches(40)
     with torch.no_grad():
         expected = comparison.candidate.eval()(batch.images.double())
-    assert torch.allclose(predictions.logits["candidate"], expected, atol=1e-12)
+    assert torch.allclose(predictions.outputs["candidate"], expected, atol=1e-12)
     assert torch.equal(predictions.labels, batch.labels)
 
 
@@ -110,7 +110,7 @@ def test_little_loss_is_only_claimed_when_the_interval_shows_it(setting: Setting
 def test_discrepancy_and_agreement_are_equations_46_and_47(setting: Setting):
     comparison = replace(setting.comparison(setting.compressed, images=40, batch_size=16), masked=setting.masked)
     findings = Fidelity()(comparison)
-    logits = comparison.predictions.logits
+    logits = comparison.predictions.outputs
     masked, compressed = logits["masked"], logits["candidate"]
     found = only(findings, "discrepancy", base="masked", other="candidate")
     whole = math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(masked, compressed, strict=True)))

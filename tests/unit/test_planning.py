@@ -18,7 +18,7 @@ import cases
 import planned
 import pretrained
 from attnrx.checks import Comparison, Promises
-from attnrx.checks.fidelity import divergence
+from attnrx.checks.outputs import divergence, softened_divergence
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, UnknownName
@@ -29,7 +29,7 @@ from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.plan_search import Trial, _Proposals, varied, weights_of
 from attnrx.planning.planner import Planner
-from attnrx.planning.reference_outputs import Answers, softened_divergence
+from attnrx.planning.reference_outputs import Answers
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities, recorded, resumed
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
@@ -92,7 +92,7 @@ def test_the_first_answers_are_whole_batches(model: VisionTransformer) -> None:
     answers = Answers.of(model, pixels(CONFIG, 10), 4)
     for count, images in ((1, 4), (4, 4), (5, 8), (9, 10), (99, 10)):
         part = answers.first(count)
-        assert (len(part), sum(map(len, part.batches)), len(part.logs)) == (images,) * 3
+        assert (len(part), sum(map(len, part.batches)), len(part.outputs)) == (images,) * 3
         assert torch.equal(part.measure(model).divergence, answers.measure(model).divergence[:images])
 
 

@@ -8,6 +8,7 @@ import torch
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import calibration_error, calibration_gaps, estimate, resampled_means
+from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 
 
@@ -22,15 +23,18 @@ class Calibration(Check):
 
     name: ClassVar[str] = "calibration"
     needs_labels: ClassVar[bool] = True
+    needs_logits: ClassVar[bool] = True
     bins: int = 15
     most_rise: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        if comparison.kind.name != "logits":
+            raise InvalidInput("the check calibration needs probabilities; this model returns embeddings.")
         predictions, seed = comparison.predictions, comparison.seed
         n, roles = len(predictions), ("reference", "candidate")
         gaps = []
         for role in roles:
-            confidence = predictions.logits[role].double().softmax(-1).amax(-1)
+            confidence = predictions.outputs[role].double().softmax(-1).amax(-1)
             gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
         values = [float(100 * calibration_error(gap.mean(0))) for gap in gaps]
         # Both models share the resamples, so that the change is paired.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from attnrx.checks.outputs import KINDS, OutputKind, output_kind_of
 from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
@@ -19,19 +20,21 @@ from attnrx.shapes import Bool, Float, Int, Tensor
 
 @dataclass(frozen=True)
 class Predictions:
-    """The logits of several models by role, on the same images in the same order."""
+    """The outputs of several models by role, on the same images in the same order."""
 
-    logits: Mapping[str, Float[Tensor, "images classes"]]
+    outputs: Mapping[str, Float[Tensor, "images classes"]]
     labels: Int[Tensor, "images"]
+    kind: OutputKind = KINDS["logits"]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
-        return self.classes(role) == self.labels
+        return self.kind.labels(self.decisions(role), self.labels) == self.labels
 
-    def classes(self, role: str) -> Int[Tensor, "images"]:
-        return self.logits[role].argmax(-1)
+    def decisions(self, role: str) -> Int[Tensor, "images"]:
+        """Returns the class of every image, or the nearest neighbour of its embedding."""
+        return self.kind.decisions(self.outputs[role])
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +57,7 @@ class Comparison:
     batch_size: int = 256
     device: torch.device | str = "cpu"
     together: bool = False
-    _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # logits and labels
+    _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # outputs and labels
 
     def __post_init__(self):
         if len(self.data) == 0 or self.batch_size < 1:
@@ -72,14 +75,18 @@ class Comparison:
         missing = {role: model for role, model in self.models.items() if model not in self._cache}
         if missing:
             found = predict(missing, self)
-            self._cache.update({model: (found.logits[role], found.labels) for role, model in missing.items()})
-        logits = {role: self._cache[model][0] for role, model in self.models.items()}
-        classes = {role: own.shape[1] for role, own in logits.items()}
+            self._cache.update({model: (found.outputs[role], found.labels) for role, model in missing.items()})
+        outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
+        classes = {role: own.shape[1] for role, own in outputs.items()}
         if len(set(classes.values())) > 1:
-            raise InvalidInput(
-                f"the models distinguish different numbers of classes ({classes}); compare models of the same task."
-            )
-        return Predictions(logits, self._cache[self.reference][1])
+            what = "distinguish different numbers of classes" if kind.name == "logits" else "return different widths"
+            raise InvalidInput(f"the models {what} ({classes}); compare models of the same task.")
+        return Predictions(outputs, self._cache[self.reference][1], kind)
+
+    @property
+    def kind(self) -> OutputKind:
+        """What the models return, by the reference."""
+        return output_kind_of(self.reference)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -90,11 +97,11 @@ class Comparison:
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""
         if images is None or images >= len(self.data):
             return self
-        return replace(self, data=self.data.take(images), _cache={})  # the cached logits are of other images
+        return replace(self, data=self.data.take(images), _cache={})  # the cached outputs are of other images
 
 
 def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
-    """Runs all models on each batch of the data; the logits are moved to the CPU."""
+    """Runs all models on each batch of the data; the outputs are moved to the CPU."""
     parts: dict[str, list[Tensor]] = {role: [] for role in models}
     labels: list[Tensor] = []
     data = comparison.data.part(*comparison.place, comparison.batch_size)
@@ -106,9 +113,11 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
             for role, model in models.items():
                 parts[role].append(answer(model, batch.images).cpu())
     concatenate = processes.all_rows if comparison.together else torch.cat
-    predictions = Predictions({role: concatenate(own) for role, own in parts.items()}, concatenate(labels))
-    for role, logits in predictions.logits.items():
-        _require_valid(role, logits, predictions.labels if data.label_problem is None else None)
+    outputs = {role: concatenate(own) for role, own in parts.items()}
+    predictions = Predictions(outputs, concatenate(labels), comparison.kind)
+    classified = data.label_problem is None and predictions.kind.name == "logits"
+    for role, own in outputs.items():
+        _require_valid(role, own, predictions.labels if classified else None)
     return predictions
 
 
@@ -127,7 +136,7 @@ def _require_valid(role: str, logits: Tensor, labels: Tensor | None) -> None:
 
 
 def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-    """Returns the logits of one batch, computed in the dtype of the model's weights."""
+    """Returns the outputs of one batch, computed in the dtype of the model's weights."""
     return model(images.to(next(model.parameters()).dtype))
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, predict
+from attnrx.checks.comparison import Comparison, Predictions, predict
 from attnrx.checks.fidelity import discrepancy, squared_distances
 from attnrx.checks.statistics import estimate, resampled_means
 from attnrx.evidence import Finding
 from attnrx.prescription import Prescription
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.shapes import Float, Tensor
 
 BEATEN = "largest"
 
@@ -40,14 +40,13 @@ class Controls(Check):
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Realizes the controls one at a time to limit memory, and compares each with the candidate."""
         predictions = comparison.predictions
-        reference, labels = predictions.logits["reference"], predictions.labels
-        candidate = tallied(reference, predictions.logits["candidate"], labels)
+        candidate = tallied(predictions, "candidate", predictions)
         findings: list[Finding] = []
         for kind, draws in self.prescriptions.items():
             models = [candidate]
             for prescription in draws:
                 control = predict({kind: self.realize(prescription)}, comparison)
-                models.append(tallied(reference, control.logits[kind], labels))
+                models.append(tallied(control, kind, predictions))
             findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
         return tuple(findings)
 
@@ -87,12 +86,10 @@ class Controls(Check):
         )
 
 
-def tallied(
-    reference: Float[Tensor, "images classes"], logits: Float[Tensor, "images classes"], labels: Int[Tensor, "images"]
-) -> Float[Tensor, "images 3"]:
-    """Returns the two sums of Eq. 46 and the correctness of the prediction, per image."""
-    correct = (logits.argmax(-1) == labels).double()
-    return torch.cat([squared_distances(reference, logits), correct[:, None]], dim=1)
+def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
+    """Returns the two sums of Eq. 46, against the reference in `base`, and the correctness, per image."""
+    squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
+    return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
 
 
 def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Float[Tensor, "samples draws 3"]:

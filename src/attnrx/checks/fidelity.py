@@ -1,4 +1,4 @@
-"""Fidelity: logit discrepancy, prediction agreement and KL divergence between two models."""
+"""Fidelity: discrepancy of the outputs, agreement and divergence between two models."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +17,10 @@ STABILIZER = 1e-12
 
 @dataclass(frozen=True)
 class Fidelity(Check):
-    """Relative logit discrepancy (Eq. 46), prediction agreement (Eq. 47) and KL divergence of pairs of models.
+    """Relative discrepancy (Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
+
+    Of logits, predictions agree and the divergence is that of Kullback and Leibler in nats; of embeddings, nearest
+    neighbours agree and the divergence is the cosine distance (`attnrx.checks.outputs`).
 
     The paper compares the compressed model with the masked one only; here both are compared with the reference too.
     `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.
@@ -49,14 +52,6 @@ def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
     return squares[..., 0].sqrt() / (squares[..., 1].sqrt() + STABILIZER)
 
 
-def divergence(
-    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
-) -> Float[Tensor, "images"]:
-    """Returns the Kullback-Leibler divergence KL(base || other) of the predicted probabilities per image, in nats."""
-    log_base, log_other = base.double().log_softmax(-1), other.double().log_softmax(-1)
-    return (log_base.exp() * (log_base - log_other)).sum(-1)
-
-
 def _compared(
     base: str,
     other: str,
@@ -67,32 +62,31 @@ def _compared(
     """Compares the model of the role `other` with that of the role `base`; without a limit a quantity is reported."""
     predictions, seed = comparison.predictions, comparison.seed
     n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
-    logits = predictions.logits[base], predictions.logits[other]
-    squares = squared_distances(*logits)
+    outputs, kind = (predictions.outputs[base], predictions.outputs[other]), predictions.kind
+    squares = squared_distances(*outputs)
     distance = estimate(float(discrepancy(squares.mean(0))), discrepancy(resampled_means(squares, seed)))
     # Eq. 46 is defined per batch; the value of the finding is over all images.
-    agreeing = int((predictions.classes(base) == predictions.classes(other)).sum())
-    nats = divergence(*logits)
+    agreeing = int((predictions.decisions(base) == predictions.decisions(other)).sum())
     return (
         Finding(
             Fidelity.name,
-            f"relative logit discrepancy, {pair}",
+            f"relative {kind.noun} discrepancy, {pair}",
             **distance.judged(n, most_discrepancy, at_least=False),
             seed=seed,
             details={"quantity": "discrepancy", **roles},
         ),
         Finding(
             Fidelity.name,
-            f"prediction agreement, {pair}",
+            f"{kind.decision} agreement, {pair}",
             unit="%",
             **proportion(agreeing, n).scaled(100.0).judged(n, least_agreement),
             details={"quantity": "agreement", **roles},
         ),
         Finding(
             Fidelity.name,
-            f"mean KL divergence, {pair}",
-            unit="nats",
-            **mean_estimate(nats, seed).judged(n),
+            f"mean {kind.distance}, {pair}",
+            unit=kind.unit,
+            **mean_estimate(kind.divergence(*outputs), seed).judged(n),
             seed=seed,
             details={"quantity": "divergence", **roles},
         ),

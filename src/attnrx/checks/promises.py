@@ -8,7 +8,6 @@ import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.fidelity import divergence
 from attnrx.checks.statistics import mean_estimate
 from attnrx.costs import Conditions, LatencyProtocol, compare_latency
 from attnrx.errors import InvalidInput
@@ -62,13 +61,13 @@ class Promises(Check):
             )
         predictions, (base, other) = comparison.predictions, ("reference", "candidate")
         found = {
-            "divergence": divergence(predictions.logits[base], predictions.logits[other]),
-            "agreement": (predictions.classes(base) == predictions.classes(other)).double(),
+            "divergence": predictions.kind.divergence(predictions.outputs[base], predictions.outputs[other]),
+            "agreement": (predictions.decisions(base) == predictions.decisions(other)).double(),
         }
         if comparison.data.has_labels:
             found["change"] = predictions.correct(other).double() - predictions.correct(base).double()
         findings = [
-            _kept_promise(name, PredictedQuantity(**record["expected"][name]), own, comparison.seed)
+            _kept_promise(name, PredictedQuantity(**record["expected"][name]), own, comparison)
             for name, own in found.items()
             if name in record["expected"]
         ]
@@ -104,14 +103,17 @@ class Promises(Check):
 
 # The claim, its unit, its scale, and whether larger values are worse.
 CLAIMS = {
-    "divergence": ("KL divergence from the original, at most as predicted by the plan", "nats", 1.0, True),
+    "divergence": ("{distance} from the original, at most as predicted by the plan", "{unit}", 1.0, True),
     "agreement": ("agreement with the original, at least as predicted by the plan", "%", 100.0, False),
     "change": ("change of top-1 accuracy, at least as predicted by the plan", "points", 100.0, False),
 }
 
 
-def _kept_promise(quantity: str, expected: PredictedQuantity, found: Float[Tensor, "images"], seed: int) -> Finding:
-    claim, unit, scale, more_is_worse = CLAIMS[quantity]
+def _kept_promise(
+    quantity: str, expected: PredictedQuantity, found: Float[Tensor, "images"], comparison: Comparison
+) -> Finding:
+    (claim, unit, scale, more_is_worse), kind, seed = CLAIMS[quantity], comparison.kind, comparison.seed
+    claim, unit = (text.format(distance=kind.distance, unit=kind.unit) for text in (claim, unit))
     n, value = len(found), scale * float(found.mean())
     low, high = expected.interval(n)
     # The limit is the end of a prediction interval, which already covers the noise of n images: the measured interval

@@ -323,7 +323,7 @@ class AdoptedFamily(Family):
                 for layer, spec, change, own in zip(layers, specs, changes, token_costs.tokens, strict=True)
             ),
             classifier=PartCosts(classifier),
-            classifier_macs=sum(_matrices(head) for head in heads),
+            classifier_macs=sum(_head_macs(head, token_costs.tokens[-1]) for head in heads),
             predictors=token_costs.predictors,
             predictor_norm_features=token_costs.norm_features,
             outer_norm_features=self._outer_norm_features(source, positions, token_costs.tokens),
@@ -383,6 +383,16 @@ def _params(module: nn.Module) -> int:
 def _matrices(module: nn.Module) -> int:
     """Returns the entries of all linear maps in a module: its MACs for one token."""
     return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def _head_macs(head: nn.Module, tokens: int) -> int:
+    """Returns the MACs of a classifier on one token; a pooling by attention has one query and keys of all tokens."""
+    total = _matrices(head)
+    for part in head.modules():
+        if isinstance(part, nn.MultiheadAttention):
+            width = part.embed_dim
+            total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
+    return total
 
 
 def _mlp_costs(mlp: nn.Module, tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...]) -> PartCosts:

@@ -1,8 +1,9 @@
 """The family of the Vision Transformers of transformers, with or without a classifier."""
 
 import importlib
+import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,10 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def paths(self, source: nn.Module) -> ModelPaths:
         reader = reader_of(source)
-        norm = f"{reader.body}.{reader.norm}".strip(".")
-        heads = (*CLASSIFIERS, "visual_projection", norm)
+        norm, head, pooler = (f"{reader.body}.{name}".strip(".") for name in (reader.norm, "head", "pooler"))
+        heads = (*CLASSIFIERS, "visual_projection", norm, head, pooler)
         # The norm of a tower with a class token is applied to that token only.
-        pooled = (norm,) if reader.word == "CLIP" else ()
+        pooled = (f"{head}.layernorm", *((norm,) if reader.word == "CLIP" else ()))
         return ModelPaths(
             reader.attention, reader.patches, reader.norm, (f"{reader.word}MLP",), heads, CLASSIFIERS, pooled
         )
@@ -200,7 +201,7 @@ class HuggingFaceFamily(AdoptedFamily):
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
         reader, embedding = reader_of(model), self.body(model).get_submodule("embeddings")
-        size = getattr(embedding, "patch_embeddings", embedding).image_size
+        size: Any = getattr(embedding, "patch_embeddings", embedding).image_size
         own = image_shape((self.patches(model).in_channels, *((size, size) if isinstance(size, int) else size)))
         shape = image_shape(stated.get("input_shape") or own)
         if shape != own and not (reader.resizes and shape[0] == own[0]):
@@ -219,6 +220,13 @@ class HuggingFaceFamily(AdoptedFamily):
             if positions is not None and positions.is_meta:
                 module.position_ids = torch.arange(positions.shape[1], device="cpu")[None]
         return model
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        super()._install_(adopted, attention)
+        for layer in self.layers(adopted.source):
+            mask = inspect.signature(layer.forward).parameters.get("attention_mask")
+            if mask is not None and mask.default is inspect.Parameter.empty:
+                layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
         return tuple(self.body(source).get_submodule(reader_of(source).layers).children())
@@ -255,6 +263,14 @@ class HuggingFaceFamily(AdoptedFamily):
     def pooling(self, source: nn.Module) -> str:
         """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
         return reader_of(source).pooling
+
+
+def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Adds the mask that the layers of a tower require, so that all blocks can be called with tokens alone."""
+    return args, kwargs if len(args) > 1 else {"attention_mask": None, **kwargs}
+
+
+_without_mask.by_image = True  # type: ignore[attr-defined]
 
 
 def _projections(attention: nn.Module) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from attnrx.shapes import Tensor
 
 
 @dataclass(frozen=True)
-class Reader:
+class ModelReader:
     """The paths of a class, how it pools its tokens, and which of its outputs is its answer.
 
     `word` begins the names of its attention and MLP classes. `body` is the path of the module with the embeddings and
@@ -47,34 +47,34 @@ TOWER: dict[str, Any] = {
 }
 CLASS_TOKEN = "class token"
 
-READERS: Mapping[str, Reader] = {
-    "ViTForImageClassification": Reader("ViT", "vit"),
-    "ViTModel": Reader("ViT", answer=CLASS_TOKEN),
-    "DeiTForImageClassification": Reader("DeiT", "deit"),
-    "DeiTForImageClassificationWithTeacher": Reader("DeiT", "deit"),
-    "DeiTModel": Reader("DeiT", answer=CLASS_TOKEN),
-    "ViTMSNForImageClassification": Reader("ViTMSN", "vit"),
-    "ViTMSNModel": Reader("ViTMSN", answer=CLASS_TOKEN),
-    "IJepaForImageClassification": Reader("IJepa", "ijepa", pooling="mean"),
-    "IJepaModel": Reader("IJepa", pooling="mean", answer="mean"),
+READERS: Mapping[str, ModelReader] = {
+    "ViTForImageClassification": ModelReader("ViT", "vit"),
+    "ViTModel": ModelReader("ViT", answer=CLASS_TOKEN),
+    "DeiTForImageClassification": ModelReader("DeiT", "deit"),
+    "DeiTForImageClassificationWithTeacher": ModelReader("DeiT", "deit"),
+    "DeiTModel": ModelReader("DeiT", answer=CLASS_TOKEN),
+    "ViTMSNForImageClassification": ModelReader("ViTMSN", "vit"),
+    "ViTMSNModel": ModelReader("ViTMSN", answer=CLASS_TOKEN),
+    "IJepaForImageClassification": ModelReader("IJepa", "ijepa", pooling="mean"),
+    "IJepaModel": ModelReader("IJepa", pooling="mean", answer="mean"),
     # DINOv2's classifier takes the class token and the mean of the patches.
-    "Dinov2ForImageClassification": Reader("Dinov2", "dinov2", pooling="mean", **DINO),
-    "Dinov2Model": Reader("Dinov2", answer=CLASS_TOKEN, **DINO),
-    "Dinov2WithRegistersForImageClassification": Reader(
+    "Dinov2ForImageClassification": ModelReader("Dinov2", "dinov2", pooling="mean", **DINO),
+    "Dinov2Model": ModelReader("Dinov2", answer=CLASS_TOKEN, **DINO),
+    "Dinov2WithRegistersForImageClassification": ModelReader(
         "Dinov2WithRegisters", "dinov2_with_registers", pooling="mean", **DINO
     ),
-    "Dinov2WithRegistersModel": Reader("Dinov2WithRegisters", answer=CLASS_TOKEN, **DINO),
-    "CLIPVisionModel": Reader("CLIP", answer="pooler_output", **TOWER),
-    "CLIPVisionModelWithProjection": Reader("CLIP", "vision_model", answer="image_embeds", **TOWER),
+    "Dinov2WithRegistersModel": ModelReader("Dinov2WithRegisters", answer=CLASS_TOKEN, **DINO),
+    "CLIPVisionModel": ModelReader("CLIP", answer="pooler_output", **TOWER),
+    "CLIPVisionModelWithProjection": ModelReader("CLIP", "vision_model", answer="image_embeds", **TOWER),
     # The mean of the patches before the last norm.
-    "CLIPForImageClassification": Reader("CLIP", "vision_model", pooling="mean without a norm", **TOWER),
-    "SiglipVisionModel": Reader("Siglip", pooling="attention", answer="pooler_output", **TOWER),
-    "SiglipForImageClassification": Reader("Siglip", "vision_model", pooling="mean", **TOWER),
+    "CLIPForImageClassification": ModelReader("CLIP", "vision_model", pooling="mean without a norm", **TOWER),
+    "SiglipVisionModel": ModelReader("Siglip", pooling="attention", answer="pooler_output", **TOWER),
+    "SiglipForImageClassification": ModelReader("Siglip", "vision_model", pooling="mean", **TOWER),
 }
 # The part of a saved model of several towers that is read.
 VISION_PARTS: Mapping[str, str] = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
 
 
-def reader_of(source: nn.Module) -> Reader:
+def reader_of(source: nn.Module) -> ModelReader:
     """Returns the reader of a model whose class is in `READERS`."""
     return READERS[type(source).__name__]

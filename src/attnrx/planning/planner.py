@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.checks.outputs import KINDS
 from attnrx.costs import compare_latency
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
@@ -277,7 +278,8 @@ class Planner:
         first = list(order.values())[: self.effort.finalists]
         found = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
         best = min(found, key=lambda trial: trial.divergence)
-        self.log(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f} nats")
+        unit = f" {self.answers.kind.unit}".rstrip()
+        self.log(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f}{unit}")
         return best
 
     def tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
@@ -360,7 +362,7 @@ class Planner:
             str(self.target),
             self.target.spend,
             best.step.cost,
-            expected_of(deviation),
+            expected_of(deviation, others.kind.doubt),
             explained(space, self.cost_table, self.alone["divergence"], choices),
             self._front(best, most),
             self.timed,
@@ -407,7 +409,7 @@ class _Budget:
         return found
 
 
-def expected_of(deviation: Deviation) -> dict[str, PredictedQuantity]:
+def expected_of(deviation: Deviation, doubt: float = KINDS["logits"].doubt) -> dict[str, PredictedQuantity]:
     """Returns the predictions for other images."""
     quantities = {"divergence": deviation.divergence, "agreement": deviation.agrees}
     if deviation.change is not None:
@@ -415,9 +417,9 @@ def expected_of(deviation: Deviation) -> dict[str, PredictedQuantity]:
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
-    # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of a
-    # quarter of a nat is that of an image whose class is in doubt.
-    more = {"divergence": 0.25**2, "agreement": 1.0, "change": 1.0}
+    # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of
+    # `doubt` is that of an image whose class is in doubt.
+    more = {"divergence": doubt**2, "agreement": 1.0, "change": 1.0}
     spreads = {name: ((own - own.mean()).square().sum() + more[name]) / (count - 1) for name, own in quantities.items()}
     return {
         name: PredictedQuantity(float(own.mean()), float(spreads[name].sqrt()), count)

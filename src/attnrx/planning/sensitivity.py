@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.checks.fidelity import divergence
+from attnrx.checks.outputs import OutputKind
 from attnrx.models import Family, attach_tokens_, block_names, evaluating, family_of
 from attnrx.planning.effort import EFFORTS, Effort
-from attnrx.planning.reference_outputs import Answers, Pixels, log_probabilities, softened_divergence
+from attnrx.planning.reference_outputs import Answers, Pixels
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputDecision
 from attnrx.progress import Log, track
@@ -75,11 +75,10 @@ def as_output(tokens: Tensor, output: Any) -> Any:
 
 
 Weights = Mapping[str, np.ndarray]
-Measure = Callable[[Float[Tensor, "images classes"], Float[Tensor, "images classes"]], Float[Tensor, "images"]]
 
 LEAST = 1e-9
 # The measures of the deviation of outputs from the original's, as in `Deviation`.
-MEASURES: dict[str, Measure] = {"divergence": divergence, "softened": softened_divergence}
+MEASURES = ("divergence", "softened")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +143,7 @@ def measure_sensitivities(
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
     layers = measured_layers(space.depth, effort.every)
-    probe_batch = _BatchProbe(space, family_of(space.model), layers)
+    probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
         for done, (images, logs) in enumerate(answers.parts(), 1):
             probe_batch.take(images, logs)
@@ -180,11 +179,11 @@ def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
 class _BatchProbe:
     """One batch with the recorded inputs of every block, from which changed blocks are evaluated at some layers."""
 
-    def __init__(self, space: Space, family: Family, layers: Sequence[int]):
-        self.space, self.family, self.layers = space, family, layers
+    def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
+        self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
 
-    def take(self, images: Pixels, logs: Float[Tensor, "batch classes"]) -> None:
-        self.images, self.logs = images, logs
+    def take(self, images: Pixels, base: Float[Tensor, "batch classes"]) -> None:
+        self.images, self.base = images, base
         with recorded(self.space.model, self.family) as blocks:
             self.space.model(images)
             self.inputs = [given for given, _ in blocks]
@@ -218,8 +217,8 @@ class _BatchProbe:
 
     def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
         with resumed(model, self.family, given, layer):
-            logs = log_probabilities(model(self.images))
-        return [float(measure(self.logs, logs).sum()) for measure in MEASURES.values()]
+            other = self.outputs.prepared(model(self.images))
+        return [float(getattr(self.outputs, measure)(self.base, other).sum()) for measure in MEASURES]
 
 
 def _curves(

@@ -98,7 +98,8 @@ def summary_parts(content: ReportContent) -> list[SummaryPart]:
         parts += [SummaryPart(text) for text in _saved(content, unit, name)]
     divergence = finding_of(content, "divergence")
     if divergence is not None and known(divergence.value) is not None:
-        parts.append(SummaryPart(f"KL {divergence.value:.3f}"))
+        name = "KL" if divergence.unit == "nats" else "cosine distance"
+        parts.append(SummaryPart(f"{name} {divergence.value:.3f}"))
     images = None if content.evidence is None else content.evidence.about.get("images")
     if isinstance(images, int) and parts:
         parts.append(SummaryPart(f"{images:,} images"))

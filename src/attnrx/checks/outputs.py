@@ -1,0 +1,144 @@
+"""The two kinds of outputs, logits and embeddings, and how those of two models are compared."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.models import FAMILIES
+from attnrx.shapes import Float, Int, Tensor
+
+# Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
+# so that the number is fixed: results on different numbers of images can be compared.
+GROUP = 64
+
+
+class OutputKind(ABC):
+    """How outputs are compared: a divergence per image, and a decision per image that both models make.
+
+    `noun`, `distance` and `decision` are the words of findings; `unit` is that of the divergence, and `doubt` a
+    divergence at which a decision may change.
+    """
+
+    name: ClassVar[str]
+    noun: ClassVar[str]
+    distance: ClassVar[str]
+    decision: ClassVar[str]
+    unit: ClassVar[str]
+    doubt: ClassVar[float]
+
+    @abstractmethod
+    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
+        """Returns the outputs of a batch in float64 on the CPU, in the form in which they are stored."""
+
+    @abstractmethod
+    def divergence(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        """Returns the divergence of `other` from `base` per image."""
+
+    @abstractmethod
+    def softened(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        """Returns a divergence per image that varies less between images; plans are searched by it."""
+
+    @abstractmethod
+    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
+        """Returns the decision per image, a number."""
+
+    @abstractmethod
+    def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+        """Returns the label that follows from each decision, given the true labels of all images."""
+
+
+class Logits(OutputKind):
+    """Class logits: the Kullback-Leibler divergence in nats, and the class."""
+
+    name, noun, unit, doubt = "logits", "logit", "nats", 0.25
+    distance, decision = "KL divergence", "prediction"
+
+    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
+        return torch.log_softmax(outputs.double(), dim=-1).cpu()
+
+    def divergence(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        return divergence(base, other)
+
+    def softened(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        return softened_divergence(base, other)
+
+    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
+        return outputs.argmax(-1)
+
+    def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+        return decisions
+
+
+class Embeddings(OutputKind):
+    """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
+
+    The label that follows is that of the neighbour, so that accuracy is that of the one-nearest-neighbour classifier.
+    """
+
+    name, noun, unit, doubt = "embedding", "embedding", "", 0.05
+    distance, decision = "cosine distance", "nearest neighbour"
+
+    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
+        return outputs.double().cpu()
+
+    def divergence(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        return 1 - torch.cosine_similarity(base.double(), other.double(), dim=-1)
+
+    def softened(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        """Returns half of the squared distance of the embeddings, relative to the mean squared norm of the base."""
+        base, other = base.double(), other.double()
+        return (base - other).square().sum(-1) / (2 * base.square().sum(-1).mean())
+
+    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
+        unit, found = nn.functional.normalize(outputs.double(), dim=-1), []
+        for start in range(0, len(unit), GROUP):
+            group = unit[start : start + GROUP]
+            similarity = group @ group.T
+            similarity.fill_diagonal_(-torch.inf)  # an image is no neighbour of its own; a lone last one is
+            found.append(start + similarity.argmax(-1))
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
+
+    def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+        return labels[decisions]
+
+
+KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (Logits(), Embeddings())}
+
+
+def output_kind_of(model: nn.Module) -> OutputKind:
+    """Returns how the outputs of a model are compared; those of a model that no family knows are logits."""
+    family = next((family for family in FAMILIES if family.matches(model)), None)
+    return KINDS["logits" if family is None else family.output_kind(model)]
+
+
+def divergence(
+    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
+) -> Float[Tensor, "images"]:
+    """Returns the Kullback-Leibler divergence KL(base || other) of the predicted probabilities per image, in nats."""
+    log_base, log_other = base.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (log_base.exp() * (log_base - log_other)).sum(-1)
+
+
+def softened_divergence(
+    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
+) -> Float[Tensor, "images"]:
+    """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
+
+    It is half the variance over the classes of the difference of the logits. All classes contribute, so that it varies
+    much less between images than the divergence, which few images dominate.
+    """
+    return (base.double() - other.double()).var(-1, correction=0) / 2
