@@ -32,6 +32,21 @@ def test_latency_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "8 ragged" in capsys.readouterr().out
 
 
+def test_products_are_timed_beside_those_of_the_libraries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("sys.argv", ["products.py", "--width", "24", "--tokens", "9", "--rounds", "4"])
+    try:
+        runpy.run_path(str(BENCHMARKS / "products.py"))["main"]()
+    finally:
+        torch.set_num_threads(threads)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 24")]
+    assert [row[2] for row in rows] == ["query, key, value", "output", "MLP"]
+    assert all(float(cell.strip("| ")) > 0 for row in rows for cell in row[3:])
+
+
 def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
     model = build_model("dense:digits", channels=3, classes=3)

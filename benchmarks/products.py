@@ -1,0 +1,85 @@
+"""The C++ kernel of linear maps against PyTorch and oneDNN: the products of one block, and its MLP in one call.
+
+    python benchmarks/products.py [--width 192 384] [--tokens 197 118 64] [--threads 1] [--rounds 60]
+
+All sides take turns in every round. Printed are microseconds of the lower quartile of the rounds, float32.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.kernels.native_products import PackedMap, native_maps
+from attnrx.runtime.hardware import device_name
+
+
+def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Returns the microseconds of every side."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds + 3):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: 1e6 * sorted(own[3:])[rounds // 4] for name, own in seconds.items()}
+
+
+def product(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
+    features, weight, bias = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    own, reordered = PackedMap(weight, bias), torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    onednn = torch.ops.mkldnn._linear_pointwise.default
+    return {
+        "PyTorch": lambda: F.linear(features, weight, bias),
+        "oneDNN, packed": lambda: onednn(features, reordered, bias, "none", [], ""),
+        "attnrx": lambda: native_maps(features, (own,), (False,)),
+    }
+
+
+def mlp(tokens: int, width: int) -> dict[str, Callable[[], object]]:
+    features, hidden = torch.randn(tokens, width), 4 * width
+    weights, biases = (
+        (torch.randn(hidden, width), torch.randn(width, hidden)),
+        (torch.randn(hidden), torch.randn(width)),
+    )
+    maps = [PackedMap(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    onednn, empty = torch.ops.mkldnn._linear_pointwise.default, ""
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+
+    def by_onednn() -> torch.Tensor:
+        between = F.gelu(onednn(features, packed[0], biases[0], "none", [], empty))
+        return onednn(between, packed[1], biases[1], "none", [], empty)
+
+    return {
+        "PyTorch": lambda: F.linear(F.gelu(F.linear(features, weights[0], biases[0])), weights[1], biases[1]),
+        "oneDNN, packed": by_onednn,
+        "attnrx": lambda: native_maps(features, maps, (True, False)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, nargs="+", default=[192, 384])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[197, 118, 64])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=60)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(f"{device_name('cpu')}, {arguments.threads} threads, torch {torch.__version__}\n")
+    print("| width | tokens | map | PyTorch | oneDNN, packed | attnrx |\n|---|---|---|---|---|---|")
+    with torch.inference_mode():
+        for width in arguments.width:
+            for tokens in arguments.tokens:
+                shapes = {"query, key, value": (width, 3 * width), "output": (width, width)}
+                rows = {name: product(tokens, *shape) for name, shape in shapes.items()} | {"MLP": mlp(tokens, width)}
+                for name, sides in rows.items():
+                    found = interleaved(sides, arguments.rounds)
+                    print(
+                        f"| {width} | {tokens} | {name} | " + " | ".join(f"{own:.0f}" for own in found.values()) + " |"
+                    )
+
+
+if __name__ == "__main__":
+    main()
