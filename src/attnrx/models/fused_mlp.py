@@ -31,7 +31,8 @@ class FusedMLP(nn.Module):
         return native_maps(features, [linear.cached().packed() for linear in (*first, *second)], gelus)
 
     def _is_fused(self, features: Tensor, linears: Sequence[PackedLinear]) -> bool:
-        if native_library() is None or not is_packed(features, linears[0].weight):
+        # In this order: a compiler traces what follows unless the call is recorded.
+        if not is_packed(features, linears[0].weight) or native_library() is None:
             return False
         if not all(type(own.weight) is nn.Parameter and own.weight.dtype == features.dtype for own in linears):
             return False
