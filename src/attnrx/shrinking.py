@@ -28,7 +28,7 @@ from attnrx.runtime.subprocess_runner import shared_subprocess
 from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
-DIAGNOSED, PREDICTED = 64, 128
+DIAGNOSED, PREDICTED = 64, 96
 ROUNDS, SMALL = 8, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
