@@ -6,25 +6,14 @@ All sides take turns in every round. Printed are microseconds of the lower quart
 """
 
 import argparse
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+from attnrx.costs import interleave
 from attnrx.kernels.native_products import PackedMap, native_maps
 from attnrx.runtime.hardware import device_name
-
-
-def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Returns the microseconds of every side."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds + 3):
-        for name, run in sides.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: 1e6 * sorted(own[3:])[rounds // 4] for name, own in seconds.items()}
 
 
 def product(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
@@ -45,12 +34,12 @@ def mlp(tokens: int, width: int) -> dict[str, Callable[[], object]]:
         (torch.randn(hidden), torch.randn(width)),
     )
     maps = [PackedMap(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    onednn, empty = torch.ops.mkldnn._linear_pointwise.default, ""
+    onednn = torch.ops.mkldnn._linear_pointwise.default
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
 
     def by_onednn() -> torch.Tensor:
-        between = F.gelu(onednn(features, packed[0], biases[0], "none", [], empty))
-        return onednn(between, packed[1], biases[1], "none", [], empty)
+        between = F.gelu(onednn(features, packed[0], biases[0], "none", [], ""))
+        return onednn(between, packed[1], biases[1], "none", [], "")
 
     return {
         "PyTorch": lambda: F.linear(F.gelu(F.linear(features, weights[0], biases[0])), weights[1], biases[1]),
@@ -75,10 +64,9 @@ def main() -> None:
                 shapes = {"query, key, value": (width, 3 * width), "output": (width, width)}
                 rows = {name: product(tokens, *shape) for name, shape in shapes.items()} | {"MLP": mlp(tokens, width)}
                 for name, sides in rows.items():
-                    found = interleaved(sides, arguments.rounds)
-                    print(
-                        f"| {width} | {tokens} | {name} | " + " | ".join(f"{own:.0f}" for own in found.values()) + " |"
-                    )
+                    seconds = interleave(sides, rounds=arguments.rounds, warmup=3, clock="wall")
+                    cells = [f"{1e6 * float(own.quantile(0.25)):.0f}" for own in seconds.values()]
+                    print("| " + " | ".join((str(width), str(tokens), name, *cells)) + " |")
 
 
 if __name__ == "__main__":

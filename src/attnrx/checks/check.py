@@ -25,8 +25,10 @@ class Check(ABC):
     """Whether the check runs only if it is requested by name: it needs its own input, or takes long."""
 
     needs_labels: ClassVar[bool] = False
-    needs_logits: ClassVar[bool] = False
     """Whether the check compares labels with predictions, so that labels must be class indices of the model."""
+
+    needs_logits: ClassVar[bool] = False
+    """Whether the check reads probabilities, which a model that returns embeddings does not have."""
 
     def __post_init__(self):
         for knob, kind in knobs_of(type(self)).items():

@@ -356,7 +356,8 @@ class AdoptedFamily(Family):
 
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
         source = self._adopted(model).source
-        return tuple(getattr(layer, self.paths(source).attention) for layer in self.layers(source))
+        name = self.paths(source).attention
+        return tuple(getattr(layer, name) for layer in self.layers(source))
 
     def _adopted(self, model: nn.Module) -> Adopted:
         if not isinstance(model, self.model_type):
