@@ -60,7 +60,7 @@ def of_hf(kind: str, **changes: Any) -> Any:
     return shaken(cls(cls.config_class(**fields)))
 
 
-VIT = "vit_tiny_patch16_224"
+VIT, BEIT = "vit_tiny_patch16_224", "beit_base_patch16_224"
 CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
     "vit": (TIMM, partial(of_timm, VIT)),
     "vit, no qkv bias": (TIMM, partial(of_timm, VIT, qkv_bias=False)),
@@ -79,6 +79,21 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
     "dinov2": (TIMM, partial(of_timm, "vit_small_patch14_dinov2")),
     "dinov2, registers": (TIMM, partial(of_timm, "vit_small_patch14_reg4_dinov2")),
     "dinov2, gated MLP": (TIMM, partial(of_timm, "vit_giant_patch14_reg4_dinov2")),
+    "timm siglip": (TIMM, partial(of_timm, "vit_base_patch16_siglip_224")),
+    "beit3, norm of the outputs": (TIMM, partial(of_timm, "beit3_base_patch16_224")),
+    "beit, bias per layer": (TIMM, partial(of_timm, BEIT)),
+    "beit, one bias": (TIMM, partial(of_timm, BEIT, use_rel_pos_bias=False, use_shared_rel_pos_bias=True)),
+    "relative positions": (TIMM, partial(of_timm, "vit_relpos_small_patch16_224")),
+    "relative positions by an MLP": (TIMM, partial(of_timm, "vit_relpos_base_patch32_plus_rpn_256")),
+    "eva": (TIMM, partial(of_timm, "eva_large_patch14_196")),
+    "eva02": (TIMM, partial(of_timm, "eva02_tiny_patch14_224")),
+    "eva02, norm of the outputs": (TIMM, partial(of_timm, "eva02_base_patch14_224")),
+    "dinov3": (TIMM, partial(of_timm, "vit_small_patch16_dinov3")),
+    "dinov3, class token": (TIMM, partial(of_timm, "vit_small_patch16_dinov3", global_pool="token")),
+    "rotary, axial": (TIMM, partial(of_timm, "vit_small_patch16_rope_224")),
+    "rotary, mixed": (TIMM, partial(of_timm, "vit_small_patch16_rope_mixed_224")),
+    "perception encoder": (TIMM, partial(of_timm, "vit_pe_spatial_tiny_patch16_512")),
+    "sapiens2, grouped heads": (TIMM, partial(of_timm, "vit_base_patch16_sapiens2", num_kv_heads=1)),
     "hf vit": (HF, partial(of_hf, "ViTForImageClassification")),
     "hf vit, no qkv bias": (HF, partial(of_hf, "ViTForImageClassification", qkv_bias=False)),
     "hf deit": (HF, partial(of_hf, "DeiTForImageClassification")),

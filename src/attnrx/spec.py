@@ -18,15 +18,18 @@ class FormTraits:
     has_strengths: bool
     shares_directions: bool
     norms: tuple[str, ...]
+    rotates: bool = False
 
 
 FORMS: Mapping[str, FormTraits] = {
     "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
     "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
     "shared": FormTraits(has_strengths=True, shares_directions=True, norms=("none",)),
+    "rotary": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), rotates=True),
 }
 NORMS = tuple(sorted({norm for traits in FORMS.values() for norm in traits.norms}))
 BIASES = ("query", "key", "value", "output")
+INNER_NORMS = ("query_norm", "key_norm", "output_norm")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ class AttentionSpec:
     compute). In the shared form (CP SlimAtt) all heads share the directions and have separate strengths. `value_ranks`
     are the value dimensions per stored head (default: head_dim), `biases` the projections with a bias. `scale` is
     stored: it does not depend on the rank.
+
+    In the rotary form the last 2 len(pairs[h]) rows of a head are the real and then the imaginary parts of the pairs
+    that are rotated, with `pairs[h]` their indices among the frequencies of the original head (default: all of them);
+    the rows before them are ordinary directions. `pair_bias`: whether a bias per pair of tokens is added to the scores.
+    `inner_norms` are the modules of the original library that the layer applies: to the query and the key of every
+    head, and to the concatenated outputs of the heads before the output projection.
     """
 
     form: str
@@ -51,8 +60,13 @@ class AttentionSpec:
     norms: str = "none"
     value_ranks: tuple[int, ...] | None = None
     biases: tuple[str, ...] = BIASES
+    pairs: tuple[tuple[int, ...], ...] | None = None
+    pair_bias: bool = False
+    inner_norms: tuple[str, ...] = ()
 
     def __post_init__(self):
+        if self.rotates and self.pairs is None:
+            object.__setattr__(self, "pairs", (tuple(range(self.original_rank // 2)),) * len(self.heads))
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
             object.__setattr__(self, "value_ranks", None)  # canonical form, so that equal layers compare equal
         if self.form not in FORMS:
@@ -70,6 +84,8 @@ class AttentionSpec:
         if any(bias not in BIASES for bias in self.biases):
             raise InvalidInput(f"biases={self.biases}: choose from {BIASES}.")
         self._check_heads()
+        self._check_pairs()
+        self._check_extensions()
 
     def _check_heads(self) -> None:
         if not len(self.ranks) == len(self.heads) == len(self.reads) == len(set(self.heads)):
@@ -85,6 +101,28 @@ class AttentionSpec:
             raise InvalidInput(f"value ranks {self.reads} must lie in 0..{self.head_dim}.")
         if self.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
+
+    def _check_pairs(self) -> None:
+        if self.rotates != (self.pairs is not None):
+            raise InvalidInput(f"form={self.form!r} with pairs={self.pairs}: the rotary form alone has pairs.")
+        if self.pairs is None:
+            return
+        if len(self.pairs) != len(self.heads):
+            raise InvalidInput(f"pairs of {len(self.pairs)} heads for {len(self.heads)} heads: give one tuple each.")
+        frequencies = range(self.original_rank // 2)
+        for rank, pairs in zip(self.ranks, self.pairs, strict=True):
+            if 2 * len(pairs) > rank or len(set(pairs)) < len(pairs) or any(pair not in frequencies for pair in pairs):
+                raise InvalidInput(f"pairs {pairs} are no distinct pairs of a head with rank {rank}.")
+
+    def _check_extensions(self) -> None:
+        if self.pair_bias and not all(self.ranks):
+            raise InvalidInput("a head with a bias per pair of tokens keeps one direction or more: it is not uniform.")
+        if any(name not in INNER_NORMS for name in self.inner_norms):
+            raise InvalidInput(f"inner_norms={self.inner_norms}: choose from {INNER_NORMS}.")
+        if self.fixes_scores and any(rank != self.original_rank for rank in self.ranks):
+            raise InvalidInput(f"ranks {self.ranks}: norms of query and key need all {self.original_rank} directions.")
+        if self.fixes_values and (self.value_ranks is not None or self.heads != tuple(range(len(self.heads)))):
+            raise InvalidInput("a norm over the outputs of all heads needs every head and all its value dimensions.")
 
     @classmethod
     def full(cls, form: str, width: int, heads: int) -> "AttentionSpec":
@@ -109,6 +147,26 @@ class AttentionSpec:
     def has_norms(self) -> bool:
         """Whether the rows of query and key are normalized."""
         return self.norms != "none"
+
+    @property
+    def rotates(self) -> bool:
+        """Whether pairs of rows are rotated by angles that depend on the position of the token."""
+        return FORMS[self.form].rotates
+
+    @property
+    def fixes_scores(self) -> bool:
+        """Whether a norm over all directions of query or key prevents that directions are removed."""
+        return "query_norm" in self.inner_norms or "key_norm" in self.inner_norms
+
+    @property
+    def fixes_values(self) -> bool:
+        """Whether a norm over the outputs of all heads prevents that heads or value dimensions are removed."""
+        return "output_norm" in self.inner_norms
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are dot products of the projected rows and nothing else."""
+        return self.form == "dense" and not self.pair_bias and not self.fixes_scores
 
     @property
     def keeps_original_norms(self) -> bool:
@@ -148,4 +206,8 @@ class AttentionSpec:
         """Returns the layer with other ranks, heads (a subset of its own) and norms; scale and value ranks are kept."""
         reads = dict(zip(self.heads, self.reads, strict=True))
         values = tuple(reads[head] for head in heads)
-        return replace(self, ranks=tuple(ranks), heads=tuple(heads), norms=norms, value_ranks=values)
+        pairs = self.pairs
+        if pairs is not None:
+            own = dict(zip(self.heads, pairs, strict=True))
+            pairs = tuple(own[head] for head in heads)
+        return replace(self, ranks=tuple(ranks), heads=tuple(heads), norms=norms, value_ranks=values, pairs=pairs)

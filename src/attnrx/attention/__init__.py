@@ -9,6 +9,7 @@ from attnrx.attention.backends.explicit import Explicit
 from attnrx.attention.backends.generated import Flex, Ragged
 from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.attention.forms import unit_rows
+from attnrx.attention.positions import Positions
 
 __all__ = [
     "BACKENDS",
@@ -26,6 +27,7 @@ __all__ = [
     "Fused",
     "Native",
     "Observed",
+    "Positions",
     "Ragged",
     "ScoreFactors",
     "backend_of",

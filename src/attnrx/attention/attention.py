@@ -1,10 +1,11 @@
 """The attention layer: a score form, values, an output projection, and a backend that executes them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attnrx.attention.backends.auto import Auto
@@ -12,7 +13,9 @@ from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS
 from attnrx.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
-from attnrx.shapes import Float, Tensor, TokenBatch
+from attnrx.attention.positions import Positions
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
 
@@ -48,19 +51,30 @@ class Attention(nn.Module):
         self.scores = FORMS[spec.form](spec)
         self.value = HeadLinear(spec.width, spec.reads, spec.has_bias("value"))
         self.output = OutputProjection(spec.reads, spec.width, spec.has_bias("output"))
+        self.inner_norms = nn.ModuleDict({name: nn.Identity() for name in spec.inner_norms})
+        self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
         self._fused_qkv = FusedQKV()
         self._plans_of: Backend | None = None
         self._plans: dict[AttentionContext, LayerPlan] = {}
 
-    def forward(self, tokens: TokenBatch, key_tokens: Float[Tensor, "batch keys width"] | None = None) -> TokenBatch:
+    def forward(
+        self,
+        tokens: TokenBatch,
+        key_tokens: Float[Tensor, "batch keys width"] | None = None,
+        positions: Positions | None = None,
+    ) -> TokenBatch:
         """Returns the attention output of `tokens`.
 
-        Keys and values are computed from `key_tokens` if given, otherwise from `tokens`.
+        Keys and values are computed from `key_tokens` if given, whose first tokens are then `tokens`; otherwise from
+        `tokens`. `positions` are those of all tokens of an image, for rotary positions and biases of pairs; of these
+        the layer takes those of the patches that `kept_patches` returns.
         """
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
         plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
+        if positions is not None and self.kept_patches is not None:
+            positions = positions.of_patches(self.kept_patches())
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
         if key_tokens is None:
             joint = self._fused_qkv.product(tokens, sides)
@@ -72,8 +86,43 @@ class Attention(nn.Module):
         else:
             query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
-        read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
+        read = plan.backend(plan.buckets, self._score_factors(query, key, plan.rows, plan.buckets, positions), values)
+        if "output_norm" in self.inner_norms:
+            read = self.inner_norms["output_norm"](self._unpadded(read, plan.reads))
+            return self.output(read)
         return self.output.padded(read, plan.reads)
+
+    def _score_factors(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rows: tuple[int, ...],
+        buckets: tuple[Bucket, ...],
+        positions: Positions | None,
+    ) -> tuple[ScoreFactors, ...]:
+        """Returns the factors of the scores: projected rows with inner norms, positions and the biases of pairs."""
+        sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
+        query, key = (self.scores.placed(side, rows, positions) for side in sides)
+        factors = self.scores(query, key, buckets)
+        if not self.spec.pair_bias:
+            return factors
+        bias = None if positions is None else positions.bias_of(self.spec.heads, query.shape[1])
+        if bias is None:
+            raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
+        bias = bias.to(query.dtype)
+        return tuple(replace(part, bias=bias[:, part.bucket.heads]) for part in factors)
+
+    def _normed(self, features: Tensor, name: str, rows: tuple[int, ...]) -> Tensor:
+        if name not in self.inner_norms:
+            return features
+        own, (padded,) = self.spec.original_rank, set(rows)  # all heads have all directions
+        parts = features.unflatten(-1, (len(rows), padded))
+        normed = self.inner_norms[name](parts[..., :own])
+        return F.pad(normed, (0, padded - own)).flatten(2)
+
+    def _unpadded(self, features: Tensor, reads: tuple[int, ...]) -> Tensor:
+        own, (padded,) = self.spec.head_dim, set(reads)
+        return features if padded == own else features.unflatten(-1, (len(reads), padded))[..., :own].flatten(2)
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
         """Returns how the backend computes these tokens; cached by shape."""
@@ -93,10 +142,13 @@ class Attention(nn.Module):
         joint = backend.takes_joint(self.spec, context)
         return LayerPlan(backend, buckets, reads, self.scores.rows(buckets), widths, joint)
 
-    def factors(self, tokens: TokenBatch, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+    def factors(
+        self, tokens: TokenBatch, buckets: tuple[Bucket, ...], positions: Positions | None = None
+    ) -> tuple[ScoreFactors, ...]:
         """Returns the factors of the scores of every bucket that has directions."""
         rows = self.scores.rows(buckets)
-        return self.scores(self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows), buckets)
+        query, key = self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows)
+        return self._score_factors(query, key, rows, buckets, positions)
 
     def spectrum(self) -> Spectrum:
         """Returns the score directions, one table per owner with the biases as last column, in float64."""

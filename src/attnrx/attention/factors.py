@@ -77,8 +77,9 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
-    The rows of query and key are divided by their norms already where the form has norms; `strength` is None where it
-    is one. There are as many owners as heads, or a single one of directions that all heads share.
+    The rows of query and key are divided by their norms, and rotated, already where the form does that; `strength` is
+    None where it is one. There are as many owners as heads, or a single one of directions that all heads share. `bias`
+    is added to the scores, if given, of all images or of each.
     """
 
     bucket: Bucket
@@ -86,6 +87,7 @@ class ScoreFactors:
     key: Float[Tensor, "batch keys owners width"]
     strength: Float[Tensor, "heads width"] | None
     scale: float
+    bias: Float[Tensor, "images heads queries keys"] | None = None
 
     def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
         """Returns query and key for the fused kernels: heads first, the strength multiplied into the query."""

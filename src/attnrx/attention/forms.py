@@ -9,8 +9,10 @@ from torch import nn
 
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear, in_buckets, padding_index
+from attnrx.attention.positions import Positions
+from attnrx.errors import InvalidInput
 from attnrx.kernels.cached_weights import CachedWeights
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, Int, Tensor
 from attnrx.spec import AttentionSpec
 
 Queries = Float[Tensor, "batch queries rows"]
@@ -32,6 +34,14 @@ class ScoreForm(nn.Module, ABC):
 
         `query` and `key` are the outputs of the two projections, padded to `rows`.
         """
+
+    def placed(
+        self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
+    ) -> Float[Tensor, "batch tokens rows"]:
+        """Returns projected rows, padded to `rows`, at the positions of their tokens; positions of the first tokens are
+        used where there are more.
+        """
+        return features
 
     @abstractmethod
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
@@ -70,6 +80,30 @@ class DenseForm(ScoreForm):
             self.query.weight.mul_(factors.to(self.query.weight.dtype)[:, None])
             if self.query.bias is not None:
                 self.query.bias.mul_(factors.to(self.query.bias.dtype))
+
+
+class RotaryForm(DenseForm):
+    """Dot products of query and key whose pairs of rows are rotated by their token's position (Su et al., 2021).
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin) with the angles of its frequency, so that the scores depend on
+    the differences of positions. Rows before the pairs of a head are not rotated.
+    """
+
+    def placed(
+        self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
+    ) -> Float[Tensor, "batch tokens rows"]:
+        if positions is None or positions.cos is None or positions.sin is None:
+            raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
+        heads, pairs = positions.cos.shape[2:]
+        column, partner, sign = (index.to(features.device) for index in rotation_index(self.spec, rows, heads, pairs))
+        count, prefix = features.shape[1], positions.prefix
+        first, rest = features[:, : min(prefix, count)], features[:, prefix:]
+        if not rest.shape[1]:
+            return features
+        cos, sin = (side.flatten(2).to(features.dtype) for side in (positions.cos, positions.sin))
+        cos = F.pad(cos, (0, 1), value=1.0)[..., column]
+        sin = F.pad(sin, (0, 1))[..., column] * sign.to(features.dtype)
+        return torch.cat([first, rest * cos + rest[..., partner] * sin], dim=1)
 
 
 class SharedForm(ScoreForm):
@@ -191,4 +225,36 @@ class _UnitRows(torch.autograd.Function):
         return tangent.mul_(inverse.to(rows.dtype))
 
 
-FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm, "shared": SharedForm}
+def rotation_index(
+    spec: AttentionSpec, rows: tuple[int, ...], heads: int, frequencies: int
+) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
+    """Returns, for every projected row, the column of its angle among `heads` x `frequencies`, its partner, and the
+    sign of the partner's sine; rows that are not rotated have the column after the last one.
+
+    `rows` are the padded numbers of rows per head; `heads` is 1 where all heads have the same angles.
+    """
+    column, partner, sign = [], [], []
+    start = 0
+    for rank, own, head, pairs in zip(spec.ranks, rows, spec.heads, spec.pairs or (), strict=True):
+        still, count = rank - 2 * len(pairs), len(pairs)
+        base = (head if heads > 1 else 0) * frequencies
+        angles = [base + pair for pair in pairs]
+        column += [heads * frequencies] * still + 2 * angles + [heads * frequencies] * (own - rank)
+        real = start + still
+        partner += [
+            *range(start, real),
+            *range(real + count, real + 2 * count),
+            *range(real, real + count),
+            *range(start + rank, start + own),
+        ]
+        sign += [1] * still + [-1] * count + [1] * (count + own - rank)
+        start += own
+    return torch.tensor(column), torch.tensor(partner), torch.tensor(sign)
+
+
+FORMS: dict[str, type[ScoreForm]] = {
+    "dense": DenseForm,
+    "svda": SvdaForm,
+    "shared": SharedForm,
+    "rotary": RotaryForm,
+}

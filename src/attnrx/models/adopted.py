@@ -1,19 +1,21 @@
 """A model of another library whose attention was replaced by attnrx attention."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.attention import Attention
+from attnrx.attention import Attention, Positions
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.observation_hooks import evaluating
-from attnrx.shapes import ImageBatch, Logits, Tensor, TokenBatch
-from attnrx.spec import BIASES, AttentionSpec
+from attnrx.runtime.recording import is_recorded
+from attnrx.shapes import ImageBatch, Int, Logits, Tensor, TokenBatch
+from attnrx.spec import BIASES, INNER_NORMS, AttentionSpec
 
 # The projections in attnrx attention, in the order of BIASES.
 PROJECTION_PATHS = ("scores.query", "scores.key", "value", "output")
@@ -129,36 +131,104 @@ class Adopted(nn.Module):
         return self.source(images)
 
 
+class RotationCache:
+    """The positions made of the last rotary embedding, which a library passes to every layer."""
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None
+        self._version = 0
+        self._positions: Positions | None = None
+
+    def __call__(self, embedding: Tensor, make: Callable[[], Positions]) -> Positions:
+        """Returns what `make` returns for this embedding, from the cache unless a graph or gradients are recorded."""
+        if is_recorded():
+            return make()
+        version = 0 if embedding.is_inference() else embedding._version
+        if self._positions is None or self._of is not embedding or self._version != version:
+            self._of, self._version, self._positions = embedding, version, make()
+        return self._positions
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RotationCache":
+        copied = memo[id(self)] = RotationCache()  # one for all layers of the copy
+        return copied
+
+
 class Adapter(nn.Module):
     """Replaces the attention module of a layer and calls attnrx attention.
 
     `key_value_tokens` holds the key/value tokens of the next call where its queries are a subset of them; else None.
+    `rotations` is the cache of all layers, `prefix` the number of tokens before the patches. `pair_bias` returns the
+    bias of pairs that belongs to this layer, if it has one.
     """
 
-    def __init__(self, attention: Attention):
+    def __init__(self, attention: Attention, rotations: RotationCache, prefix: int, pair_bias: nn.Module | None = None):
         super().__init__()
         self.attention = attention
+        self.rotations, self.prefix = rotations, prefix
+        self.pair_bias = pair_bias
         self.key_value_tokens: Tensor | None = None
 
-    def mixed(self, tokens: TokenBatch) -> TokenBatch:
+    def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
         key_value_tokens = self.key_value_tokens
         if key_value_tokens is None:
-            return self.attention(tokens)
+            return self.attention(tokens, None, positions)
         self.key_value_tokens = None
-        return self.attention(tokens, key_value_tokens)
+        return self.attention(tokens, key_value_tokens, positions)
+
+    def positions(
+        self, embedding: Tensor | None, rotation: Callable[[], tuple[Tensor, Tensor]], *biases: Tensor | None
+    ) -> Positions | None:
+        """Returns the positions of a call: cosines and sines from `rotation`, [images, patches, heads, pairs], where
+        the library passes a rotary `embedding`, and the sum of the biases of pairs, of the layer's own included.
+        """
+        found = None
+        if embedding is not None:
+            found = self.rotations(embedding, lambda: Positions(self.prefix, *rotation()))
+        own = None if self.pair_bias is None else self.pair_bias()
+        given = [bias for bias in (own, *biases) if bias is not None]
+        if not given:
+            return found
+        total = sum(given[1:], given[0])
+        total = total if total.ndim == 4 else total[None]
+        return replace(found or Positions(self.prefix), bias=total)
 
 
-def assembled(weights: Sequence[Tensor], biases: Sequence[Tensor | None], heads: int, scale: float) -> Attention:
-    """Returns dense attnrx attention with copies of four projections: query, key, value, output.
+INTERLEAVED, HALVES = "interleaved", "halves"
+"""The layouts of rotary pairs in the rows of a head: (0, 1), (2, 3), ... or (0, d/2), (1, d/2 + 1), ..."""
 
-    The rows of query, key and value, and the columns of output, are sorted by head.
+
+def assembled(  # noqa: PLR0913  (keywords)
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    heads: int,
+    scale: float,
+    *,
+    rotary: str | None = None,
+    pair_bias: bool = False,
+    inner_norms: Mapping[str, nn.Module] | None = None,
+) -> Attention:
+    """Returns attnrx attention with copies of four projections: query, key, value, output.
+
+    The rows of query, key and value, and the columns of output, are sorted by head. `rotary` is the layout of the pairs
+    that are rotated, if any; `inner_norms` are modules by name (INNER_NORMS).
     """
     rows, width = weights[0].shape
-    ranks = (rows // heads,) * heads
+    ranks, norms = (rows // heads,) * heads, dict(inner_norms or {})
     present = tuple(name for name, bias in zip(BIASES, biases, strict=True) if bias is not None)
-    spec = AttentionSpec("dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0], biases=present)
+    spec = AttentionSpec(
+        "rotary" if rotary else "dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0],
+        biases=present, pair_bias=pair_bias, inner_norms=tuple(name for name in INNER_NORMS if name in norms),
+    )  # fmt: skip
     with torch.device("meta"):
         attention = Attention(spec)
+    weights, biases = list(weights), list(biases)
+    if rotary == INTERLEAVED:
+        order = torch.cat([torch.arange(0, ranks[0], 2), torch.arange(1, ranks[0], 2)])
+        by_head = torch.cat([head * ranks[0] + order for head in range(heads)])
+        for side in (0, 1):
+            own = biases[side]
+            weights[side], biases[side] = weights[side][by_head], None if own is None else own[by_head]
+        norms |= {name: _reordered(norms[name], order) for name in ("query_norm", "key_norm") if name in norms}
     tensors = {f"{path}.weight": weight for path, weight in zip(PROJECTION_PATHS, weights, strict=True)}
     named_biases = zip(PROJECTION_PATHS, biases, strict=True)
     tensors |= {f"{path}.bias": bias for path, bias in named_biases if bias is not None}
@@ -166,7 +236,16 @@ def assembled(weights: Sequence[Tensor], biases: Sequence[Tensor | None], heads:
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():
         parameter.requires_grad_(tensors[name].requires_grad)
+    attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
     return attention
+
+
+def _reordered(norm: nn.Module, order: Int[Tensor, "directions"]) -> nn.Module:
+    """Returns a copy of a norm whose parameters, one for each direction, are in this order."""
+    copied = copy.deepcopy(norm)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data[order.to(parameter.device)].clone()
+    return copied
 
 
 def require_equal_logits(first: Adopted, second: Adopted, because: str) -> None:

@@ -15,7 +15,7 @@ from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.kernels.packed_linear import packed_
 from attnrx.maps import LINEAR_MAPS
-from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, require_equal_logits
+from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
 from attnrx.models.family import Family, MLPRanks
 from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
@@ -78,13 +78,28 @@ class AdoptedFamily(Family):
     def create(self, origin: Origin) -> nn.Module:
         """Creates the model with its own library, without pretrained weights."""
 
+    def restore_buffers_(self, source: nn.Module) -> None:
+        """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
+
     @abstractmethod
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
         """Returns the transformer blocks."""
 
     @abstractmethod
-    def own(self, attention: nn.Module) -> Attention:
-        """Returns attnrx attention with the weights of a library's attention module."""
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+        """Returns attnrx attention with the weights of an attention module of `source`."""
+
+    def adapter(self, own: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        """Returns the module that takes the place of a library's attention module."""
+        return self.adapter_type(own, rotations, prefix, self.pair_bias(attention))
+
+    def inner_norm(self, attention: nn.Module, name: str) -> nn.Module:
+        """Returns the library's norm of this name (INNER_NORMS) in one of its attention modules."""
+        raise NotImplementedError
+
+    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+        """Returns a module that computes the bias of pairs, [1, heads, tokens, tokens], of an attention module."""
+        return None
 
     @abstractmethod
     def norm_before(self, layer: nn.Module) -> str | None:
@@ -165,17 +180,21 @@ class AdoptedFamily(Family):
 
     def _own_attention(self, adopted: Adopted) -> list[Attention]:
         name = self.paths(adopted.source).attention
-        return [self.own(getattr(layer, name)) for layer in self.layers(adopted.source)]
+        return [self.own(adopted.source, layer.get_submodule(name)) for layer in self.layers(adopted.source)]
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Sets the attention of every layer, removes dropout of rate 0, packs linear maps, and enables the shortcut of
         `LastLayer` for models with class-token pooling.
         """
         source, layers = adopted.source, self.layers(adopted.source)
-        paths = self.paths(source)
+        paths, rotations = self.paths(source), RotationCache()
         for layer, own in zip(layers, attention, strict=True):
-            theirs = getattr(layer, paths.attention)
-            setattr(layer, paths.attention, self.adapter_type(own).train(theirs.training))
+            theirs = layer.get_submodule(paths.attention)
+            for name, norm in own.inner_norms.items():
+                if type(norm) is nn.Identity:
+                    own.inner_norms[name] = self.inner_norm(theirs, name)
+            adapter = self.adapter(own, theirs, rotations, self.prefix_tokens(source))
+            layer.set_submodule(paths.attention, adapter.train(theirs.training))
             for name, part in list(layer.named_modules(remove_duplicate=False)):
                 # Calling a dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
@@ -235,7 +254,9 @@ class AdoptedFamily(Family):
         """Creates the described model with its own library, then inserts attention and MLPs of the described ranks."""
         facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
         origin = Origin(description["architecture"], description["arguments"], **facts)
-        adopted = self.model_type(self.create(origin), origin)
+        created = self.create(origin)
+        self.restore_buffers_(created)
+        adopted = self.model_type(created, origin)
         layers, specs = self.layers(adopted.source), description["attention"]
         if len(layers) != len(specs):
             raise InvalidInput(f"{origin.architecture} has {len(layers)} layers, but {len(specs)} are described.")
@@ -317,10 +338,12 @@ class AdoptedFamily(Family):
                     layer_costs(spec, own, 0),
                     mlp=_mlp_costs(layer.get_submodule("mlp"), own, *change),
                     layer_norms=PartCosts(
-                        _params(layer) - sum(_params(layer.get_submodule(part)) for part in (paths.attention, "mlp"))
+                        _params(layer) - _params(layer.get_submodule("mlp")) - _projections(own_attention)
                     ),
                 )
-                for layer, spec, change, own in zip(layers, specs, changes, token_costs.tokens, strict=True)
+                for layer, own_attention, spec, change, own in zip(
+                    layers, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
+                )
             ),
             classifier=PartCosts(classifier),
             classifier_macs=sum(_head_macs(head, token_costs.tokens[-1]) for head in heads),
@@ -357,7 +380,7 @@ class AdoptedFamily(Family):
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
         source = self._adopted(model).source
         name = self.paths(source).attention
-        return tuple(getattr(layer, name) for layer in self.layers(source))
+        return tuple(layer.get_submodule(name) for layer in self.layers(source))  # type: ignore[misc]
 
     def _adopted(self, model: nn.Module) -> Adopted:
         if not isinstance(model, self.model_type):
@@ -379,6 +402,11 @@ class AdoptedFamily(Family):
 
 def _params(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _projections(attention: Attention) -> int:
+    """Returns the parameters of an attention layer that its spec counts, without inner norms."""
+    return sum(_params(part) for part in (attention.scores, attention.value, attention.output))
 
 
 def _matrices(module: nn.Module) -> int:

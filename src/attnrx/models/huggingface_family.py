@@ -234,7 +234,7 @@ class HuggingFaceFamily(AdoptedFamily):
     def body(self, source: nn.Module) -> nn.Module:
         return reader_of(source).body_of(source)
 
-    def own(self, attention: nn.Module) -> Attention:
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
         theirs: Any = attention
         towers = hasattr(theirs, "num_heads")  # of CLIP and SigLIP
         heads, scale = (theirs.num_heads, theirs.scale) if towers else (theirs.num_attention_heads, theirs.scaling)

@@ -1,10 +1,13 @@
-"""The family of timm's Vision Transformers: ViT, DeiT, DeiT III and DINOv2, adopted with attnrx attention."""
+"""The family of timm's Vision Transformers with one list of blocks, adopted by structure with attnrx attention."""
 
+import copy
 import importlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,11 +17,21 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
+from attnrx.kernels.cached_weights import CachedWeights
+from attnrx.models.adopted import (
+    HALVES,
+    INTERLEAVED,
+    Adapter,
+    Adopted,
+    Origin,
+    RotationCache,
+    assembled,
+    image_shape,
+)
 from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
-from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
+from attnrx.models.unsupported_features import ATTENTION_FEATURES, NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
-from attnrx.shapes import Tensor, TokenBatch
+from attnrx.shapes import Float, Int, Tensor, TokenBatch
 
 # Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
 BLOCKS: dict[str, str] = {
@@ -26,12 +39,12 @@ BLOCKS: dict[str, str] = {
     "ParallelThingsBlock": "several parallel attention modules in one layer",
     "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
 }
-ATTENTION: dict[str, str] = {
-    "AttentionRope": "rotary positions",
-    "DiffAttention": "differential attention",
-    "RelPosAttention": "relative position bias",
-    "TalkingHeadAttn": "talking heads",
-}
+NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
+POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
+# The parts of an attention module that are read: submodules, and parameters of its own.
+ATTENTION_PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "proj", "q_norm", "k_norm", "norm", "rel_pos"}
+ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table"}
+INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm": "norm"}
 CLASSIFIERS = ("head", "head_dist")
 PATHS = ModelPaths(
     attention="attn",
@@ -75,17 +88,68 @@ class TimmModel(Adopted):
         self.origin = replace(self.origin, arguments=arguments)
 
 
-class TimmAttention(Adapter):
-    """attnrx attention with the call signature of a timm block; classifiers never use its two mask arguments."""
+class TableBias(nn.Module):
+    """A relative position bias: one row of a table for each pair of tokens (Liu et al., 2021; Bao et al., 2022)."""
 
-    def forward(self, x: TokenBatch, attn_mask: Tensor | None = None, is_causal: bool = False) -> TokenBatch:
+    def __init__(self, table: nn.Parameter, index: Int[Tensor, "..."]):
+        super().__init__()
+        self.relative_position_bias_table = table
+        self.index = index
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
+        table = self.relative_position_bias_table
+        return self._kept((), (table,), lambda: self._pairs(table))
+
+    def _pairs(self, table: Tensor) -> Tensor:
+        count = math.isqrt(self.index.numel())
+        return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
+
+
+class LibraryBias(nn.Module):
+    """A bias per pair that a module of timm computes, e.g. by an MLP of the positions."""
+
+    def __init__(self, source: nn.Module):
+        super().__init__()
+        self.source = source
+
+    def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
+        return self.source.get_bias()  # type: ignore[operator]
+
+
+class TimmAttention(Adapter):
+    """attnrx attention with the call signatures of timm's blocks; classifiers never use its two mask arguments."""
+
+    layout = INTERLEAVED
+
+    def forward(
+        self,
+        x: TokenBatch,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        shared_rel_pos_bias: Tensor | None = None,
+        shared_rel_pos: Tensor | None = None,
+    ) -> TokenBatch:
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
-        return self.mixed(x)
+        positions = None
+        if rope is not None or self.attention.spec.pair_bias:
+            positions = self.positions(rope, partial(self._rotation, rope), shared_rel_pos_bias, shared_rel_pos)
+        return self.mixed(x, positions)
+
+    def _rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines of timm's concatenated table, [(images, heads,) patches, sines and cosines]."""
+        table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
+        pairs = table.shape[-1] // 4
+        # A pair has its angle twice: side by side, or half a row apart.
+        chosen = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
+        sin, cos = (side[..., chosen].transpose(1, 2) for side in table.chunk(2, -1))
+        return cos, sin
 
 
 class TimmFamily(AdoptedFamily):
-    """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any plain VisionTransformer instance of timm."""
+    """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any Vision Transformer of timm with one list of blocks."""
 
     name = library = "timm"
     model_type = TimmModel
@@ -109,7 +173,7 @@ class TimmFamily(AdoptedFamily):
             state = read_checkpoint(Path(weights))
             try:
                 # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
-                state = _timm("models.vision_transformer").checkpoint_filter_fn(state, model)
+                state = importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
                 model.load_state_dict(state, strict=True)
             except Exception as error:  # timm's conversion and torch raise errors of many types
                 raise CheckpointError(f"the weights in {weights} do not fit timm:{name} ({error}).") from error
@@ -124,31 +188,20 @@ class TimmFamily(AdoptedFamily):
         return data.create_transform(**data.resolve_model_data_config(model))
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields unsupported classes of models, blocks, attention or patch embeddings, and unsupported features."""
-        vit, timm_layers = _timm("models.vision_transformer"), _timm("layers")
-        known = (vit.VisionTransformer, _timm("models.deit").VisionTransformerDistilled)
+        """Yields the parts of the model that are not read: blocks, attention, and unsupported features."""
         yield from features(model)
-        if type(model) not in known:
-            yield Refusal(
-                f"the class {type(model).__name__} has no reader",
-                "Of timm, attnrx adopts the classes VisionTransformer and VisionTransformerDistilled.",
-            )
+        blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
+        if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not hasattr(model, "num_prefix_tokens"):
+            yield Refusal(f"the class {type(model).__name__} has no reader", NO_BLOCKS)
             return
-        if type(model.patch_embed) is not timm_layers.PatchEmbed:
-            yield Refusal(f"the patch embedding {type(model.patch_embed).__name__} is not a PatchEmbed")
-        for block in self.layers(model):
-            attention: Any = getattr(block, "attn", None)
-            kind = type(block)
-            if kind not in (vit.Block, vit.ResPostBlock):
-                yield Refusal(BLOCKS.get(kind.__name__, f"the block {kind.__name__} has no reader"))
-            elif type(attention) is not timm_layers.Attention:
-                own = type(attention).__name__
-                reason = ATTENTION.get(own)
-                yield Refusal(reason, NOT_PLAIN) if reason else Refusal(f"the attention {own} has no reader")
+        if type(embedding).__name__ != "PatchEmbed":
+            yield Refusal(f"the patch embedding {type(embedding).__name__} is not a PatchEmbed")
+        for block in blocks:
+            attention, kind = getattr(block, "attn", None), type(block).__name__
+            if kind in BLOCKS or not isinstance(attention, nn.Module):
+                yield Refusal(BLOCKS.get(kind, f"the block {kind} has no attention module attn"))
             else:
-                yield from changed_linears(attention, ("qkv", "proj"))
-                if attention.attn_drop.p or attention.proj_drop.p:
-                    yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
+                yield from _unread(attention)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
@@ -193,6 +246,16 @@ class TimmFamily(AdoptedFamily):
             )
         return _create(origin.architecture, origin.arguments)
 
+    def restore_buffers_(self, source: nn.Module) -> None:
+        for module in source.modules():
+            unsaved = [name for name in module._non_persistent_buffers_set if _is_meta(module._buffers[name])]
+            if unsaved and hasattr(module, "init_non_persistent_buffers"):
+                with torch.device("cpu"):
+                    copied: Any = copy.deepcopy(module).to_empty(device="cpu")
+                    copied.init_non_persistent_buffers()
+                for name in unsaved:
+                    module._buffers[name] = copied._buffers[name]
+
     def paths(self, source: nn.Module) -> ModelPaths:
         return PATHS
 
@@ -202,27 +265,105 @@ class TimmFamily(AdoptedFamily):
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
         return tuple(source.get_submodule("blocks").children())
 
-    def own(self, attention: nn.Module) -> Attention:
-        """Splits the fused projection into query, key and value."""
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+        """Splits the fused projection into query, key and value; keys and values of grouped heads are repeated."""
         theirs: Any = attention
-        fused = (None,) * 3 if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3)
-        weights = (*theirs.qkv.weight.chunk(3), theirs.proj.weight)
-        return assembled(weights, (*fused, theirs.proj.bias), theirs.num_heads, theirs.scale)
+        if theirs.qkv is not None:
+            weights = list(theirs.qkv.weight.chunk(3))
+            biases = [None] * 3 if theirs.qkv.bias is None else list(theirs.qkv.bias.chunk(3))
+            if getattr(theirs, "q_bias", None) is not None:
+                biases = [theirs.q_bias, None, theirs.v_bias]
+        else:
+            linears = [theirs.q_proj, theirs.k_proj, theirs.v_proj]
+            groups = getattr(theirs, "num_kv_groups", 1)
+            weights = [linear.weight for linear in linears]
+            biases = [linear.bias for linear in linears]
+            for side in (1, 2) if groups > 1 else ():
+                weights[side] = _repeated(weights[side], theirs.num_kv_heads, groups)
+                biases[side] = None if biases[side] is None else _repeated(biases[side], theirs.num_kv_heads, groups)
+        rotary = _layout(theirs) if getattr(source, "rope", None) is not None else None
+        shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
+        norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(theirs, path)) is not None}
+        return assembled(
+            (*weights, theirs.proj.weight),
+            (*biases, theirs.proj.bias),
+            theirs.num_heads,
+            theirs.scale,
+            rotary=rotary,
+            pair_bias=shared is not None or self.pair_bias(theirs) is not None,
+            inner_norms=norms,
+        )
+
+    def adapter(self, own: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        adapter = super().adapter(own, attention, rotations, prefix)
+        adapter.layout = _layout(attention)
+        return adapter
+
+    def inner_norm(self, attention: nn.Module, name: str) -> nn.Module:
+        return attention.get_submodule(INNER_NORM_PATHS[name])
+
+    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+        table = getattr(attention, "relative_position_bias_table", None)
+        if table is not None:
+            return TableBias(table, attention.relative_position_index)  # type: ignore[arg-type]
+        module = getattr(attention, "rel_pos", None)
+        if module is None:
+            return None
+        table = getattr(module, "relative_position_bias_table", None)
+        return LibraryBias(module) if table is None else TableBias(table, module.relative_position_index)
 
     def norm_before(self, layer: nn.Module) -> str | None:
         """Returns the first norm, unless the block is post-norm."""
-        return "norm1" if type(layer) is _timm("models.vision_transformer").Block else None
+        return None if type(layer).__name__ in POST_NORM else "norm1"
 
     def prefix_tokens(self, source: nn.Module) -> int:
         return int(source.num_prefix_tokens)  # type: ignore[arg-type]
 
     def has_class_token(self, source: nn.Module) -> bool:
-        return source.cls_token is not None
+        return getattr(source, "cls_token", None) is not None
 
     def pooling(self, source: nn.Module) -> str:
-        if source.pool_include_prefix:
+        if getattr(source, "pool_include_prefix", False):
             return f"{source.global_pool} with the tokens before the patches"
         return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
+
+
+def _is_meta(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.is_meta
+
+
+def _layout(attention: nn.Module) -> str:
+    return HALVES if getattr(attention, "rotate_half", False) else INTERLEAVED
+
+
+def _norm(attention: nn.Module, path: str) -> nn.Module | None:
+    norm = getattr(attention, path, None)
+    return None if isinstance(norm, nn.Identity) else norm
+
+
+def _repeated(rows: Tensor, heads: int, groups: int) -> Tensor:
+    """Repeats the rows of every head once for each head of its group."""
+    return rows.unflatten(0, (heads, -1)).repeat_interleave(groups, dim=0).flatten(0, 1)
+
+
+def _unread(attention: nn.Module) -> Iterator[Refusal]:
+    """Yields the parts of an attention module that are not read."""
+    name = type(attention).__name__
+    named = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
+    own = {part for part, _ in attention.named_parameters(recurse=False)}
+    unread = sorted((named - ATTENTION_PARTS) | (own - ATTENTION_PARAMETERS))
+    known = {feature for feature, parts in ATTENTION_FEATURES.items() if set(parts) & set(unread)}
+    if unread and not known:
+        yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
+    is_fused = getattr(attention, "qkv", None) is not None
+    projections = ("qkv", "proj") if is_fused else ("q_proj", "k_proj", "v_proj", "proj")
+    if not all(isinstance(getattr(attention, part, None), nn.Module) for part in projections):
+        yield Refusal(f"the attention {name} has no projections {', '.join(projections)}")
+        return
+    yield from changed_linears(attention, projections)
+    drops = (getattr(attention, part, None) for part in ("attn_drop", "proj_drop"))
+    if any(isinstance(drop, nn.Dropout) and drop.p for drop in drops):
+        yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
 
 
 def _timm(module: str) -> ModuleType:

@@ -52,6 +52,7 @@ def attach_tokens_(
     _first_(family.patch_embedding(model), reduction.begin)
     for index, layer in enumerate(layers, 1):
         _capture_(layer, index, reduction)
+        layer.kept_patches = reduction.kept_patches
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
     return reduction.train(model.training)

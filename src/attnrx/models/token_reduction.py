@@ -83,6 +83,10 @@ class TokenReduction(nn.Module):
         """Returns the token sizes for proportional attention; None where all sizes count as 1."""
         return self.run.sizes if self.counts_sizes else None
 
+    def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
+        """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""
+        return self.run.patch_indices
+
     def predictor(self, stage: int) -> nn.Module:
         """Returns the predictor of a stage, or the one of all stages."""
         return self.stages[0 if self.policy.reducer.one_predictor else stage]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-NOT_PLAIN = "Only plain softmax attention, whose scores are bilinear in the tokens, can be adopted."
+NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
 POOLING = "attn_pool"  # a pooling head before the classifier, not the attention of a layer
 
 
@@ -17,31 +17,22 @@ class Refusal:
     remedy: str = ""
 
 
-# The attributes of modules that show a feature, unless they are None or an identity; the first group is read of any
-# module, the second of attention modules only.
-MODEL_FEATURES: dict[str, tuple[str, ...]] = {
-    "rotary positions": ("rope", "rope_embed", "rope_embeddings", "rotary_emb"),
-    "relative position bias": ("rel_pos_bias", "shared_rel_pos"),
-    "attention pooling before the classifier": (POOLING,),
-}
+# The parts of attention modules that show a feature, unless they are None or an identity.
 ATTENTION_FEATURES: dict[str, tuple[str, ...]] = {
-    "QK-norm": ("q_norm", "k_norm", "q_layernorm", "k_layernorm"),
-    "a norm between attention and output projection": ("norm",),
     "a gate on the output of attention": ("gate",),
-    "relative position bias": ("rel_pos", "relative_position_bias", "relative_position_bias_table"),
     "differential attention": ("lambda_q1", "lambda_a"),
     "talking heads": ("proj_l", "proj_w"),
 }
 
 
 def features(model: nn.Module) -> Iterator[Refusal]:
-    """Yields the features by which attention anywhere in the model is not plain."""
+    """Yields the features by which attention anywhere in the model computes something that no form does."""
     for name, module in model.named_modules():
-        is_attention = "Att" in type(module).__name__ and POOLING not in name.split(".")
-        tables = (MODEL_FEATURES, ATTENTION_FEATURES) if is_attention else (MODEL_FEATURES,)
-        for feature, attributes in (row for table in tables for row in table.items()):
+        if "Att" not in type(module).__name__ or POOLING in name.split("."):
+            continue
+        for feature, attributes in ATTENTION_FEATURES.items():
             if not all(isinstance(getattr(module, attribute, None), nn.Identity | None) for attribute in attributes):
-                yield Refusal(feature, "" if POOLING in attributes else NOT_PLAIN)
+                yield Refusal(feature, NOT_PLAIN)
 
 
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:

@@ -54,7 +54,7 @@ class Fused(Backend):
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         query, key = factors.folded()
-        return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=factors.bias, scale=factors.scale)
 
 
 def runs_on(context: AttentionContext) -> bool:
@@ -76,10 +76,10 @@ class Native(Explicit):
     @staticmethod
     def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
         """Whether there is a kernel for this layer in this context."""
-        return any(spec.ranks) and any(spec.reads) and runs_on(context)
+        return any(spec.ranks) and any(spec.reads) and not spec.pair_bias and runs_on(context)
 
     def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        return spec.form == "dense" and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
+        return spec.is_plain and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 
     def of_joint(
         self, features: Float[Tensor, "batch tokens _"], rows: tuple[int, ...], reads: tuple[int, ...], scale: float

@@ -93,4 +93,5 @@ class Eager(Backend):
 def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the scores of one bucket, before the softmax (Eq. 2)."""
     query, key = factors.folded()
-    return (query @ key.transpose(-1, -2)) * factors.scale
+    products = (query @ key.transpose(-1, -2)) * factors.scale
+    return products if factors.bias is None else products + factors.bias

@@ -83,13 +83,16 @@ class AttentionCapture(Backend):
         if self.wanted:
             first = None
             if "class_attention" in self.wanted:
-                first = sized_softmax((query[:, :, :1] * factors.scale) @ key.transpose(-1, -2), sizes)
+                row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
+                first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
-        if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
+        if factors.bias is None and query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
             read = native_attention([query], [key], [value], sizes, factors.scale)
             return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
         counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
+        if factors.bias is not None:
+            counted = factors.bias if counted is None else factors.bias + counted
         return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)
 
     def _unfused(
@@ -100,6 +103,8 @@ class AttentionCapture(Backend):
         for part in chunks_of(value, query.shape[1], query.shape[2], key.shape[2]):
             own = images_of(part)
             logits = (query[own] * factors.scale) @ key[own].transpose(-1, -2)
+            if factors.bias is not None:
+                logits = logits + (factors.bias if len(factors.bias) == 1 else factors.bias[own])
             attention = sized_softmax(logits, None if sizes is None else sizes[own])
             self.pass_on(attention, factors, value, part)
             outputs.append(attention @ value[own])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attnrx.attention.backends.backend import Backend, mean_of
+from attnrx.attention.backends.backend import Backend, Eager, mean_of
 from attnrx.attention.factors import (
     AttentionContext,
     Bucket,
@@ -37,6 +37,9 @@ class Explicit(Backend):
 
     def __init__(self, sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None):
         self.sizes = sizes
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        return Eager() if spec.pair_bias else self
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Pads nothing, unless all heads must be in one bucket: shared directions, or few tokens."""
@@ -77,7 +80,7 @@ def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: fl
     With several threads every product synchronizes them, while a fused kernel gives each thread its own images.
     """
     alone = context.free_on_cpu and context.threads == 1
-    if not alone or spec.keeps_original_norms or not any(spec.ranks):
+    if not alone or spec.keeps_original_norms or spec.pair_bias or not any(spec.ranks):
         return False
     heads = [(rank, own) for rank, own in zip(spec.ranks, spec.reads, strict=True) if rank]
     most = tuple(map(max, zip(*heads, strict=True)))

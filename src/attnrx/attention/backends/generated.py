@@ -34,7 +34,7 @@ class Flex(Backend):
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         on_cpu_with_gradients = context.device == "cpu" and torch.is_grad_enabled()
-        if on_cpu_with_gradients or context.dtype == torch.float64:
+        if on_cpu_with_gradients or spec.pair_bias or context.dtype == torch.float64:
             return Auto().at(spec, context)
         return self
 
@@ -79,7 +79,7 @@ class Ragged(Backend):
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         runs = (self.anywhere or context.device == "cuda") and context.free and context.dtype != torch.float64
-        fits = not spec.shares_directions and any(spec.ranks) and any(spec.reads)
+        fits = not spec.shares_directions and not spec.pair_bias and any(spec.ranks) and any(spec.reads)
         return self if runs and fits else Auto().at(spec, context)
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
