@@ -9,6 +9,7 @@ import torch
 
 from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.maps import LAYER_MAPS
 from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import (
     check_schema,
@@ -39,7 +40,8 @@ LAYER = fields.Record(
             0,
             2,
         ),
-    }
+    },
+    {"fixed": fields.Items(fields.Choice(LAYER_MAPS), unique=True)},
 )
 RECORD = fields.Record(
     {
@@ -111,8 +113,10 @@ class Diagnosis(Displayed):
         """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`)."""
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            for field in ("query", "key", "strength", "used"):
-                tensors[f"layers.{index}.spectrum.{field}"] = getattr(layer.spectrum, field)
+            for field in ("query", "key", "strength", "used", "pairs"):
+                tensor = getattr(layer.spectrum, field)
+                if tensor is not None:
+                    tensors[f"layers.{index}.spectrum.{field}"] = tensor
             for name, reading in layer.readings.items():
                 tensors[f"layers.{index}.readings.{name}"] = reading
             for which, found in enumerate(layer.mlp):
@@ -171,6 +175,7 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
         "scale": spectrum.scale,
         "norms": spectrum.norms,
         "shared": spectrum.shared,
+        "fixed": list(spectrum.fixed),
         "readings": per_head,
         "mlp": [
             None if found is None else {"inputs": found.inputs, "metrics": sorted(found.metrics)} for found in layer.mlp
@@ -192,6 +197,8 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         facts["norms"],
         tuple(facts["heads"]),
         shared=facts["shared"],
+        pairs=parts.get("pairs"),
+        fixed=tuple(facts.get("fixed", ())),
     )
     maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
     return LayerDiagnosis(spectrum, readings, maps)

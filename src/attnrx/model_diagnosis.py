@@ -1,13 +1,16 @@
 """Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.attention import Attention
 from attnrx.data import Batch, ImageData
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import (
@@ -39,7 +42,8 @@ from attnrx.optional import installed_versions
 from attnrx.prescription import Basis
 from attnrx.progress import track
 from attnrx.rules import rewritten
-from attnrx.rules.metrics import directions_in
+from attnrx.rules.metrics import directions_in, rotary_directions
+from attnrx.rules.rotary import COHERENCE, coherence_of
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import require_finite_tensors
 from attnrx.shapes import Bool, Float, Int, Tensor
@@ -81,7 +85,12 @@ def diagnose(  # noqa: PLR0913  (keywords)
     to_perturb = panel.to_perturb(len(shown))
     observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     forward_pass = _Pass(model, panel, to_perturb, seed, observe_mlp)
-    with evaluating([model]), observing_mlp(model, family_of(model), forward_pass.observe_map):
+    coherences: list[Tensor | None] = [None] * len(attention)
+    with (
+        evaluating([model]),
+        observing_mlp(model, family_of(model), forward_pass.observe_map),
+        _observing_rotations(attention, coherences),
+    ):
         for batch in track(
             shown.batches(batch_size, device=next(model.parameters()).device),
             "diagnosing",
@@ -91,6 +100,8 @@ def diagnose(  # noqa: PLR0913  (keywords)
     if not forward_pass.images:
         raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
     measured = panel.readings()  # first: it raises for readings that are not finite
+    for own, coherence in zip(measured, coherences, strict=True):
+        own |= {} if coherence is None else {COHERENCE: coherence}
     readings = [per_layer | layer.value_factors() for per_layer, layer in zip(measured, attention, strict=True)]
     layers = [LayerDiagnosis(*each) for each in zip(spectra, readings, forward_pass.map_diagnoses(), strict=True)]
     if observe_mlp:
@@ -107,6 +118,22 @@ def diagnose(  # noqa: PLR0913  (keywords)
         **({"notes": notes} if notes else {}),
     }
     return Diagnosis(tuple(layers), model_fingerprint(model), about)
+
+
+@contextmanager
+def _observing_rotations(attention: Sequence[Attention], found: list[Tensor | None]) -> Iterator[None]:
+    """Stores the coherence of the rotation of every layer of the rotary form inside the context."""
+
+    def observe(index: int, layer: Any, args: tuple[Any, ...]) -> None:
+        positions = args[2]
+        if found[index] is None and positions is not None and positions.cos is not None:
+            found[index] = coherence_of(positions, layer.spec.heads)
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(attention):
+            if layer.spec.rotates:
+                hooks.enter_context(layer.register_forward_pre_hook(partial(observe, index)))
+        yield
 
 
 def measure_divergence(
@@ -236,12 +263,15 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     strength_METRIC [heads, directions] are the singular values of the scores in that metric, effective_rank_METRIC
     [heads] their effective ranks.
     """
-    if layer.spectrum.has_norms or not layer.spectrum.heads or layer.spectrum.shared:
+    spectrum = layer.spectrum
+    if spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
         return layer
     readings = dict(layer.readings)
     for metric, needs in METRIC_NEEDS.items():
         if needs <= layer.readings.keys():
-            strength = directions_in(metric, layer).strength * (layer.spectrum.used.any(-1, keepdim=True))
+            rotates = spectrum.pairs is not None
+            found = rotary_directions(metric, layer) if rotates else directions_in(metric, layer)
+            strength = found.strength * (spectrum.used.any(-1, keepdim=True))
             readings[f"strength_{metric}"] = strength
             readings[f"effective_rank_{metric}"] = effective_rank(strength)
     return replace(layer, readings=readings)

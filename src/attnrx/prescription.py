@@ -35,7 +35,7 @@ from attnrx.serialization.validation import (
     below,
     validated,
 )
-from attnrx.shapes import Bool, Float, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 5
@@ -54,12 +54,14 @@ class Basis(Displayed):
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
     owns its directions, the rows are those of head h; shared directions (one owner) combine the rows of all heads,
     concatenated. Without pruning the scores equal those of the model, unless `about` of the prescription records an
-    approximation error.
+    approximation error. Of rotary attention `pairs` are the frequencies by which the directions are rotated, -1 for
+    those that are not: these come first, then the real and then the imaginary parts of the pairs.
     """
 
     left: Float[Tensor, "owners directions rows"]
     right: Float[Tensor, "owners directions rows"]
     shared: bool
+    pairs: Int[Tensor, "owners directions"] | None = None
 
     def __post_init__(self):
         if self.left.ndim != 3 or self.left.shape != self.right.shape or (self.shared and len(self.left) != 1):
@@ -219,6 +221,8 @@ class LayerPrescription(Displayed):
         """The tensors that are stored in the safetensors file, by name."""
         basis = self.qk.basis
         found = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
+        if basis is not None and basis.pairs is not None:
+            found["qk.pairs"] = basis.pairs
         for name, output in self.outputs.items():
             found |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
         return found
@@ -448,7 +452,9 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
         row[head["keep"]] = True
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
     reasons = tuple(head["why"] for head in heads)
-    basis = Basis(tensors["qk.left"], tensors["qk.right"], **record["basis"]) if "basis" in record else None
+    basis = None
+    if "basis" in record:
+        basis = Basis(tensors["qk.left"], tensors["qk.right"], **record["basis"], pairs=tensors.get("qk.pairs"))
     return ScoreDecision(keep, strength.reshape(keep.shape), reasons, basis)
 
 

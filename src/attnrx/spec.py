@@ -202,12 +202,27 @@ class AttentionSpec:
         """Whether the projection "query", "key", "value" or "output" has a bias."""
         return projection in self.biases
 
-    def with_ranks(self, ranks: Sequence[int], heads: Sequence[int], norms: str) -> "AttentionSpec":
-        """Returns the layer with other ranks, heads (a subset of its own) and norms; scale and value ranks are kept."""
+    def with_ranks(
+        self,
+        ranks: Sequence[int],
+        heads: Sequence[int],
+        norms: str,
+        pairs: Sequence[tuple[int, ...]] | None = None,
+    ) -> "AttentionSpec":
+        """Returns the layer with other ranks, heads (a subset of its own) and norms; scale and value ranks are kept.
+
+        The rotary form keeps these `pairs`, or else the first ones of each head that fit its rank.
+        """
         reads = dict(zip(self.heads, self.reads, strict=True))
         values = tuple(reads[head] for head in heads)
-        pairs = self.pairs
-        if pairs is not None:
-            own = dict(zip(self.heads, pairs, strict=True))
-            pairs = tuple(own[head] for head in heads)
-        return replace(self, ranks=tuple(ranks), heads=tuple(heads), norms=norms, value_ranks=values, pairs=pairs)
+        if self.pairs is not None and pairs is None:
+            own = dict(zip(self.heads, self.pairs, strict=True))
+            pairs = [own[head][: rank // 2] for head, rank in zip(heads, ranks, strict=True)]
+        return replace(
+            self,
+            ranks=tuple(ranks),
+            heads=tuple(heads),
+            norms=norms,
+            value_ranks=values,
+            pairs=None if pairs is None else tuple(pairs),
+        )

@@ -6,7 +6,7 @@ import torch
 
 from attnrx.display import Displayed
 from attnrx.errors import InvalidInput
-from attnrx.shapes import Bool, Float, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -17,6 +17,9 @@ class Spectrum(Displayed):
     rank; `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of query
     and key: over the kept directions ("kept") or over all original ones ("original"). `heads` are the indices of the
     heads in the original model. Rules receive the other maps of a layer in the same form; `of` is the name of the map.
+
+    Of rotary attention `pairs` are the frequencies by which the rows are rotated, -1 for rows that are not. `fixed` are
+    the maps of the layer (LAYER_MAPS) of which nothing can be removed, because a norm runs over all of their features.
     """
 
     query: Float[Tensor, "owners directions augmented"]
@@ -28,6 +31,8 @@ class Spectrum(Displayed):
     heads: tuple[int, ...]
     of: str = "qk"
     shared: bool = False
+    pairs: Int[Tensor, "heads directions"] | None = None
+    fixed: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.strength.ndim != 2 or self.query.ndim != 3 or self.key.ndim != 3:

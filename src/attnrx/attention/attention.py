@@ -11,10 +11,11 @@ from torch import nn
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
-from attnrx.attention.forms import FORMS
+from attnrx.attention.forms import FORMS, row_pairs
 from attnrx.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
 from attnrx.attention.positions import Positions
 from attnrx.errors import InvalidInput
+from attnrx.maps import HEADS
 from attnrx.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
@@ -160,8 +161,12 @@ class Attention(nn.Module):
         strength[used] = own.detach().cpu().double().flatten()
         owners = ranks[: len(spec.rows)]
         tables = [_table(side, spec.rows, owners, most) for side in (self.scores.query, self.scores.key)]
-        shared = spec.shares_directions
-        return Spectrum(tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads, shared=shared)
+        shared, pairs = spec.shares_directions, row_pairs(spec) if spec.rotates else None
+        fixed = (*(("qk",) if spec.fixes_scores else ()), *(("vo", HEADS) if spec.fixes_values else ()))
+        return Spectrum(
+            tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads,
+            shared=shared, pairs=pairs, fixed=fixed,
+        )  # fmt: skip
 
     def value_factors(self) -> dict[str, Tensor]:
         """Returns the factors of the plain SVD of every head's values, in float64.

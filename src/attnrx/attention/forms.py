@@ -252,6 +252,14 @@ def rotation_index(
     return torch.tensor(column), torch.tensor(partner), torch.tensor(sign)
 
 
+def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
+    """Returns the frequency by which every row of a head is rotated, -1 for rows that are not and for padding."""
+    found = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
+    for row, rank, pairs in zip(found, spec.ranks, spec.pairs or (), strict=True):
+        row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)
+    return found
+
+
 FORMS: dict[str, type[ScoreForm]] = {
     "dense": DenseForm,
     "svda": SvdaForm,

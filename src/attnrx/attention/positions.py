@@ -51,7 +51,7 @@ class Positions:
         return bias if queries == bias.shape[2] else bias[:, :, :queries]
 
 
-def _gathered(table: Float[Tensor, "images patches heads pairs"], indices: Int[Tensor, "images kept"]) -> Tensor:
+def _gathered(table: Float[Tensor, "_ patches heads pairs"], indices: Int[Tensor, "images kept"]) -> Tensor:
     if table.shape[0] == 1:
         return table[0][indices]
     return table.gather(1, indices[..., None, None].expand(-1, -1, *table.shape[2:]))

@@ -67,8 +67,9 @@ class LayerCosts:
 
     @property
     def norm_features(self) -> int:
-        """Features that the two LayerNorms divide for one image."""
-        return 2 * self.tokens * self.spec.width
+        """Features that the two norms of the block, and those inside its attention, divide for one image."""
+        inner = {"query_norm": self.spec.ranks, "key_norm": self.spec.ranks, "output_norm": self.spec.reads}
+        return self.tokens * (2 * self.spec.width + sum(sum(inner[name]) for name in self.spec.inner_norms))
 
 
 _FACTS = ("directions", "direction", "spec", "tokens")

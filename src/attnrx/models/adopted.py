@@ -176,14 +176,14 @@ class Adapter(nn.Module):
         return self.attention(tokens, key_value_tokens, positions)
 
     def positions(
-        self, embedding: Tensor | None, rotation: Callable[[], tuple[Tensor, Tensor]], *biases: Tensor | None
+        self, embedding: Tensor | None, rotation: Callable[[Tensor], tuple[Tensor, Tensor]], *biases: Tensor | None
     ) -> Positions | None:
-        """Returns the positions of a call: cosines and sines from `rotation`, [images, patches, heads, pairs], where
-        the library passes a rotary `embedding`, and the sum of the biases of pairs, of the layer's own included.
+        """Returns the positions of a call: cosines and sines from `rotation`, [images, patches, heads, pairs], of the
+        rotary `embedding` that the library passes, if any, and the sum of all biases of pairs.
         """
         found = None
         if embedding is not None:
-            found = self.rotations(embedding, lambda: Positions(self.prefix, *rotation()))
+            found = self.rotations(embedding, lambda: Positions(self.prefix, *rotation(embedding)))
         own = None if self.pair_bias is None else self.pair_bias()
         given = [bias for bias in (own, *biases) if bias is not None]
         if not given:

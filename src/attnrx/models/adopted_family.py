@@ -123,6 +123,10 @@ class AdoptedFamily(Family):
     def prefix_tokens(self, source: nn.Module) -> int:
         """Returns the number of tokens before the patches: class, distillation and register tokens."""
 
+    def tokens_of_head(self, source: nn.Module, tokens: int) -> int:
+        """Returns the tokens that a pooling by attention attends to, of all tokens after the last layer."""
+        return tokens
+
     def has_class_token(self, source: nn.Module) -> bool:
         """Returns whether the first token is a class token."""
         return True
@@ -328,6 +332,7 @@ class AdoptedFamily(Family):
         positions = self.positions(adopted)
         token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
         heads = [module for name, module in source.named_modules() if name in paths.heads]
+        attended = self.tokens_of_head(source, token_costs.tokens[-1])
         classifier = sum(_params(module) for module in heads)
         before = _params(source) - classifier - sum(_params(layer) for layer in layers)
         changes = list(zip(maps, ranks, strict=True)) or [((), ())] * len(layers)
@@ -346,22 +351,26 @@ class AdoptedFamily(Family):
                 )
             ),
             classifier=PartCosts(classifier),
-            classifier_macs=sum(_head_macs(head, token_costs.tokens[-1]) for head in heads),
+            classifier_macs=sum(_head_macs(head, attended) for head in heads),
             predictors=token_costs.predictors,
             predictor_norm_features=token_costs.norm_features,
             outer_norm_features=self._outer_norm_features(source, positions, token_costs.tokens),
         )
 
     def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
-        """Returns the features of the norms outside the layers, times the tokens that each of them normalizes."""
+        """Returns the features of the norms outside the layers and inside their MLPs, times the tokens of each."""
         last, pooled = self.last_norm(source), self.paths(source).pooled
         inside = {module for layer in self.layers(source) for module in layer.modules()}
-        total = 0
+        total = sum(
+            math.prod(getattr(part, "normalized_shape", (0,))) * count
+            for layer, count in zip(self.layers(source), tokens, strict=True)
+            for part in layer.get_submodule("mlp").modules()
+        )
         for name, module in source.named_modules():
             shape = getattr(module, "normalized_shape", None)
             if shape is None or module in inside:
                 continue
-            if name in pooled:
+            if name in pooled or name.startswith("attn_pool."):
                 count = 1
             elif name.startswith("patch_embed."):
                 count = positions
@@ -421,6 +430,10 @@ def _head_macs(head: nn.Module, tokens: int) -> int:
         if isinstance(part, nn.MultiheadAttention):
             width = part.embed_dim
             total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
+        elif type(part).__name__ == "AttentionPoolLatent":
+            latent: Any = part  # one query
+            keys_values = latent.kv.weight.numel()
+            total += (tokens - 1) * keys_values + tokens * keys_values // latent.q.in_features
     return total
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,7 +50,7 @@ PATHS = ModelPaths(
     patches="patch_embed.proj",
     norm="norm",
     mlps=("Mlp",),
-    heads=("norm", "fc_norm", *CLASSIFIERS),
+    heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS),
     classifiers=CLASSIFIERS,
     pooled=("fc_norm",),
 )
@@ -112,15 +111,17 @@ class LibraryBias(nn.Module):
     def __init__(self, source: nn.Module):
         super().__init__()
         self.source = source
+        self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
-        return self.source.get_bias()  # type: ignore[operator]
+        own: Any = self.source
+        return self._kept(self.training, tuple(own.parameters()), own.get_bias)
 
 
 class TimmAttention(Adapter):
     """attnrx attention with the call signatures of timm's blocks; classifiers never use its two mask arguments."""
 
-    layout = INTERLEAVED
+    layout: str = INTERLEAVED
 
     def forward(
         self,
@@ -135,7 +136,7 @@ class TimmAttention(Adapter):
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
         positions = None
         if rope is not None or self.attention.spec.pair_bias:
-            positions = self.positions(rope, partial(self._rotation, rope), shared_rel_pos_bias, shared_rel_pos)
+            positions = self.positions(rope, self._rotation, shared_rel_pos_bias, shared_rel_pos)
         return self.mixed(x, positions)
 
     def _rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,6 +297,7 @@ class TimmFamily(AdoptedFamily):
 
     def adapter(self, own: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
         adapter = super().adapter(own, attention, rotations, prefix)
+        assert isinstance(adapter, TimmAttention)
         adapter.layout = _layout(attention)
         return adapter
 
@@ -318,6 +320,10 @@ class TimmFamily(AdoptedFamily):
 
     def prefix_tokens(self, source: nn.Module) -> int:
         return int(source.num_prefix_tokens)  # type: ignore[arg-type]
+
+    def tokens_of_head(self, source: nn.Module, tokens: int) -> int:
+        excludes = getattr(source, "pool_include_prefix", True) is False  # the attention pooling of VisionTransformer
+        return tokens - self.prefix_tokens(source) if excludes else tokens
 
     def has_class_token(self, source: nn.Module) -> bool:
         return getattr(source, "cls_token", None) is not None

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 
 from attnrx.attention import Attention
+from attnrx.attention.forms import row_pairs
 from attnrx.attention.head_linear import HeadLinear
-from attnrx.errors import NotSupported
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.prescription import Basis, LayerPrescription, OutputDecision, ScoreDecision
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.spec import BIASES, AttentionSpec
@@ -39,6 +40,9 @@ def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int]
     ranks = tuple(layer.ranks[head] for head in order)
     if spec.shares_directions and not bool(layer.keep[order].all()):  # no longer shared: each head stores its own rows
         return replace(spec, form="dense").with_ranks(ranks, heads, "none")
+    if spec.rotates:
+        # The bias of a rotated key depends on the position, so the softmax does not cancel it.
+        return spec.with_ranks(ranks, heads, spec.norms, kept_pairs(spec, layer, order))
     if layer.basis is not None:
         return _without(spec.with_ranks(ranks, heads, spec.norms), "key")
     loses = any(0 < layer.ranks[head] < spec.ranks[head] for head in order)
@@ -51,6 +55,23 @@ def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int]
             "or use 'renormalized'."
         )
     return spec.with_ranks(ranks, heads, "original")
+
+
+def kept_pairs(spec: AttentionSpec, layer: ScoreDecision, order: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns the frequencies of the kept pairs of these heads; their real parts precede the imaginary ones.
+
+    Raises:
+        InvalidInput: A decision of another form, or one that keeps one row of a pair only.
+    """
+    table = None if layer.basis is None else layer.basis.pairs
+    if table is None and layer.basis is not None:
+        raise InvalidInput("directions of a rotary layer need the frequencies of their pairs; prescribe again.")
+    rows = row_pairs(spec) if table is None else table
+    chosen = [rows[head, : layer.keep.shape[1]][layer.keep[head, : rows.shape[1]]] for head in order]
+    pairs = [row[row >= 0].tolist() for row in chosen]
+    if any(own[: len(own) // 2] != own[len(own) // 2 :] for own in pairs):
+        raise InvalidInput("a decision keeps one row of a rotated pair: keep or remove both of them.")
+    return tuple(tuple(own[: len(own) // 2]) for own in pairs)
 
 
 def _with_values(spec: AttentionSpec, values: OutputDecision | None, order: list[int]) -> AttentionSpec:
@@ -127,6 +148,9 @@ def _copy_rows_(target: HeadLinear, source: HeadLinear, rows: Int[Tensor, "rows"
 def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
     """Writes the kept directions into the rows of their head, and zeros into the rest; keeps every shape."""
     spec = attention.spec
+    if basis.pairs is not None:
+        _mask_rotary_(attention, layer, basis)
+        return
     if basis.shared:
         raise NotSupported(
             "directions that all heads share (CP SlimAtt) have no mask: the original layer has no rows for them. "
@@ -136,6 +160,20 @@ def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) ->
     for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
         rows = root * _combined(side, spec, table, shared=False)
         _write_(side, torch.cat([own[:rank] for own, rank in zip(rows, spec.rows, strict=True)]))
+
+
+def _mask_rotary_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
+    """Writes the kept directions into the rows of their head: those that are not rotated, zeros, then the pairs."""
+    spec, heads = attention.spec, list(range(len(attention.spec.heads)))
+    pairs = kept_pairs(spec, layer, heads)
+    for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
+        rows, parts = _combined(side, spec, table, shared=False), []
+        for head, rank, own in zip(heads, spec.ranks, pairs, strict=True):
+            kept = _kept_rows(rows, layer, [head])
+            still = len(kept) - 2 * len(own)
+            parts += [kept[:still], kept.new_zeros(rank - len(kept), kept.shape[1]), kept[still:]]
+        _write_(side, torch.cat(parts))
+    attention.spec = attention.scores.spec = replace(spec, pairs=pairs)
 
 
 def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, basis: Basis, order: list[int]) -> None:

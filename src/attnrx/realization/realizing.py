@@ -186,6 +186,8 @@ def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> A
         copy_values_(result, attention, order)
     else:
         compress_values_(result, attention, values, order)
+    result.inner_norms.update(copy.deepcopy(dict(attention.inner_norms.items())))
+    result.kept_patches = attention.kept_patches
     return result.train(attention.training)
 
 

@@ -9,6 +9,7 @@ from attnrx.decompositions import Balanced, balance, svd_directions
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.prescription import Basis
+from attnrx.rules.rotary import COHERENCE, RotaryDirections
 from attnrx.shapes import Tensor
 
 # The name for the model's own directions, whose strengths SVDA learns.
@@ -19,14 +20,17 @@ OWN = "own"
 MIX = 0.7
 
 
-def _by_keys(**shares: float) -> Callable[[LayerDiagnosis], Balanced]:
-    """Returns the metric of the queries' moment and a weighted sum of moments of the keys."""
+# The moments of the keys, and their shares, in the metrics of the data; the other moment is that of the queries.
+KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
+    "activation": {"key_gram": 1.0},
+    "centered": {"key_covariance": 1.0},
+    "softmax": {"key_softmax": 1.0},
+    "mix": {"key_softmax": MIX, "key_covariance": 1 - MIX},
+}
 
-    def balanced(layer: LayerDiagnosis) -> Balanced:
-        keys = torch.stack([share * layer.reading(name) for name, share in shares.items()]).sum(0)
-        return balance(layer.reading("query_gram"), keys)
 
-    return balanced
+def _balanced(metric: str) -> Callable[[LayerDiagnosis], Balanced]:
+    return lambda layer: balance(*grams_in(metric, layer))
 
 
 # weights: the matrices W_Q W_K^T (TruncAtt). augmented: with the query bias as one more row, because it changes the
@@ -35,10 +39,7 @@ def _by_keys(**shares: float) -> Callable[[LayerDiagnosis], Balanced]:
 METRICS: Mapping[str, Callable[[LayerDiagnosis], Balanced]] = {
     "weights": lambda layer: svd_directions(layer.spectrum.query[..., :-1], layer.spectrum.key[..., :-1]),
     "augmented": lambda layer: svd_directions(layer.spectrum.query, layer.spectrum.key[..., :-1]),
-    "activation": _by_keys(key_gram=1.0),
-    "centered": _by_keys(key_covariance=1.0),
-    "softmax": _by_keys(key_softmax=1.0),
-    "mix": _by_keys(key_softmax=MIX, key_covariance=1 - MIX),
+    **{metric: _balanced(metric) for metric in KEY_MOMENTS},
 }
 
 
@@ -52,12 +53,33 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
     """
     if metric not in METRICS:
         raise UnknownName("metric", metric, (OWN, *METRICS))
+    if "qk" in layer.spectrum.fixed:
+        raise NotSupported(
+            f"metric={metric!r} would combine directions of a layer with a norm over all features of query and key."
+        )
     if layer.spectrum.has_norms:
         raise NotSupported(
             f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
             "which changes the norms; its own strengths rank its directions: omit the metric."
         )
     return METRICS[metric](layer)
+
+
+def grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
+    """Returns the moments [heads, directions, directions] of query and key rows that define a metric."""
+    if metric in ("weights", "augmented"):
+        query = layer.spectrum.query if metric == "augmented" else layer.spectrum.query[..., :-1]
+        key = layer.spectrum.key[..., :-1]
+        return query.double() @ query.double().mT, key.double() @ key.double().mT
+    if metric not in KEY_MOMENTS:
+        raise UnknownName("metric", metric, (OWN, *METRICS))
+    keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
+    return layer.reading("query_gram"), keys
+
+
+def rotary_directions(metric: str, layer: LayerDiagnosis) -> RotaryDirections:
+    """Returns the forms of every head of a layer of rotary attention that are best at every rank in a metric."""
+    return RotaryDirections(*grams_in(metric, layer), layer)
 
 
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
@@ -73,6 +95,8 @@ def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis
 
 
 def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
+    if layer.spectrum.pairs is not None:
+        return _rotary_layer(layer, rotary_directions(metric, layer))
     spectrum, found = layer.spectrum, directions_in(metric, layer)
     used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
     changed = replace(
@@ -90,3 +114,15 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
             gram = table @ layer.reading(name).double() @ table.mT
             readings |= {name: gram, f"{side}_moment": gram.diagonal(dim1=-2, dim2=-1)}
     return LayerDiagnosis(changed, readings), Basis(found.left, found.right, shared=spectrum.shared)
+
+
+def _rotary_layer(layer: LayerDiagnosis, found: RotaryDirections) -> tuple[LayerDiagnosis, Basis]:
+    """Returns the layer with strengths that order its directions, and the basis in which all of them are kept.
+
+    The forms of two ranks have no directions in common, so those of a decision are computed for its ranks.
+    """
+    roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
+    own = torch.diag_embed(torch.where(layer.spectrum.used, roots, 0.0))
+    readings = {name: value for name, value in layer.readings.items() if name in ("selectivity", COHERENCE)}
+    basis = Basis(own, own, shared=False, pairs=layer.spectrum.pairs)
+    return LayerDiagnosis(replace(layer.spectrum, strength=found.strength), readings), basis

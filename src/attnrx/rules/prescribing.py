@@ -1,12 +1,12 @@
 """Creates a prescription from a diagnosis and rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription
+from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx.maps import HEADS, LINEAR_MAPS
 from attnrx.prescription import (
     Decision,
@@ -18,7 +18,7 @@ from attnrx.prescription import (
 )
 from attnrx.progress import track
 from attnrx.rules.decisions import keep_only
-from attnrx.rules.metrics import OWN, rewritten
+from attnrx.rules.metrics import OWN, rewritten, rotary_directions
 from attnrx.rules.outputs import (
     CENTERED,
     decide_heads,
@@ -30,6 +30,7 @@ from attnrx.rules.outputs import (
     without_heads,
 )
 from attnrx.rules.parsing import RulesLike, parse_rules
+from attnrx.rules.rotary import whole_pairs
 from attnrx.rules.rule import Rule, in_metric, inner_rules, metric_of, readings_needed
 from attnrx.serialization.storage import require_finite_tensors
 from attnrx.spectrum import Spectrum
@@ -51,6 +52,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
         raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
     if tokens is not None:
         tokens.policy.require_depth(len(diagnosis.layers))
+    _require_changeable(diagnosis, given)
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in given.items()}
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
     if HEADS in stated:
@@ -80,6 +82,18 @@ def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None])
     )
 
 
+def _require_changeable(diagnosis: Diagnosis, names: Iterable[str]) -> None:
+    """Raises NotSupported for maps of which nothing can be removed in some layer."""
+    for index, layer in enumerate(diagnosis.layers):
+        fixed = [name for name in names if name in layer.spectrum.fixed]
+        if fixed:
+            features = "query and key" if "qk" in fixed else "the outputs of all heads"
+            raise NotSupported(
+                f"nothing of {' and '.join(fixed)} can be removed: layer {index} has a norm over all features of "
+                f"{features}. Prescribe other maps, e.g. fc1=total_rank:0.5, or tokens."
+            )
+
+
 def _applies(rule: Rule, name: str) -> bool:
     return name in rule.applies_to and all(_applies(part, name) for part in inner_rules(rule))
 
@@ -105,7 +119,8 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
     _require_readings(diagnosis, rule)
     metric = metric_of(rule) or OWN
     if metric == OWN:
-        return [rule.decide(diagnosis, layer) for layer in track(range(len(own)), "prescribing layers")], own
+        decisions = [rule.decide(diagnosis, layer) for layer in track(range(len(own)), "prescribing layers")]
+        return [whole_pairs(layer, each) for layer, each in zip(decisions, own, strict=True)], own
     view, bases = rewritten(diagnosis, metric)
     layers, spectra = [], []
     for index, basis in enumerate(track(bases, "prescribing layers")):
@@ -114,6 +129,10 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
         changed = _changes_scores(spectrum, layer)
         reasons = metric_reasons(layer, metric)
+        if changed and spectrum.pairs is not None:
+            layers.append(rotary_directions(metric, diagnosis.layers[index]).decision(layer.ranks, reasons))
+            spectra.append(spectrum)
+            continue
         layers.append(
             replace(layer, basis=basis, reasons=reasons) if changed else replace(unchanged[index], reasons=reasons)
         )

@@ -57,7 +57,7 @@ class TorchPruningBaseline(ModelCompressor):
         made: Any = copy.deepcopy(self.model)
         for index, layer in enumerate(self.family.layers(theirs)):
             block: Any = layer
-            self.family.set_attention_(made, index, self.family.own(block.attn))
+            self.family.set_attention_(made, index, self.family.own(theirs, block.attn))
             for which, linear in enumerate((block.mlp.fc1, block.mlp.fc2)):
                 self.family.set_mlp_(made, index, which, linear)
         return made.eval()
@@ -93,6 +93,8 @@ def _as_timm(model: nn.Module) -> nn.Module:
     family, refused = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
     if not (isinstance(model, Adopted) and family.matches(model)):
         raise NotSupported(refused)
+    if not all(attention.spec.is_plain for attention in family.attention(model)):
+        raise NotSupported(f"{refused} Its attention has plain dot products; this one has rotations, biases or norms.")
     theirs = family.create(model.origin)
     state: dict[str, Tensor] = {
         name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name

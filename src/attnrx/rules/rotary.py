@@ -1,0 +1,228 @@
+"""Directions of rotary attention: pairs that stay rotated, and ordinary directions in place of slowly rotating pairs.
+
+A pair of rows is rotated by an angle that depends on the token's position, so only maps that commute with the rotation
+preserve its scores: a pair is kept or removed as one. Many frequencies hardly rotate over the positions of an image.
+Such pairs can be stored without rotation, times the mean cosine of the rotation between two positions, and the singular
+value decomposition then applies to their rows as to those of other attention. For every rank the number of slow pairs
+with the least error in the metric is chosen.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from attnrx.attention import Positions
+from attnrx.decompositions import Balanced, balance
+from attnrx.diagnosis import LayerDiagnosis
+from attnrx.prescription import Basis, ScoreDecision
+from attnrx.shapes import Float, Int, Tensor
+from attnrx.spectrum import Spectrum
+
+COHERENCE = "rotation_coherence"
+"""The reading [heads, frequencies]: the mean cosine of the rotation between two patches of an image."""
+
+LEAST_COHERENCE = 0.05
+"""A pair with a smaller coherence is never stored without rotation: nothing of it would be left."""
+FLOOR = 1e-13
+"""Strengths are at least this share of the largest one, because the rows of a basis are divided by their roots."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A form of one head: how many of the slowest pairs are not rotated, and how many directions of these and how many
+    rotated pairs it keeps.
+    """
+
+    error: float
+    slow: int
+    still: int
+    rotated: int
+
+
+class _Head:
+    """The forms of one head for every rank, from the Grams of its rows: unrotated ones, real parts, imaginary parts."""
+
+    def __init__(
+        self,
+        left: Float[Tensor, "d d"],
+        right: Float[Tensor, "d d"],
+        pairs: Int[Tensor, "d"],
+        coherence: Float[Tensor, "frequencies"],
+    ):
+        self.left, self.right, self.pairs = left, right, pairs
+        self.size, self.num_still = len(pairs), int((pairs < 0).sum())
+        count = (self.size - self.num_still) // 2
+        self.rows_of = self.num_still + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
+        self.mean = coherence[pairs[self.rows_of[:, 0]]].clamp(0, 1)
+        # The mean squares of the products of two pairs' shares of the scores, if queries and keys are independent.
+        products = left * right.mT
+        self.products = products[self.rows_of][..., self.rows_of].sum((1, 3)) if count else products.new_zeros(0, 0)
+        self.energy = self.products.diagonal()
+        self.slowest = self.mean.argsort(descending=True, stable=True)
+        self.choices = self._choices()
+
+    def _choices(self) -> list[_Choice]:
+        total = float((self.left * self.right.mT).sum().clamp_min(0))
+        best = [_Choice(total, 0, 0, 0)] * (self.size + 1)
+        num_slow = int((self.mean >= LEAST_COHERENCE).sum())
+        for slow in range(num_slow + 1):
+            for choice in self._path(slow):
+                rank = choice.still + 2 * choice.rotated
+                # With all directions the original is exact; rounding must not prefer another form.
+                if choice.error < best[rank].error and (rank < self.size or not slow):
+                    best[rank] = choice
+        best[self.size] = _Choice(0.0, 0, self.num_still, len(self.mean))
+        for rank in range(1, self.size + 1):  # an odd rank may be worth no more than the even one below
+            if best[rank - 1].error < best[rank].error:
+                best[rank] = best[rank - 1]
+        return best
+
+    def _path(self, slow: int) -> list[_Choice]:
+        """Returns the forms in which the `slow` slowest pairs are not rotated, by growing rank (greedy)."""
+        static, fast = self.slowest[:slow], self._fast(slow)
+        lost = float((self.energy[static] * (1 - self.mean[static].square())).sum())
+        gains = self._still(slow).strength[0].square()
+        tails = torch.cat([gains.flip(0).cumsum(0).flip(0), gains.new_zeros(1)]).tolist()
+        removed = self.products[fast][:, fast].flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
+        rests = torch.cat([removed.clamp_min(0), removed.new_zeros(1)]).tolist()
+        still, rotated, path = 0, 0, []
+        energy, gain = self.energy[fast].tolist(), gains.tolist()
+        while True:
+            path.append(_Choice(tails[still] + rests[rotated] + lost, slow, still, rotated))
+            if still < len(gain) and rotated < len(energy):
+                next_is_pair = energy[rotated] / 2 > gain[still]
+                if next_is_pair:
+                    path.append(_Choice(tails[still + 1] + rests[rotated] + lost, slow, still + 1, rotated))
+            else:
+                next_is_pair = rotated < len(energy)
+            if next_is_pair:
+                rotated += 1
+            elif still < len(gain):
+                still += 1
+            else:
+                return path
+
+    def _fast(self, slow: int) -> Int[Tensor, "pairs"]:
+        """Returns the pairs that stay rotated, by decreasing energy."""
+        fast = self.slowest[slow:]
+        return fast[self.energy[fast].argsort(descending=True, stable=True)]
+
+    def _static_rows(self, slow: int) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
+        """Returns the rows without rotation, and the mean cosine of each."""
+        static = self.slowest[:slow]
+        rows = torch.cat([torch.arange(self.num_still), self.rows_of[static].flatten()])
+        ones = torch.ones(self.num_still, dtype=torch.float64)
+        return rows, torch.cat([ones, self.mean[static].repeat_interleave(2)])
+
+    def _still(self, slow: int) -> Balanced:
+        rows, mean = self._static_rows(slow)
+        left, right = (gram[rows][:, rows] for gram in (self.left, self.right))
+        return balance(left[None], (mean[:, None] * right * mean)[None])
+
+    def rows(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns left and right rows [kept, d], strengths [kept] and pairs [kept] of the form of this rank."""
+        choice = self.choices[rank]
+        rows, mean = self._static_rows(choice.slow)
+        found = self._still(choice.slow)
+        left, right = (self.left.new_zeros(choice.still, self.size) for _ in range(2))
+        left[:, rows], right[:, rows] = found.left[0, : choice.still], found.right[0, : choice.still] * mean
+        pairs = self._fast(choice.slow)[: choice.rotated]
+        pairs = pairs[self.pairs[self.rows_of[pairs, 0]].argsort()]
+        strength = (self.energy[pairs] / 2).clamp_min(0).sqrt()
+        strength = (
+            strength.clamp_min(FLOOR * max(float(self.energy.max().clamp_min(0).sqrt()), 1e-100))
+            if len(pairs)
+            else strength
+        )
+        kept = torch.cat([self.rows_of[pairs, 0], self.rows_of[pairs, 1]])
+        strength = torch.cat([strength, strength])
+        whole = torch.zeros(len(kept), self.size, dtype=torch.float64)
+        whole[torch.arange(len(kept)), kept] = strength.rsqrt()
+        none = torch.full((choice.still,), -1)
+        return (
+            torch.cat([left, whole]),
+            torch.cat([right, whole]),
+            torch.cat([found.strength[0, : choice.still], strength]),
+            torch.cat([none, self.pairs[kept]]),
+        )
+
+
+class RotaryDirections:
+    """The best form of every head of a layer for every rank, in the metric of two Grams of its rotated rows."""
+
+    def __init__(
+        self,
+        left_gram: Float[Tensor, "heads directions directions"],
+        right_gram: Float[Tensor, "heads directions directions"],
+        layer: LayerDiagnosis,
+    ):
+        spectrum, coherence = layer.spectrum, layer.reading(COHERENCE).double()
+        assert spectrum.pairs is not None
+        self.used, self.heads = spectrum.used, []
+        for head, (pairs, used) in enumerate(zip(spectrum.pairs, spectrum.used, strict=True)):
+            size = int(used.sum())
+            left, right = (gram[head, :size, :size].double() for gram in (left_gram, right_gram))
+            self.heads.append(_Head(left, right, pairs[:size], coherence[head]))
+
+    @cached_property
+    def strength(self) -> Float[Tensor, "heads directions"]:
+        """Descending strengths; their squares are the decreases of the convex envelope of the error over the ranks."""
+        found = torch.zeros(self.used.shape, dtype=torch.float64)
+        for row, head in zip(found, self.heads, strict=True):
+            row[: head.size] = envelope_decreases([choice.error for choice in head.choices]).sqrt()
+        floor = max(FLOOR * float(found.max()) if found.numel() else 0.0, 1e-100)
+        return torch.where(self.used, found.clamp_min(floor), 0.0)
+
+    def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
+        """Returns the decision that keeps the best forms of these ranks.
+
+        A head may keep one direction less than its rank: one row is no pair.
+        """
+        shape = self.used.shape
+        left = torch.zeros(*shape, shape[1], dtype=torch.float64)
+        right, strength = torch.zeros_like(left), torch.zeros(shape, dtype=torch.float64)
+        keep, pairs = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+        for index, (head, rank) in enumerate(zip(self.heads, ranks, strict=True)):
+            rows = head.rows(rank)
+            kept = len(rows[2])
+            left[index, :kept, : head.size], right[index, :kept, : head.size] = rows[0], rows[1]
+            strength[index, :kept], pairs[index, :kept], keep[index, :kept] = rows[2], rows[3], True
+        counts = ((pairs >= 0).sum(-1) // 2).tolist()
+        notes = tuple(f"{why}; rotates {count} pairs" for why, count in zip(reasons, counts, strict=True))
+        return ScoreDecision(keep, strength, notes, Basis(left, right, shared=False, pairs=pairs))
+
+
+def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
+    """Returns the decreases, one for each rank from 1, of the largest convex function below the errors."""
+    corners = [0]
+    for rank in range(1, len(errors)):
+        while len(corners) > 1:
+            first, second = corners[-2:]
+            slope = (errors[second] - errors[first]) / (second - first)
+            if (errors[rank] - errors[second]) / (rank - second) >= slope:
+                break
+            corners.pop()
+        corners.append(rank)
+    found = torch.zeros(len(errors) - 1, dtype=torch.float64)
+    for first, second in pairwise(corners):
+        found[first:second] = (errors[first] - errors[second]) / (second - first)
+    return found.clamp_min(0)
+
+
+def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
+    """Returns the decision about a layer's own directions with both rows of every pair of which it keeps one."""
+    if spectrum.pairs is None or decision.basis is not None:
+        return decision
+    same = (spectrum.pairs[:, :, None] == spectrum.pairs[:, None]) & (spectrum.pairs >= 0)[:, None]
+    keep = decision.keep | (same & decision.keep[:, None]).any(-1)
+    return replace(decision, keep=keep, strength=torch.where(keep, spectrum.strength.double(), 0.0))
+
+
+def coherence_of(positions: Positions, heads: tuple[int, ...]) -> Float[Tensor, "heads frequencies"]:
+    """Returns the mean cosine of the rotation between two patches of an image, for each of these original heads."""
+    assert positions.cos is not None and positions.sin is not None
+    cos, sin = (side.detach().cpu().double().mean((0, 1)) for side in (positions.cos, positions.sin))
+    coherence = cos.square() + sin.square()  # the mean over all pairs of patches of cos(a - b)
+    return coherence.expand(len(heads), -1) if len(coherence) == 1 else coherence[list(heads)]
