@@ -11,10 +11,11 @@ from torch import nn
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
-from attnrx.attention.forms import FORMS, row_pairs
+from attnrx.attention.forms import FORMS, RotaryForm, required_rotation, row_pairs
 from attnrx.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
 from attnrx.attention.positions import Positions
 from attnrx.errors import InvalidInput
+from attnrx.kernels.native_attention import RotationTable
 from attnrx.maps import HEADS
 from attnrx.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
@@ -81,17 +82,37 @@ class Attention(nn.Module):
             joint = self._fused_qkv.product(tokens, sides)
             # Under autocast the product has a lower precision than the tokens.
             if plan.joint and joint is not None and joint.dtype == tokens.dtype:
-                read = plan.backend.of_joint(joint, plan.rows, plan.reads, self.spec.scale)
-                return self.output.padded(read, plan.reads)
+                read = plan.backend.of_joint(
+                    joint, plan.rows, plan.reads, self.spec.scale, *self._joint(plan, positions)
+                )
+                return self._projected(read, plan.reads)
             query, key, value = self._fused_qkv.split(joint, tokens, sides)
         else:
             query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         read = plan.backend(plan.buckets, self._score_factors(query, key, plan.rows, plan.buckets, positions), values)
+        return self._projected(read, plan.reads)
+
+    def _projected(self, read: Tensor, reads: tuple[int, ...]) -> TokenBatch:
         if "output_norm" in self.inner_norms:
-            read = self.inner_norms["output_norm"](self._unpadded(read, plan.reads))
-            return self.output(read)
-        return self.output.padded(read, plan.reads)
+            return self.output(self.inner_norms["output_norm"](self._unpadded(read, reads)))
+        return self.output.padded(read, reads)
+
+    def _joint(
+        self, plan: LayerPlan, positions: Positions | None
+    ) -> tuple[RotationTable | None, Float[Tensor, "images heads tokens tokens"] | None]:
+        """Returns the rotations and the bias of a call for `Backend.of_joint`."""
+        if isinstance(self.scores, RotaryForm):
+            return self.scores.rotation_table(required_rotation(positions), plan.rows), self._bias(positions, None)
+        return None, self._bias(positions, None)
+
+    def _bias(self, positions: Positions | None, queries: int | None) -> Tensor | None:
+        """Returns the bias of pairs, of the first `queries` tokens as queries (default: all); None without one."""
+        if not self.spec.pair_bias:
+            return None
+        if positions is None or positions.bias is None:
+            raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
+        return positions.bias_of(self.spec.heads, positions.bias.shape[2] if queries is None else queries)
 
     def _score_factors(
         self,
@@ -103,13 +124,15 @@ class Attention(nn.Module):
     ) -> tuple[ScoreFactors, ...]:
         """Returns the factors of the scores: projected rows with inner norms, positions and the biases of pairs."""
         sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
-        query, key = (self.scores.placed(side, rows, positions) for side in sides)
+        of_queries = positions
+        if positions is not None and query.shape[1] < key.shape[1]:
+            of_queries = positions.of_first(query.shape[1])
+        query = self.scores.placed(sides[0], rows, of_queries)
+        key = self.scores.placed(sides[1], rows, positions)
         factors = self.scores(query, key, buckets)
-        if not self.spec.pair_bias:
-            return factors
-        bias = None if positions is None else positions.bias_of(self.spec.heads, query.shape[1])
+        bias = self._bias(positions, query.shape[1])
         if bias is None:
-            raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
+            return factors
         bias = bias.to(query.dtype)
         return tuple(replace(part, bias=bias[:, part.bucket.heads]) for part in factors)
 

@@ -1,5 +1,6 @@
 """The forms of attention: how tokens become the factors of the scores."""
 
+import itertools
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -12,6 +13,7 @@ from attnrx.attention.head_linear import HeadLinear, in_buckets, padding_index
 from attnrx.attention.positions import Positions
 from attnrx.errors import InvalidInput
 from attnrx.kernels.cached_weights import CachedWeights
+from attnrx.kernels.native_attention import RotationTable
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -89,11 +91,15 @@ class RotaryForm(DenseForm):
     the differences of positions. Rows before the pairs of a head are not rotated.
     """
 
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self._table: tuple[Positions, tuple[int, ...], RotationTable] | None = None
+
     def placed(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        if positions is None or positions.cos is None or positions.sin is None:
-            raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
+        positions = required_rotation(positions)
+        assert positions.cos is not None and positions.sin is not None
         heads, pairs = positions.cos.shape[2:]
         column, partner, sign = (index.to(features.device) for index in rotation_index(self.spec, rows, heads, pairs))
         count, prefix = features.shape[1], positions.prefix
@@ -104,6 +110,32 @@ class RotaryForm(DenseForm):
         cos = F.pad(cos, (0, 1), value=1.0)[..., column]
         sin = F.pad(sin, (0, 1))[..., column] * sign.to(features.dtype)
         return torch.cat([first, rest * cos + rest[..., partner] * sin], dim=1)
+
+    def rotation_table(self, positions: Positions, rows: tuple[int, ...]) -> RotationTable:
+        """Returns the rotations of the kept pairs for the C++ kernel, in float32."""
+        kept = self._table
+        if kept is None or kept[0] is not positions or kept[1] != rows:
+            kept = self._table = (positions, rows, self._rotation_table(positions))
+        return kept[2]
+
+    def _rotation_table(self, positions: Positions) -> RotationTable:
+        assert positions.cos is not None and positions.sin is not None
+        spec, (heads, frequencies) = self.spec, positions.cos.shape[2:]
+        pairs = spec.pairs or ()
+        counts = [len(own) for own in pairs]
+        stills = [rank - 2 * count for rank, count in zip(spec.ranks, counts, strict=True)]
+        sides = [side.flatten(2).float() for side in (positions.cos, positions.sin)]
+        if heads == 1 and all(own == tuple(range(frequencies)) for own in pairs):
+            columns = [0] * len(pairs)
+        else:
+            index = [
+                (head if heads > 1 else 0) * frequencies + pair
+                for head, own in zip(spec.heads, pairs, strict=True)
+                for pair in own
+            ]
+            sides = [side[..., torch.tensor(index, dtype=torch.long)] for side in sides]
+            columns = [0, *itertools.accumulate(counts)][: len(counts)]
+        return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, positions.prefix])
 
 
 class SharedForm(ScoreForm):
@@ -223,6 +255,13 @@ class _UnitRows(torch.autograd.Function):
         # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|; the factor of x is formed in float32.
         tangent = torch.addcmul(gradient, rows, (along * inverse.square()).to(rows.dtype), value=-1)
         return tangent.mul_(inverse.to(rows.dtype))
+
+
+def required_rotation(positions: Positions | None) -> Positions:
+    """Returns the positions; raises InvalidInput where they have no rotations."""
+    if positions is None or positions.cos is None or positions.sin is None:
+        raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
+    return positions
 
 
 def rotation_index(

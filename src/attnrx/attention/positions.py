@@ -13,13 +13,13 @@ class Positions:
 
     `cos` and `sin` are the rotation of every patch for each frequency of the original head, equal for all heads or of
     each original head. `bias` is added to the scores of every pair of tokens, those before the patches (`prefix` of
-    them) included; these are not rotated.
+    them) included; these are not rotated. The first axis has one entry for all images, or one for each.
     """
 
     prefix: int
-    cos: Float[Tensor, "images patches heads pairs"] | None = None
-    sin: Float[Tensor, "images patches heads pairs"] | None = None
-    bias: Float[Tensor, "images heads tokens tokens"] | None = None
+    cos: Float[Tensor, "_ patches heads pairs"] | None = None
+    sin: Float[Tensor, "_ patches heads pairs"] | None = None
+    bias: Float[Tensor, "_ _ tokens tokens"] | None = None
 
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
         """Returns the positions of the tokens that are left: `indices` are their patches, -1 for a token of none, which
@@ -42,6 +42,13 @@ class Positions:
             absent = torch.nn.functional.pad(added, (self.prefix, 0))
             bias = bias.masked_fill(absent[:, None, :, None] | absent[:, None, None, :], 0.0)
         return replace(self, cos=cos, sin=sin, bias=bias)
+
+    def of_first(self, count: int) -> "Positions":
+        """Returns the rotations of the first `count` tokens."""
+        if self.cos is None or self.sin is None:
+            return self
+        patches = max(count - self.prefix, 0)
+        return replace(self, cos=self.cos[:, :patches], sin=self.sin[:, :patches])
 
     def bias_of(self, heads: tuple[int, ...], queries: int) -> Float[Tensor, "images _ queries keys"] | None:
         """Returns the bias of these original heads for the first `queries` tokens as queries."""

@@ -19,6 +19,44 @@ struct Head {
 
 const float* at(int64_t start, int64_t offset) { return (const float*)start + offset; }
 
+// The rotations of the patches, passed from Python: cosines and sines [images][patches][pairs of all heads], with the
+// stride of images in floats (0 if all are the same). Of every head: the first column of its pairs, how many there are,
+// and how many rows precede them; the real parts of all pairs come first, then the imaginary ones.
+struct Rotation {
+  const float *cosines, *sines;
+  int64_t image, patch;
+  const int64_t *columns, *counts, *stills;
+  int prefix;
+};
+
+// A bias of every pair of tokens: [images][heads][queries][keys], with the strides of images and heads in floats.
+struct Bias {
+  const float* values;
+  int64_t image, head;
+};
+
+// Copies rows of a head, [tokens][rank], and rotates those of the patches.
+void rotate(const float* rows, int64_t token, int first, int last, int rank, const Rotation& by, int64_t image, int head,
+            float* to) {
+  const int count = (int)by.counts[head], still = (int)by.stills[head], padding = rank - still - 2 * count;
+  for (int i = first; i < last; i++, to += rank) {
+    const float *row = rows + i * token, *real = row + still, *imaginary = real + count;
+    if (i < by.prefix) {
+      memcpy(to, row, rank * sizeof(float));
+      continue;
+    }
+    memcpy(to, row, still * sizeof(float));
+    memcpy(to + rank - padding, row + rank - padding, padding * sizeof(float));
+    const int64_t start = image * by.image + (i - by.prefix) * by.patch + by.columns[head];
+    const float *cosine = by.cosines + start, *sine = by.sines + start;
+    float *out = to + still, *other = out + count;
+    for (int p = 0; p < count; p++) {
+      out[p] = real[p] * cosine[p] - imaginary[p] * sine[p];
+      other[p] = imaginary[p] * cosine[p] + real[p] * sine[p];
+    }
+  }
+}
+
 // Values in panels of two vectors of features, or of one: [keys][features of the panel], followed by zeros.
 void pack_values(const float* value, int64_t token, int keys, int reads, float* packed) {
   for (int start = 0; start < reads; start += PANEL) {
@@ -79,16 +117,26 @@ INLINED float weigh(float* row, int padded) {
   return 1.f / total;
 }
 
-// The outputs of N queries.
+const float TO_BASE_TWO = 1.4426950408889634f;
+
+INLINED void add_bias(float* row, const float* bias, int keys) {
+  int i = 0;
+  for (; i + WIDTH <= keys; i += WIDTH) store(row + i, load(row + i) + load(bias + i) * TO_BASE_TWO);
+  for (; i < keys; i++) row[i] += bias[i] * TO_BASE_TWO;
+}
+
+// The outputs of N queries; `bias`, if given, are the rows of these queries.
 template <int N>
 void mix(const float* query, int64_t query_token, const float* key, const float* added, const float* value, float* map,
-         float* output, int64_t output_token, Shape shape) {
+         float* output, int64_t output_token, Shape shape, const float* bias) {
   const int padded = up(shape.keys, WIDTH);
   for (int first = 0; first < padded; first += PANEL) {
     const float* panel = key + (int64_t)first * shape.rank;
     if (padded - first < PANEL) score<N, 1>(query, query_token, panel, shape.rank, added + first, map + first, padded);
     else score<N, 2>(query, query_token, panel, shape.rank, added + first, map + first, padded);
   }
+  if (bias)
+    for (int n = 0; n < N; n++) add_bias(map + n * padded, bias + (int64_t)n * shape.keys, shape.keys);
   float shares[N];
   for (int n = 0; n < N; n++) shares[n] = weigh(map + n * padded, padded);
   for (int first = 0; first < shape.reads; first += PANEL) {
@@ -99,7 +147,8 @@ void mix(const float* query, int64_t query_token, const float* key, const float*
   }
 }
 
-typedef void (*Mix)(const float*, int64_t, const float*, const float*, const float*, float*, float*, int64_t, Shape);
+typedef void (*Mix)(const float*, int64_t, const float*, const float*, const float*, float*, float*, int64_t, Shape,
+                    const float*);
 
 template <int... N>
 Mix of_rows(int rows, std::integer_sequence<int, N...>) {
@@ -108,17 +157,31 @@ Mix of_rows(int rows, std::integer_sequence<int, N...>) {
 }
 
 // Computes the queries from `first` to `last` of one head of one image; false if out of memory.
-bool mix_head(const Head& head, int image, int first, int last, int keys, const float* sizes, float scale) {
+bool mix_head(const Head& head, int number, int image, int first, int last, int keys, const float* sizes, float scale,
+              const Rotation* rotation, const Bias* bias) {
   const int padded = up(keys, WIDTH), rank = (int)head.rank, reads = (int)head.reads;
   const size_t wide = (size_t)up(reads, PANEL) * keys;
-  float* key = workspace.of((size_t)padded * (rank + 1 + ROWS) + wide);
+  const size_t rotated = rotation ? (size_t)(keys > last - first ? keys : last - first) * rank : 0;
+  float* key = workspace.of((size_t)padded * (rank + 1 + ROWS) + wide + rotated);
   if (!key) return false;
   float *added = key + (size_t)padded * rank, *map = added + padded, *value = map + (size_t)ROWS * padded;
-  const float to_base_two = 1.4426950408889634f;
-  pack_keys(at(head.key, image * head.key_image), head.key_token, keys, rank, scale * to_base_two, key);
+  float* turned = value + wide;  // the rotated keys until they are packed, and then the queries
+  const float *key_rows = at(head.key, image * head.key_image), *query = at(head.query, image * head.query_image);
+  int64_t key_token = head.key_token, query_token = head.query_token;
+  if (rotation) {
+    rotate(key_rows, key_token, 0, keys, rank, *rotation, image, number, turned);
+    key_rows = turned;
+    key_token = rank;
+  }
+  pack_keys(key_rows, key_token, keys, rank, scale * TO_BASE_TWO, key);
+  if (rotation) {
+    rotate(query, query_token, first, last, rank, *rotation, image, number, turned);
+    query = turned - (int64_t)first * rank;
+    query_token = rank;
+  }
   pack_values(at(head.value, image * head.value_image), head.value_token, keys, reads, value);
   for (int i = 0; i < padded; i++) added[i] = i < keys ? (sizes ? std::log2(sizes[i]) : 0.f) : -INFINITY;
-  const float* query = at(head.query, image * head.query_image);
+  const float* rows = bias ? bias->values + image * bias->image + number * bias->head : nullptr;
   float* output = (float*)at(head.output, image * head.output_image);
   // Tiles of nearly equal numbers of rows: a last tile of a single row would take as long as one of four.
   const int tiles = (last - first + ROWS - 1) / ROWS;
@@ -126,18 +189,20 @@ bool mix_head(const Head& head, int image, int first, int last, int keys, const 
     const int64_t start = first + (int64_t)(last - first) * tile / tiles;
     const int64_t stop = first + (int64_t)(last - first) * (tile + 1) / tiles;
     of_rows((int)(stop - start), std::make_integer_sequence<int, ROWS>{})(
-        query + start * head.query_token, head.query_token, key, added, value, map, output + start * head.output_token,
-        head.output_token, {keys, rank, reads});
+        query + start * query_token, query_token, key, added, value, map, output + start * head.output_token,
+        head.output_token, {keys, rank, reads}, rows ? rows + start * keys : nullptr);
   }
   return true;
 }
 
 }  // namespace
 
-// softmax(scale * query @ key^T + log(sizes)) @ value for every head; `sizes` is null if every size is 1.
-// Queries of a head are split if there are fewer heads than threads. Returns 0, or 1 if out of memory.
+// softmax(scale * query @ key^T + bias + log(sizes)) @ value for every head; `sizes` is null if every size is 1, and
+// `rotation` and `bias` are null if there is none. Queries of a head are split if there are fewer heads than threads.
+// Returns 0, or 1 if out of memory.
 extern "C" int attnrx_attention(const int64_t* described, int heads, int images, int queries, int keys,
-                                const float* sizes, float scale, int threads) {
+                                const float* sizes, float scale, int threads, const Rotation* rotation,
+                                const Bias* bias) {
   const Head* all_heads = (const Head*)described;
   const int64_t units = (int64_t)images * heads;
   const int parts = threads > 1 && units < 8 * threads && units % threads ? threads : 1;
@@ -147,7 +212,8 @@ extern "C" int attnrx_attention(const int64_t* described, int heads, int images,
     const int64_t image = task / parts / heads, part = task % parts;
     const int first = (int)(queries * part / parts), last = (int)(queries * (part + 1) / parts);
     const float* counted = sizes ? sizes + image * keys : nullptr;
-    failed |= !mix_head(all_heads[task / parts % heads], (int)image, first, last, keys, counted, scale);
+    const int head = (int)(task / parts % heads);
+    failed |= !mix_head(all_heads[head], head, (int)image, first, last, keys, counted, scale, rotation, bias);
   }
   return failed;
 }
@@ -155,7 +221,7 @@ extern "C" int attnrx_attention(const int64_t* described, int heads, int images,
 // The same where the features of a token lie in one row: those of all queries, of all keys, of all values, by head.
 extern "C" int attnrx_joint_attention(const int64_t* ranks, const int64_t* reads, int heads, const float* features,
                                       float* output, int images, int tokens, const float* sizes, float scale,
-                                      int threads) {
+                                      int threads, const Rotation* rotation, const Bias* bias) {
   const int64_t all_ranks = std::accumulate(ranks, ranks + heads, int64_t(0));
   const int64_t width = std::accumulate(reads, reads + heads, int64_t(0)), row = 2 * all_ranks + width;
   thread_local std::vector<Head> described;
@@ -173,5 +239,6 @@ extern "C" int attnrx_joint_attention(const int64_t* ranks, const int64_t* reads
     value += reads[head];
     output += reads[head];
   }
-  return attnrx_attention((const int64_t*)described.data(), heads, images, tokens, tokens, sizes, scale, threads);
+  return attnrx_attention((const int64_t*)described.data(), heads, images, tokens, tokens, sizes, scale, threads,
+                          rotation, bias);
 }

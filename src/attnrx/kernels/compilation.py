@@ -200,10 +200,13 @@ def _loaded(record: Path) -> ctypes.CDLL:
     opened = DESCRIPTORS / str(descriptor)
     library = ctypes.CDLL(str(opened if opened.exists() else path))
     whole, pointer = ctypes.c_int, ctypes.c_void_p
-    library.attnrx_attention.argtypes = [pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole]
+    positions = [pointer, pointer]  # of the rotations and the biases
+    library.attnrx_attention.argtypes = [
+        pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole, *positions
+    ]  # fmt: skip
     library.attnrx_attention.restype = whole
     library.attnrx_joint_attention.argtypes = [
-        pointer, pointer, whole, pointer, pointer, whole, whole, pointer, ctypes.c_float, whole
+        pointer, pointer, whole, pointer, pointer, whole, whole, pointer, ctypes.c_float, whole, *positions
     ]  # fmt: skip
     library.attnrx_joint_attention.restype = whole
     library.attnrx_merge.argtypes = [pointer, whole]

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -14,12 +15,27 @@ from attnrx.shapes import Float, Tensor
 # and value dimension), and the bytes of a float.
 DESCRIBED, FLOAT = 14, 4
 
+
+class RotationTable(NamedTuple):
+    """The rotations of the pairs of all heads: cosines and sines, and where the pairs of every head are.
+
+    `pairs` are, for every head, the first column of its pairs in the tables, then how many pairs, then how many rows
+    precede them, each for all heads, and at last the number of tokens before the patches.
+    """
+
+    cosines: Float[Tensor, "images patches columns"]
+    sines: Float[Tensor, "images patches columns"]
+    pairs: list[int]
+
+
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
-    "native_joint_attention(Tensor features, int[] ranks, int[] reads, Tensor? sizes, float scale) -> Tensor"
+    "native_joint_attention(Tensor features, int[] ranks, int[] reads, Tensor? sizes, float scale, Tensor? cosines=None, "
+    "Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor"
 )
 _library.define(
-    "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale) -> Tensor"
+    "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale, Tensor? bias=None)"
+    " -> Tensor"
 )
 
 
@@ -29,8 +45,9 @@ def native_attention(
     values: Sequence[Float[Tensor, "batch _ keys _"]],
     sizes: Float[Tensor, "batch keys"] | None,
     scale: float,
+    bias: Float[Tensor, "images heads queries keys"] | None = None,
 ) -> Float[Tensor, "batch queries features"]:
-    """Returns softmax(scale * query @ key^T + log(sizes)) @ value of all heads, concatenated; float32, on a CPU.
+    """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value of all heads, concatenated; float32, on a CPU.
 
     Every entry of the lists holds neighbouring heads of one shape; heads without query and key features return the mean
     of their values. Only for inference: gradients are not recorded.
@@ -40,15 +57,20 @@ def native_attention(
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
     counted = None if sizes is None else sizes.float()
-    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), counted, scale)
+    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), counted, scale, bias)
 
 
 def _attention(
-    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None, scale: float
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    sizes: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
 ) -> Tensor:
     library = required_library()
     _require_fitting(queries, keys, values, sizes)
-    output = _empty(queries, keys, values, sizes, scale)
+    output = _empty(queries, keys, values, sizes, scale, bias)
     if not values[0].shape[2]:  # softmax over no keys times no values
         return output.zero_()
     batch, tokens, _ = output.shape
@@ -67,10 +89,12 @@ def _attention(
             described += (place, image, token, rank, reads)
             place += FLOAT * reads
     numbers = (ctypes.c_int64 * len(described))(*described)
-    counted = None if sizes is None else sizes.contiguous()
+    counted, heads = None if sizes is None else sizes.contiguous(), len(described) // DESCRIBED
+    bias = None if bias is None else bias.float().contiguous()
+    added = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
     failed = library.attnrx_attention(
-        numbers, len(described) // DESCRIBED, batch, tokens, values[0].shape[2],
-        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(),
+        numbers, heads, batch, tokens, values[0].shape[2],
+        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(), None, added,
     )  # fmt: skip
     if failed:
         raise MemoryError("attention found no memory for the keys and values of one head.")
@@ -92,32 +116,78 @@ def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Ten
         raise InvalidInput(f"sizes are float32 {[batch, length]} here, not {sizes.dtype} {list(sizes.shape)}.")
 
 
+class _Bias(ctypes.Structure):
+    _fields_ = (("values", ctypes.c_void_p), ("image", ctypes.c_int64), ("head", ctypes.c_int64))
+
+
+class _Rotation(ctypes.Structure):
+    _fields_ = (
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("image", ctypes.c_int64),
+        ("patch", ctypes.c_int64),
+        ("columns", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("stills", ctypes.c_void_p),
+        ("prefix", ctypes.c_int),
+    )
+
+
+def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> Any:
+    """Returns a pointer to the description of a contiguous bias; None without one."""
+    if bias is None:
+        return None
+    if bias.shape[0] not in (1, shape[0]) or tuple(bias.shape[1:]) != shape[1:]:
+        raise InvalidInput(f"a bias of {list(bias.shape)} is not that of pairs of tokens, {list(shape)}.")
+    image = 0 if bias.shape[0] == 1 else bias.stride(0)
+    return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
+
+
 def _empty(
-    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None, scale: float
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    sizes: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
 ) -> Tensor:
     batch, _, tokens, _ = queries[0].shape
     return values[0].new_empty(batch, tokens, sum([own.shape[1] * own.shape[3] for own in values]))
 
 
-def native_joint_attention(
+def native_joint_attention(  # noqa: PLR0913
     features: Float[Tensor, "batch tokens _"],
     ranks: Sequence[int],
     reads: Sequence[int],
     sizes: Float[Tensor, "batch tokens"] | None,
     scale: float,
+    rotation: RotationTable | None = None,
+    bias: Float[Tensor, "images heads tokens tokens"] | None = None,
 ) -> Float[Tensor, "batch tokens _"]:
     """Returns what `native_attention` does for features from one product: those of all queries, of all keys, and of all
     values, by head.
 
-    `ranks` and `reads` are the rank and the value dimension of every head. This spares the views that separate the
+    `ranks` and `reads` are the rank and the value dimension of every head; queries and keys of patches are rotated
+    first, if a `rotation` is given. This spares the views that separate the
     features, which take longer than the arithmetic for a few images.
     """
     counted = None if sizes is None else sizes.float()
-    return torch.ops.attnrx.native_joint_attention.default(features, ranks, reads, counted, scale)
+    cosines, sines, pairs = (None, None, []) if rotation is None else rotation
+    return torch.ops.attnrx.native_joint_attention.default(
+        features, ranks, reads, counted, scale, cosines, sines, pairs, bias
+    )
 
 
-def _joint_attention(
-    features: Tensor, ranks: Sequence[int], reads: Sequence[int], sizes: Tensor | None, scale: float
+def _joint_attention(  # noqa: PLR0913  (an operator takes no structures)
+    features: Tensor,
+    ranks: Sequence[int],
+    reads: Sequence[int],
+    sizes: Tensor | None,
+    scale: float,
+    cosines: Tensor | None,
+    sines: Tensor | None,
+    pairs: Sequence[int],
+    bias: Tensor | None,
 ) -> Tensor:
     library = required_library()
     features = features.contiguous()
@@ -128,19 +198,48 @@ def _joint_attention(
         raise InvalidInput(f"the attention kernel reads float32; {features.dtype} given.")
     if sizes is not None and (sizes.shape != (batch, tokens) or sizes.dtype != torch.float32):
         raise InvalidInput(f"sizes are float32 {[batch, tokens]} here, not {sizes.dtype} {list(sizes.shape)}.")
-    output = _empty_joint(features, ranks, reads, sizes, scale)
+    output = _empty_joint(features, ranks, reads)
     counted, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
+    rotation = None
+    if cosines is not None and sines is not None:
+        heads, prefix = len(ranks), pairs[-1]
+        cosines, sines = cosines.contiguous(), sines.contiguous()
+        _require_rotation(cosines, sines, ranks, pairs, (batch, tokens))
+        columns, counts, stills = (numbers(*pairs[start : start + heads]) for start in range(0, 3 * heads, heads))
+        image = 0 if cosines.shape[0] == 1 else cosines.stride(0)
+        addresses = [ctypes.addressof(own) for own in (columns, counts, stills)]
+        rotation = ctypes.byref(
+            _Rotation(cosines.data_ptr(), sines.data_ptr(), image, cosines.stride(1), *addresses, prefix)
+        )
+    bias = None if bias is None else bias.float().contiguous()
     if library.attnrx_joint_attention(
         numbers(*ranks), numbers(*reads), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
-        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(),
+        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(), rotation,
+        _described_bias(bias, (batch, len(ranks), tokens, tokens)),
     ):  # fmt: skip
         raise MemoryError("attention found no memory for the keys and values of one head.")
     return output
 
 
-def _empty_joint(
-    features: Tensor, ranks: Sequence[int], reads: Sequence[int], sizes: Tensor | None, scale: float
-) -> Tensor:
+def _require_rotation(
+    cosines: Tensor, sines: Tensor, ranks: Sequence[int], pairs: Sequence[int], shape: tuple[int, int]
+) -> None:
+    """Raises InvalidInput for rotations with which the kernel would read out of bounds."""
+    heads, (batch, tokens) = len(ranks), shape
+    columns, counts, stills = (pairs[start : start + heads] for start in range(0, 3 * heads, heads))
+    fits = all(
+        0 <= column and column + count <= cosines.shape[2] and 0 <= still and still + 2 * count <= rank
+        for column, count, still, rank in zip(columns, counts, stills, ranks, strict=True)
+    )
+    is_table = cosines.shape == sines.shape and cosines.dtype == sines.dtype == torch.float32
+    if not (fits and is_table and cosines.shape[0] in (1, batch) and cosines.shape[1] == tokens - pairs[-1]):
+        raise InvalidInput(
+            f"rotations of {list(cosines.shape)} ({cosines.dtype}) are not those of {batch} images with "
+            f"{tokens - pairs[-1]} patches in float32, or the pairs {list(pairs)} do not fit the ranks {list(ranks)}."
+        )
+
+
+def _empty_joint(features: Tensor, ranks: Sequence[int], reads: Sequence[int], *_: object) -> Tensor:
     return features.new_empty(*features.shape[:2], sum(reads))
 
 

@@ -17,7 +17,7 @@ from attnrx.attention.factors import (
     padded_buckets,
 )
 from attnrx.kernels.compilation import native_library
-from attnrx.kernels.native_attention import native_attention, native_joint_attention
+from attnrx.kernels.native_attention import RotationTable, native_attention, native_joint_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -76,15 +76,23 @@ class Native(Explicit):
     @staticmethod
     def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
         """Whether there is a kernel for this layer in this context."""
-        return any(spec.ranks) and any(spec.reads) and not spec.pair_bias and runs_on(context)
+        return any(spec.ranks) and any(spec.reads) and runs_on(context)
 
     def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        return spec.is_plain and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
+        has_products = spec.form in ("dense", "rotary") and not spec.fixes_scores
+        return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 
     def of_joint(
-        self, features: Float[Tensor, "batch tokens _"], rows: tuple[int, ...], reads: tuple[int, ...], scale: float
+        self,
+        features: Float[Tensor, "batch tokens _"],
+        rows: tuple[int, ...],
+        reads: tuple[int, ...],
+        scale: float,
+        rotation: RotationTable | None = None,
+        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
     ) -> HeadOutputs:
-        return native_joint_attention(features, rows, reads, None if self.sizes is None else self.sizes(), scale)
+        sizes = None if self.sizes is None else self.sizes()
+        return native_joint_attention(features, rows, reads, sizes, scale, rotation, bias)
 
     def __call__(
         self,
@@ -104,7 +112,10 @@ class Native(Explicit):
                 query, key = own.new_empty(len(own), own.shape[1], first.shape[1], 0), own[..., :0]
             queries.append(query)
             keys.append(key)
-        return native_attention(queries, keys, values, sizes, factors[0].scale)
+        biases = [part.bias for part in factors if part.bias is not None]
+        return native_attention(
+            queries, keys, values, sizes, factors[0].scale, torch.cat(biases, 1) if biases else None
+        )
 
 
 def faster(

@@ -14,6 +14,7 @@ from attnrx.attention.factors import (
     ValueBatch,
     exact_buckets,
 )
+from attnrx.kernels.native_attention import RotationTable
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -42,7 +43,13 @@ class Backend(ABC):
         return False
 
     def of_joint(
-        self, features: Float[Tensor, "batch tokens _"], rows: tuple[int, ...], reads: tuple[int, ...], scale: float
+        self,
+        features: Float[Tensor, "batch tokens _"],
+        rows: tuple[int, ...],
+        reads: tuple[int, ...],
+        scale: float,
+        rotation: RotationTable | None = None,
+        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
     ) -> HeadOutputs:
         """Returns the outputs of all heads from the features of all queries, all keys and all values, by head."""
         raise NotImplementedError

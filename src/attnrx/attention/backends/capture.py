@@ -86,8 +86,8 @@ class AttentionCapture(Backend):
                 row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
                 first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
-        if factors.bias is None and query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
-            read = native_attention([query], [key], [value], sizes, factors.scale)
+        if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
+            read = native_attention([query], [key], [value], sizes, factors.scale, factors.bias)
             return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
         counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attnrx.attention.backends.backend import Backend, Eager, mean_of
+from attnrx.attention.backends.backend import Backend, mean_of, scores
 from attnrx.attention.factors import (
     AttentionContext,
     Bucket,
@@ -38,9 +38,6 @@ class Explicit(Backend):
     def __init__(self, sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None):
         self.sizes = sizes
 
-    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        return Eager() if spec.pair_bias else self
-
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Pads nothing, unless all heads must be in one bucket: shared directions, or few tokens."""
         few = context.has_fewer_than(FEW_TOKENS)
@@ -49,8 +46,7 @@ class Explicit(Backend):
         return padded_buckets(spec.ranks, most, most) if few else exact_buckets(spec.ranks, reads), reads
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
-        query, key = factors.folded()
-        return unfused(query, key, value, factors.scale)
+        return torch.softmax(scores(factors), dim=-1) @ value
 
     def __call__(
         self,
@@ -106,6 +102,8 @@ def chunked_attention(
     written in the order of the output projection's inputs, so that no copy follows. Keys are weighted by `sizes`, if
     given; a key of size 0 has weight zero.
     """
+    if factors and factors[0].bias is not None:
+        return _biased_attention(factors, values, sizes)
     first = values[0]
     queries = factors[0].query.shape[1] if factors else first.shape[2]
     widths = [own.shape[1] * own.shape[3] for own in values]
@@ -121,6 +119,21 @@ def chunked_attention(
     if sides:
         _mix(sides, factors[0].scale, None if sizes is None else sizes.to(first.dtype).log()[:, None, None])
     return output
+
+
+def _biased_attention(
+    factors: tuple[ScoreFactors, ...],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    sizes: Float[Tensor, "batch keys"] | None,
+) -> HeadOutputs:
+    """Returns what `chunked_attention` does for scores with a bias per pair, of which every head has directions."""
+    added = None if sizes is None else sizes.to(values[0].dtype).log()[:, None, None]
+    outputs = []
+    for part, value in zip(factors, values, strict=True):
+        logits = scores(part)
+        attention = torch.softmax(logits if added is None else logits + added, dim=-1)
+        outputs.append((attention @ value).transpose(1, 2).flatten(2))
+    return torch.cat(outputs, dim=-1)
 
 
 def _mean(value: ValueBatch, sizes: Float[Tensor, "batch keys"] | None) -> Tensor:
@@ -154,8 +167,8 @@ def _mix(
     starts = {way: _pieces(start, chunk, way) for way in set(across)}
     beta = 0 if added is None else 1
     for number, count in enumerate(counts):
-        for (query, key, _, _), scores, way in zip(pieces, maps[count], across, strict=True):
-            for place, (q, k, own) in enumerate(zip(query[number], key[number], scores, strict=True)):
+        for (query, key, _, _), logits, way in zip(pieces, maps[count], across, strict=True):
+            for place, (q, k, own) in enumerate(zip(query[number], key[number], logits, strict=True)):
                 first = starts[way][number][0 if way else place]
                 torch.baddbmm(first, q, k, beta=beta, alpha=scale, out=own)
         torch.softmax(buffer[:count], dim=-1, out=buffer[:count])

@@ -1,0 +1,169 @@
+"""Distils a rotary twin of a pre-trained ViT-Tiny, on which rotary prescriptions are measured without DINOv3's weights.
+
+    python benchmarks/rotary_twin.py DATA --weights W --label-column L --test-column T --out runs/rotary_twin
+
+The twin has the teacher's shape and the rotary embedding of DINOv3 (axial, base 100, halves of a row rotated) in every
+layer. It starts from the teacher's weights. First the query and key maps of every layer are fitted to the teacher's
+attention, layer by layer on the teacher's inputs; then all weights are trained to the teacher's logits and block
+outputs on the training images. Training is kept in the folder and goes on after an interruption.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import attnrx as rx
+from attnrx.models import family_of
+
+NAME = "vit_small_patch16_rope_ape_224"
+ARGUMENTS = {
+    "embed_dim": 192,
+    "num_heads": 3,
+    "init_values": 1.0,  # of the scales that the teacher lacks
+    "no_embed_class": False,
+    "rope_type": "dinov3",
+    "rope_temperature": 100.0,
+    "rope_rotate_half": True,
+    "rope_grid_indexing": "ij",
+}
+IMAGES, FIT_STEPS, FIT_BATCH = 32, 60, 6  # of the fit of every layer
+BATCH, RATE, HIDDEN = 16, 2e-4, 1.0
+
+
+def started(weights: Path) -> nn.Module:
+    """Returns the twin with the teacher's weights."""
+    twin = timm.create_model(NAME, **ARGUMENTS)
+    missing, unexpected = twin.load_state_dict(load_file(weights), strict=False)
+    assert not unexpected and all("gamma" in name for name in missing), (missing, unexpected)
+    return twin
+
+
+def fit_layers_(twin: nn.Module, teacher: nn.Module, images: torch.Tensor) -> None:
+    """Fits query and key of every layer of the twin to the teacher's attention on the teacher's inputs."""
+    embedding = twin.rope.get_embed(shape=(14, 14))
+    for index, (block, original) in enumerate(zip(twin.blocks, teacher.blocks, strict=True)):
+        found: list[torch.Tensor] = []
+        handle = original.attn.register_forward_pre_hook(lambda _, given, found=found: found.append(given[0]))
+        with torch.no_grad():
+            teacher(images)
+        handle.remove()
+        inputs = found[0]
+        with torch.no_grad():
+            target = attention_of(original.attn, inputs, None)
+        parameters = [block.attn.qkv.weight, block.attn.qkv.bias]
+        optimizer = torch.optim.Adam(parameters, lr=2e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
+        for step in range(FIT_STEPS):
+            chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(step))[:FIT_BATCH]
+            logs = attention_of(block.attn, inputs[chosen], embedding).clamp_min(1e-12).log()
+            loss = F.kl_div(logs, target[chosen], reduction="sum") / logs[..., 0].numel()
+            optimizer.zero_grad()
+            loss.backward()
+            width = block.attn.qkv.weight.shape[1]
+            block.attn.qkv.weight.grad[2 * width :] = 0  # the values stay
+            block.attn.qkv.bias.grad[2 * width :] = 0
+            optimizer.step()
+            schedule.step()
+        print(f"layer {index}: KL of the attention {loss.item():.4f} nats", flush=True)
+
+
+def attention_of(attention: nn.Module, inputs: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+    """Returns the attention maps of timm's module."""
+    batch, count, _ = inputs.shape
+    query, key, _ = attention.qkv(inputs).reshape(batch, count, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
+    if embedding is not None:
+        query, key = (rotated(side, embedding) for side in (query, key))
+    return (query @ key.mT * attention.scale).softmax(-1)
+
+
+def rotated(rows: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    patches = timm.layers.apply_rot_embed_cat(rows[:, :, 1:], embedding, half=True)
+    return torch.cat([rows[:, :, :1], patches], dim=2)
+
+
+def outputs(model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the logits and the outputs of the blocks."""
+    found: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda *given: found.append(given[2])) for block in model.blocks]
+    logits = model(images)
+    for handle in handles:
+        handle.remove()
+    return logits, found
+
+
+@torch.no_grad()
+def agreement(twin: nn.Module, teacher: nn.Module, images: torch.Tensor) -> float:
+    same = [(twin(part).argmax(1) == teacher(part).argmax(1)).float() for part in images.split(50)]
+    return float(torch.cat(same).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data")
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--label-column")
+    parser.add_argument("--test-column")
+    parser.add_argument("--out", type=Path, default=Path("runs/rotary_twin"))
+    parser.add_argument("--steps", type=int, default=600)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    reference = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
+    named = {"label_column": given.label_column, "test_column": given.test_column}
+    columns = rx.data.Columns(**{name: column for name, column in named.items() if column})
+    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=224, columns=columns), reference)
+    teacher = timm.create_model("vit_tiny_patch16_224").eval()
+    teacher.load_state_dict(load_file(given.weights))
+    teacher.requires_grad_(False)
+    twin, file, record = started(given.weights).eval(), given.out / "twin.safetensors", given.out / "twin.json"
+    test = torch.cat([batch.images for batch in splits.test.batches(100)])
+    done = json.loads(record.read_text())["steps"] if record.is_file() else -1
+    if done >= 0:
+        twin.load_state_dict(load_file(file))
+    else:
+        fit_layers_(twin, teacher, torch.cat([batch.images for batch in splits.train.take(IMAGES).batches(IMAGES)]))
+        done = 0
+        save_file(twin.state_dict(), file)
+        record.write_text(json.dumps({"steps": 0, "agreement": agreement(twin, teacher, test)}))
+        print(record.read_text(), flush=True)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(done)
+    train = splits.train
+    start = time.time()
+    batches = iter(())
+    for step in range(done, given.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1, (step - done + 1) / 30) * max(0.02, 1 - step / given.steps)
+        batch = next(batches, None)
+        if batch is None:
+            batches = train.batches(BATCH, seed=int(torch.randint(1 << 30, (), generator=generator)))
+            batch = next(batches)
+        images = batch.images.flip(-1) if torch.rand((), generator=generator) < 0.5 else batch.images
+        with torch.no_grad():
+            target, hidden = outputs(teacher, images)
+        logits, own = outputs(twin, images)
+        loss = F.kl_div(logits.log_softmax(-1), target.softmax(-1), reduction="batchmean")
+        loss = loss + HIDDEN * sum(
+            F.mse_loss(a, b) / b.square().mean() for a, b in zip(own, hidden, strict=True)
+        ) / len(own)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if (step + 1) % 50 == 0 or step + 1 == given.steps:
+            save_file(twin.state_dict(), file)
+            found = {"steps": step + 1, "agreement": agreement(twin, teacher, test), "loss": loss.item()}
+            record.write_text(json.dumps({**found, "images": len(test), "name": NAME, "arguments": ARGUMENTS}))
+            print(f"{time.time() - start:.0f} s: {found}", flush=True)
+    family = family_of(rx.load(f"timm:{NAME}", weights=file, **ARGUMENTS))
+    print(f"{file} is read by attnrx.load('timm:{NAME}', weights={str(file)!r}, **{ARGUMENTS}) as {family.name}")
+
+
+if __name__ == "__main__":
+    main()
