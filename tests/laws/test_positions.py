@@ -64,10 +64,8 @@ def defined(layer: Attention, tokens: torch.Tensor, positions: Positions) -> tor
             for place, pair in enumerate(pairs):
                 real, imaginary = still + place, still + len(pairs) + place
                 turned = [torch.complex(side[:, real], side[:, imaginary]) for side in sides]
-                cos, sin = (
-                    table[image % len(table), :, head % table.shape[2], pair]
-                    for table in (positions.cos, positions.sin)
-                )
+                sides_of: Any = (positions.cos, positions.sin)
+                cos, sin = (table[image % len(table), :, head % table.shape[2], pair] for table in sides_of)
                 ones = torch.ones(PREFIX, dtype=torch.complex128)
                 rotation = torch.cat([ones, torch.complex(cos, sin)])
                 query, key = (side * rotation for side in turned)

@@ -30,8 +30,8 @@ class RotationTable(NamedTuple):
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
-    "native_joint_attention(Tensor features, int[] ranks, int[] reads, Tensor? sizes, float scale, Tensor? cosines=None, "
-    "Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor"
+    "native_joint_attention(Tensor features, int[] ranks, int[] reads, Tensor? sizes, float scale, "
+    "Tensor? cosines=None, Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor"
 )
 _library.define(
     "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale, Tensor? bias=None)"
@@ -66,7 +66,7 @@ def _attention(
     values: list[Tensor],
     sizes: Tensor | None,
     scale: float,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     library = required_library()
     _require_fitting(queries, keys, values, sizes)
@@ -149,7 +149,7 @@ def _empty(
     values: list[Tensor],
     sizes: Tensor | None,
     scale: float,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     batch, _, tokens, _ = queries[0].shape
     return values[0].new_empty(batch, tokens, sum([own.shape[1] * own.shape[3] for own in values]))
@@ -184,10 +184,10 @@ def _joint_attention(  # noqa: PLR0913  (an operator takes no structures)
     reads: Sequence[int],
     sizes: Tensor | None,
     scale: float,
-    cosines: Tensor | None,
-    sines: Tensor | None,
-    pairs: Sequence[int],
-    bias: Tensor | None,
+    cosines: Tensor | None = None,
+    sines: Tensor | None = None,
+    pairs: Sequence[int] = (),
+    bias: Tensor | None = None,
 ) -> Tensor:
     library = required_library()
     features = features.contiguous()
