@@ -18,7 +18,7 @@ from attnrx.models import attach_tokens_, family_of
 from attnrx.prescription import Basis, Prescription, ScoreDecision
 from attnrx.realization.directions import compressed_spec
 from attnrx.realization.refinement import Refinement, refine
-from attnrx.rules import FusionOwner, RandomMatched, SharedRank, TopRank, prescribe_maps
+from attnrx.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
 from attnrx.serialization.storage import read_json, write_json
 from attnrx.tokens import parse_policy
 from attnrx.training.optimization import constrain_
@@ -38,7 +38,7 @@ def dense() -> tuple[nn.Module, rx.Diagnosis]:
 @cache
 def prescribed(form: str = "tied", rank: int = 5) -> Prescription:
     """Block terms in every layer, and values of different dimensions."""
-    return rx.prescribe(dense()[1], {"qk": f"shared_rank:{rank},form={form},sweeps=20", **VALUES})
+    return rx.prescribe(dense()[1], {"qk": f"shared_rank:{rank},form={form},sweeps=5", **VALUES})
 
 
 @cache
@@ -154,7 +154,7 @@ def test_weaker_strengths_of_blocks_stay_mixed() -> None:
 
 def prescribed_again() -> Prescription:
     """A prescription for the mixed model that keeps everything."""
-    return prescribe_maps(rx.diagnose(mixed(), IMAGES, batch_size=8), TopRank(5))
+    return cases.prescription(mixed(), cases.PATTERNS["full"])  # type: ignore[arg-type]
 
 
 def test_no_heads_and_no_directions_are_realized() -> None:
@@ -174,7 +174,7 @@ def test_refinement_improves_it() -> None:
 
 
 def test_a_random_control_costs_the_same() -> None:
-    rule = SharedRank(5, form="tied", sweeps=20)
+    rule = SharedRank(5, form="tied", sweeps=2, start="water_filling")
     models = [rx.realize(dense()[0], prescribe_maps(dense()[1], each)) for each in (rule, RandomMatched(rule))]
     assert [forms_of(each) for each in models] == [{"mixed"}] * 2
     first, second = (family_of(each).costs(each) for each in models)

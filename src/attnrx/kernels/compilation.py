@@ -202,6 +202,10 @@ def _loaded(record: Path) -> ctypes.CDLL:
     whole, pointer = ctypes.c_int, ctypes.c_void_p
     library.attnrx_attention.argtypes = [pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole]
     library.attnrx_attention.restype = whole
+    library.attnrx_mixed_attention.argtypes = [
+        pointer, whole, pointer, pointer, whole, whole, whole, whole, pointer, whole
+    ]  # fmt: skip
+    library.attnrx_mixed_attention.restype = whole
     library.attnrx_joint_attention.argtypes = [
         pointer, pointer, whole, pointer, pointer, whole, whole, pointer, ctypes.c_float, whole
     ]  # fmt: skip

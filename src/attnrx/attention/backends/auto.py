@@ -17,7 +17,7 @@ from attnrx.attention.factors import (
     padded_buckets,
 )
 from attnrx.kernels.compilation import native_library
-from attnrx.kernels.native_attention import native_attention, native_joint_attention
+from attnrx.kernels.native_attention import native_attention, native_joint_attention, native_mixed_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -105,6 +105,10 @@ def native_outputs(
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> HeadOutputs:
     """Returns the outputs of all heads, concatenated, from the C++ kernel."""
+    mixtures = [each.mixture for each in factors if each.mixture is not None]
+    if mixtures:
+        blocks, mix = mixtures[0].blocks, factors[0].scale * torch.cat([each.weights for each in mixtures])
+        return native_mixed_attention(blocks.query, blocks.key, values, blocks.ranks, mix, sizes)
     left, queries, keys, tokens = iter(factors), [], [], factors[0].query.shape[1]
     for bucket, own in zip(buckets, values, strict=True):
         if bucket.rank:
