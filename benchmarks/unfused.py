@@ -1,12 +1,19 @@
-"""The latency of one layer of attention: fused, unfused and in the C++ kernel, by the ranks of its heads, on a CPU.
+r"""The latency of one layer of attention: fused, unfused and in the C++ kernel, by the ranks of its heads, on a CPU.
 
     python benchmarks/unfused.py timm:vit_tiny_patch16_224 --ranks 64,64,64 56,32,32 48,40,32 --tokens 197 133 91
+    python benchmarks/unfused.py timm:deit_small_patch16_224 --ranks 64,64,64,64,64,64 shared:192 \
+        mixed:32,32,32,32,32,32 --batch 8 --alone
+
+`shared:R` are R directions that all heads share, `mixed:R,R,...` those of blocks whose score maps are mixed. With
+`--alone` the projections are left out: what remains are the scores, the softmax and the products with the values, whose
+dimensions per head are `--values`.
 
 All take turns in one run; `fused` pads heads to one width, `unfused` and `native` run every head at its own. With
 `--sizes` tokens count as often as their size says, as merged ones do. Weights are random: times do not depend on them.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +30,7 @@ from attnrx.attention import (
     Native,
     ScoreFactors,
 )
+from attnrx.attention.head_linear import in_buckets
 from attnrx.costs import Conditions, device_name, interleave
 from attnrx.models import build_model, family_of
 from attnrx.spec import AttentionSpec
@@ -53,6 +61,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--sizes", action="store_true")
+    parser.add_argument("--values", type=int, help="value dimensions of every head; those of the original if omitted")
+    parser.add_argument("--alone", action="store_true", help="without the projections")
     arguments = parser.parse_args()
     model = build_model(arguments.model, seed=0)
     spec, conditions = family_of(model).attention(model)[0].spec, Conditions(threads=arguments.threads)
@@ -60,7 +70,9 @@ def main() -> None:
     print(
         f"{device_name('cpu')}, torch {torch.__version__}, batch {arguments.batch}, {arguments.threads} threads, {kind}"
     )
-    ranks = [tuple(map(int, text.split(","))) for text in arguments.ranks]
+    if arguments.values is not None:
+        spec = replace(spec, value_ranks=(arguments.values,) * len(spec.heads))
+    specs = {text: _compressed(spec, text) for text in arguments.ranks}
     for count in arguments.tokens:
         tokens = torch.randn(arguments.batch, count, spec.width, generator=torch.Generator().manual_seed(0))
         sizes = torch.randint(1, 4, tokens.shape[:2], generator=torch.Generator().manual_seed(0)).float()
@@ -69,12 +81,11 @@ def main() -> None:
             "unfused": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
             "native": Native((lambda sizes=sizes: sizes) if arguments.sizes else None),
         }
-        runs = {
-            f"{','.join(map(str, own))} {name}": partial(_layer(spec, own, backend), tokens)
-            for own in ranks
-            for name, backend in backends.items()
-        }
+        pairs = {f"{text} {name}": (text, backend) for text in specs for name, backend in backends.items()}
         with torch.inference_mode(), conditions.held():
+            layers = {name: Attention(specs[text], backend).eval() for name, (text, backend) in pairs.items()}
+            make = _without_projections if arguments.alone else partial
+            runs = {name: make(layer, tokens) for name, layer in layers.items()}
             seconds = interleave(runs, rounds=arguments.rounds, warmup=3, clock="wall")
         first = next(iter(seconds.values()))
         for name, own in seconds.items():
@@ -82,8 +93,19 @@ def main() -> None:
             print(f"{count} tokens, {name}: {1e3 * float(own.median()):.2f} ms, {middle:.3f} [{low:.3f}, {high:.3f}]")
 
 
-def _layer(spec: AttentionSpec, ranks: tuple[int, ...], backend: Backend) -> Attention:
-    return Attention(replace(spec, ranks=ranks), backend).eval()
+def _compressed(spec: AttentionSpec, text: str) -> AttentionSpec:
+    form, _, ranks = text.rpartition(":")
+    own = tuple(map(int, ranks.split(",")))
+    if not form:
+        return replace(spec, ranks=own)
+    return spec.with_shared_directions(sum(own), own if form == "mixed" else None)
+
+
+def _without_projections(layer: Attention, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
+    plan = layer.plan(tokens)
+    value = in_buckets(layer.value.padded(tokens, plan.reads), plan.widths, plan.buckets)
+    values = [part.transpose(1, 2) for part in value]
+    return partial(plan.backend, plan.buckets, layer.factors(tokens, plan.buckets), values)
 
 
 def _see(shown: object) -> None:

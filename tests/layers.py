@@ -49,6 +49,10 @@ def svda(ranks: tuple[int, ...], norms: str, values: tuple[int, ...] | None = No
     return replace(dense(ranks, values, 3.1), form="svda", norms=norms)
 
 
+def mixed(blocks: tuple[int, ...], heads: int, values: tuple[int, ...] | None = None) -> AttentionSpec:
+    return dense((4,) * heads, values).with_shared_directions(sum(blocks), blocks)
+
+
 RAGGED, VALUES = (3, 0, 1, 4), (2, 4, 1, 3)
 LAYERS: dict[str, Case] = {
     "full": Case(dense((4, 4, 4))),
@@ -67,6 +71,11 @@ LAYERS: dict[str, Case] = {
     "svda, original norms": Case(svda(RAGGED, "original", VALUES)),
     "shared": Case(AttentionSpec("shared", 7, 4, (3,) * 3, (0, 1, 2), 0.83, 9, value_ranks=(1, 4, 2))),
     "shared, wide": Case(AttentionSpec("shared", 7, 4, (6, 6), (0, 1), 0.83, 9)),
+    "mixed": Case(mixed((3, 0, 2, 1), 3, (1, 4, 2))),
+    "mixed, equal values": Case(mixed((2, 3), 3)),
+    "mixed, one block": Case(mixed((6,), 4, (3, 3, 0, 2))),
+    "mixed, rank zero": Case(mixed((0, 0), 2)),
+    "mixed, 1,025 tokens": Case(mixed((17, 4), 6), 1, 1025),
     "dead": Case(dense((4, 2, 0)), dead=True),
     "dead svda": Case(svda((4, 2), "kept"), dead=True),
     "1,025 tokens": Case(dense((2, 0, 4), (3, 1, 4)), 1, 1025),
@@ -83,11 +92,14 @@ def by_definition(
 ) -> torch.Tensor:
     """softmax(scale * query @ strength @ key^T + log(sizes)) @ value, one head after the other."""
     spec, among = layer.spec, tokens if among is None else among
-    scores, shared = layer.scores, layer.spec.form == "shared"
-    query = F.linear(tokens, scores.query.weight, scores.query.bias).split(spec.rows, -1)
-    key = F.linear(among, scores.key.weight, scores.key.bias).split(spec.rows, -1)
+    scores, shared = layer.scores, spec.form in ("shared", "mixed")
+    rows = (sum(spec.rows),) if shared else spec.rows
+    query = F.linear(tokens, scores.query.weight, scores.query.bias).split(rows, -1)
+    key = F.linear(among, scores.key.weight, scores.key.bias).split(rows, -1)
     value = F.linear(among, layer.value.weight, layer.value.bias).split(spec.reads, -1)
     strength = getattr(scores, "strength", torch.ones(sum(spec.ranks), dtype=tokens.dtype))
+    if spec.blocks is not None:  # all directions of a block have one strength in a head
+        strength = scores.get_parameter("mix").repeat_interleave(torch.tensor(spec.blocks, dtype=torch.long), 1)
     strengths = strength.unbind(0) if shared else strength.split(spec.ranks)
     outputs = []
     for head, rank in enumerate(spec.ranks):

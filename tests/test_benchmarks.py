@@ -47,6 +47,19 @@ def test_products_are_timed_beside_those_of_the_libraries(
     assert all(float(cell.strip("| ")) > 0 for row in rows for cell in row[3:])
 
 
+@pytest.mark.parametrize("parts", [(), ("--alone", "--values", "3")])
+def test_attention_of_shared_and_mixed_directions_is_timed(
+    parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    forms = ("16,16,16,16", "shared:9", "mixed:4,0,5")
+    command = ["unfused.py", "dense:digits", "--ranks", *forms, "--tokens", "9", "--batch", "2", "--rounds", "4"]
+    monkeypatch.setattr("sys.argv", [*command, *parts])
+    runpy.run_path(str(BENCHMARKS / "unfused.py"))["main"]()
+    lines = [line.split(":") for line in capsys.readouterr().out.splitlines() if line.startswith("9 tokens")]
+    assert len(lines) == 9 and all(float(line[-1].split()[0]) >= 0 for line in lines)
+
+
 def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
     model = build_model("dense:digits", channels=3, classes=3)

@@ -53,17 +53,25 @@ class Basis(Displayed):
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
     owns its directions, the rows are those of head h; shared directions (one owner) combine the rows of all heads,
-    concatenated. Without pruning the scores equal those of the model, unless `about` of the prescription records an
-    approximation error. Of rotary attention `pairs` are the frequencies by which the directions are rotated, -1 for
-    those that are not: these come first, then the real and then the imaginary parts of the pairs.
+    concatenated. With `blocks` the shared directions are in blocks of so many neighbouring ones, and a head has the
+    same strength for all directions of a block. Without pruning the scores equal those of the model, unless `about` of
+    the prescription records an approximation error. Of rotary attention `pairs` are the frequencies by which the
+    directions are rotated, -1 for those that are not: these come first, then the real and then the imaginary parts of
+    the pairs.
     """
 
     left: Float[Tensor, "owners directions rows"]
     right: Float[Tensor, "owners directions rows"]
     shared: bool
+    blocks: tuple[int, ...] | None = None
     pairs: Int[Tensor, "owners directions"] | None = None
 
     def __post_init__(self):
+        if self.blocks is not None and not (self.shared and sum(self.blocks) == self.left.shape[1]):
+            raise InvalidInput(
+                f"blocks {self.blocks} must divide the directions of the basis among them, {tuple(self.left.shape)} "
+                "[owners, directions, rows], and these must be shared."
+            )
         if self.left.ndim != 3 or self.left.shape != self.right.shape or (self.shared and len(self.left) != 1):
             owners = "one owner, as the directions are shared" if self.shared else "one owner per head"
             raise InvalidInput(
@@ -124,6 +132,14 @@ class ScoreDecision(Displayed):
                 f"a basis of shape {tuple(self.basis.left.shape)} does not fit keep {tuple(self.keep.shape)}, "
                 f"whose directions have {owners} owners."
             )
+        if self.basis is not None and self.basis.blocks is not None:
+            tables = self.keep, self.strength
+            parts = [part for table in tables for part in table.split(self.basis.blocks, 1) if part.shape[1]]
+            if any(bool((part != part[:, :1]).any()) for part in parts):
+                raise InvalidInput(
+                    f"keep and strength differ within the blocks {self.basis.blocks}: give every head one value each "
+                    "for all directions of a block."
+                )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -415,7 +431,10 @@ def _score_record(decision: ScoreDecision) -> dict[str, Any]:
             )
         ],
     }
-    return record if decision.basis is None else record | {"basis": {"shared": decision.basis.shared}}
+    if decision.basis is None:
+        return record
+    blocks = {} if decision.basis.blocks is None else {"blocks": list(decision.basis.blocks)}
+    return record | {"basis": {"shared": decision.basis.shared, **blocks}}
 
 
 def _output_record(output: OutputDecision) -> dict[str, Any]:
@@ -452,9 +471,11 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
         row[head["keep"]] = True
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
     reasons = tuple(head["why"] for head in heads)
-    basis = None
-    if "basis" in record:
-        basis = Basis(tensors["qk.left"], tensors["qk.right"], **record["basis"], pairs=tensors.get("qk.pairs"))
+    facts, basis = record.get("basis"), None
+    if facts is not None:
+        blocks = tuple(facts["blocks"]) if "blocks" in facts else None
+        pairs = tensors.get("qk.pairs")
+        basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, pairs)
     return ScoreDecision(keep, strength.reshape(keep.shape), reasons, basis)
 
 
@@ -506,7 +527,7 @@ STAYING = Record({"keep": LATER, "strength": Items(Number(), 0, MOST_HEADS), "wh
 OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
 SCORES = Record(
     {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
-    {"basis": Record({"shared": Flag()})},
+    {"basis": Record({"shared": Flag()}, {"blocks": Items(RANK, 1, MOST_HEADS)})},
     then=_require_ranks,
 )
 LAYER = Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), HEADS: STAYING})

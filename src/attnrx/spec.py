@@ -11,14 +11,16 @@ from attnrx.errors import InvalidInput
 class FormTraits:
     """The properties of a form of attention on which costs, rules, backends and realizations depend.
 
-    `norms` are its normalizations of query and key rows, the default first. `attnrx.attention.forms` computes the
-    scores of the form of the same name.
+    `norms` are its normalizations of query and key rows, the default first. `mixes_blocks`: the shared directions are
+    in blocks, and a matrix mixes the score maps of the blocks. `attnrx.attention.forms` computes the scores of the form
+    of the same name.
     """
 
     has_strengths: bool
     shares_directions: bool
     norms: tuple[str, ...]
     rotates: bool = False
+    mixes_blocks: bool = False
 
 
 FORMS: Mapping[str, FormTraits] = {
@@ -26,6 +28,7 @@ FORMS: Mapping[str, FormTraits] = {
     "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
     "shared": FormTraits(has_strengths=True, shares_directions=True, norms=("none",)),
     "rotary": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), rotates=True),
+    "mixed": FormTraits(has_strengths=False, shares_directions=True, norms=("none",), mixes_blocks=True),
 }
 NORMS = tuple(sorted({norm for traits in FORMS.values() for norm in traits.norms}))
 BIASES = ("query", "key", "value", "output")
@@ -37,11 +40,12 @@ class AttentionSpec:
     """The numbers of directions and value dimensions of every head of a layer.
 
     `ranks` are the numbers of score directions per stored head, `heads` the indices of these heads in the original
-    model. `norms` is the normalization of the query and key rows: "none" (dense and shared), "kept" (the norm over the
-    kept directions) or "original" (the norm over all `original_rank` directions, which the projections then still
-    compute). In the shared form (CP SlimAtt) all heads share the directions and have separate strengths. `value_ranks`
-    are the value dimensions per stored head (default: head_dim), `biases` the projections with a bias. `scale` is
-    stored: it does not depend on the rank.
+    model. `norms` is the normalization of the query and key rows: "none" (dense, shared and mixed), "kept" (the norm
+    over the kept directions) or "original" (the norm over all `original_rank` directions, which the projections then
+    still compute). In the shared form (CP SlimAtt) all heads share the directions and have separate strengths. In the
+    mixed form (IrrAtt) the shared directions are in blocks of `blocks[b]` neighbouring ones; a block may be empty.
+    `value_ranks` are the value dimensions per stored head (default: head_dim), `biases` the projections with a bias.
+    `scale` is stored: it does not depend on the rank.
 
     In the rotary form the last 2 len(pairs[h]) rows of a head are the real and then the imaginary parts of the pairs
     that are rotated, with `pairs[h]` their indices among the frequencies of the original head (default: all of them);
@@ -60,6 +64,7 @@ class AttentionSpec:
     norms: str = "none"
     value_ranks: tuple[int, ...] | None = None
     biases: tuple[str, ...] = BIASES
+    blocks: tuple[int, ...] | None = None
     pairs: tuple[tuple[int, ...], ...] | None = None
     pair_bias: bool = False
     inner_norms: tuple[str, ...] = ()
@@ -101,6 +106,14 @@ class AttentionSpec:
             raise InvalidInput(f"value ranks {self.reads} must lie in 0..{self.head_dim}.")
         if self.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
+        if self.mixes_blocks != (self.blocks is not None):
+            raise InvalidInput(f"form={self.form!r} with blocks={self.blocks}: the mixed form alone has blocks.")
+        shared = max(self.ranks, default=0)
+        if self.blocks is not None and not (min(self.blocks, default=-1) >= 0 and sum(self.blocks) == shared > 0):
+            raise InvalidInput(
+                f"blocks {self.blocks} must divide the directions of the heads among them, one or more; ranks "
+                f"{self.ranks} given."
+            )
 
     def _check_pairs(self) -> None:
         if self.rotates != (self.pairs is not None):
@@ -131,7 +144,10 @@ class AttentionSpec:
             raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
         head_dim = width // heads
         ranks, indices, norms = (head_dim,) * heads, tuple(range(heads)), FORMS[form].norms[0]
-        return cls(form, width, head_dim, ranks, indices, head_dim**-0.5, head_dim, norms)
+        spec = cls("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
+        if FORMS[form].mixes_blocks:
+            return spec.with_shared_directions(width, ranks)
+        return replace(spec, form=form, norms=norms)
 
     @property
     def has_strengths(self) -> bool:
@@ -142,6 +158,11 @@ class AttentionSpec:
     def shares_directions(self) -> bool:
         """Whether all heads share one set of directions."""
         return FORMS[self.form].shares_directions
+
+    @property
+    def mixes_blocks(self) -> bool:
+        """Whether the shared directions are in blocks whose score maps are mixed for every head."""
+        return FORMS[self.form].mixes_blocks
 
     @property
     def has_norms(self) -> bool:
@@ -183,8 +204,10 @@ class AttentionSpec:
         """The rows of the query projection per owner of directions.
 
         These are the ranks of the heads, or all rows if the original norms are needed; shared directions have one
-        owner.
+        owner. Those in blocks are given by block.
         """
+        if self.blocks is not None:
+            return self.blocks
         if self.shares_directions:
             return self.ranks[:1]
         if self.keeps_original_norms:
@@ -201,6 +224,22 @@ class AttentionSpec:
     def has_bias(self, projection: str) -> bool:
         """Whether the projection "query", "key", "value" or "output" has a bias."""
         return projection in self.biases
+
+    def with_shared_directions(self, rank: int, blocks: tuple[int, ...] | None = None) -> "AttentionSpec":
+        """Returns the layer whose heads share `rank` directions, in the shared form or, with `blocks`, the mixed one.
+
+        Its original rank is the number of directions of all heads. Without any direction it has the shared form.
+        """
+        blocks, whole = blocks if rank and self.heads else None, self.original_rank
+        form = "shared" if blocks is None else "mixed"
+        return replace(
+            self,
+            form=form,
+            ranks=(rank,) * len(self.heads),
+            original_rank=whole if self.shares_directions else whole * len(self.heads),
+            norms="none",
+            blocks=blocks,
+        )
 
     def with_ranks(
         self,

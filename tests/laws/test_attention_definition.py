@@ -83,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name: str, backend: s
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["full", "ragged", "svda, ragged", "shared"])
+@pytest.mark.parametrize("name", ["full", "ragged", "svda, ragged", "shared", "mixed"])
 def test_an_observation_holds_the_factors_of_its_scores(name: str) -> None:
     found: list[Observation] = []
     case = LAYERS[name]
@@ -115,8 +115,20 @@ def test_outputs_in_float32_are_those_of_the_definition(name: str, backend: str)
         agree(layer(tokens), expected)
 
 
+SIZED = (
+    "ragged",
+    "narrow scores",
+    "svda, ragged",
+    "shared",
+    "mixed",
+    "rank zero",
+    "1,025 tokens",
+    "mixed, 1,025 tokens",
+)
+
+
 @pytest.mark.parametrize("backend", WITH_SIZES)
-@pytest.mark.parametrize("name", ["ragged", "narrow scores", "svda, ragged", "shared", "rank zero", "1,025 tokens"])
+@pytest.mark.parametrize("name", SIZED)
 def test_tokens_count_as_often_as_their_size(name: str, backend: str) -> None:
     case = LAYERS[name]
     require_kernel(backend)
@@ -135,7 +147,7 @@ FEW_QUERIES = [name for name in (*WITH_GRADIENTS, *IN_FLOAT32) if name not in ("
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", FEW_QUERIES)
-@pytest.mark.parametrize("name", ["narrow values", "ragged", "svda", "shared"])
+@pytest.mark.parametrize("name", ["narrow values", "ragged", "svda", "shared", "mixed"])
 def test_few_queries_attend_to_any_number_of_keys_and_heads_without_keys_return_zero(name: str, backend: str) -> None:
     case, make = LAYERS[name], {**WITH_GRADIENTS, **IN_FLOAT32}[backend]
     require_kernel(backend)

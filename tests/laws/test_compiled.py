@@ -13,6 +13,7 @@ from attnrx.costs import Conditions
 from attnrx.models import attach_tokens_, family_of
 from attnrx.realization import realize
 from cases import CONFIGS, PATTERNS, images, model, prescription
+from layers import LAYERS
 
 BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit, Autotuned)
 
@@ -53,6 +54,13 @@ if __name__ == "__main__":
                     wanted = small(inputs)
                 close = 40 * torch.finfo(dtype).eps * float(wanted.abs().max())
                 torch.testing.assert_close(logits, wanted, rtol=0, atol=close)
+        if kind is Explicit:  # the backend of mixed attention while a graph is recorded
+            layer = LAYERS["mixed"].layer(kind())
+            torch.compiler.reset()
+            with torch.no_grad():
+                compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+                tokens = LAYERS["mixed"].inputs()
+                torch.testing.assert_close(compiled(tokens), layer(tokens), rtol=1e-10, atol=1e-10)
         print(kind.__name__)
     adopted = rx.models.TimmFamily().fresh("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
     for policy in (None, "ward:0.5@2"):

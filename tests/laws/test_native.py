@@ -13,7 +13,7 @@ from attnrx.attention import Attention, AttentionCapture, AttentionContext, Auto
 from attnrx.costs.memory import profiled
 from attnrx.errors import InvalidInput, KernelWarning, NotSupported
 from attnrx.kernels import compilation
-from attnrx.kernels.native_attention import native_attention, native_joint_attention
+from attnrx.kernels.native_attention import native_attention, native_joint_attention, native_mixed_attention
 from attnrx.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
@@ -128,6 +128,60 @@ def test_profilers_counters_and_meta_tensors_see_the_operation() -> None:
     assert counter.get_total_flops() == 2 * 3 * 2 * 14 * 16 * (40 + 37 + 5)
     query, key, value = ([part.to("meta") for part in side] for side in sides)
     assert native_attention(query, key, value, None, 0.3).shape == found.shape == (3, 14, 2 * (37 + 5))
+
+
+# Directions per block, heads with their value dimensions, queries and keys.
+MIXED = (
+    ((64, 0, 33, 1), ((2, 37), (1, 5)), 133, 133),
+    ((32, 32, 32), ((3, 16),), 14, 16),
+    ((5,), ((1, 0), (2, 130)), 29, 31),
+    ((9, 2), ((2, 3),), 1, 5),
+)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize(("ranks", "heads", "queries", "keys"), MIXED)
+def test_maps_of_blocks_are_mixed_for_every_head(
+    ranks: tuple[int, ...], heads: tuple[tuple[int, int], ...], queries: int, keys: int, sized: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    count = sum(own for own, _ in heads)
+    features = [torch.randn(3, tokens, 2 * sum(ranks) + 3, generator=generator).float() for tokens in (queries, keys)]
+    query, key = (each[..., 1 : 1 + sum(ranks)] for each in features)
+    values = [torch.randn(3, keys, own, reads, generator=generator).float().transpose(1, 2) for own, reads in heads]
+    mix, sizes = torch.randn(count, len(ranks), generator=generator).float() / 3, None
+    if sized:
+        sizes = torch.randint(0, 4, (3, keys), generator=generator).float()
+        sizes[:, 0] = 1
+    strength = mix.repeat_interleave(torch.tensor(ranks), 1)[None, :, None]
+    mixed = (query[:, None] * strength).split([own for own, _ in heads], 1)
+    wanted = reference((list(mixed), [key[:, None]] * len(heads), values), sizes, 1.0)
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            found = native_mixed_attention(query, key, values, ranks, mix, sizes)
+        finally:
+            torch.set_num_threads(before)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-4)
+    assert profiled(lambda: native_mixed_attention(query, key, values, ranks, mix, sizes)).attention_kernel == "native"
+    with FlopCounterMode(display=False) as counter:
+        native_mixed_attention(query, key, values, ranks, mix, sizes)
+    products = sum(ranks) + count * len(ranks) + sum(own * reads for own, reads in heads)
+    assert counter.get_total_flops() == 2 * 3 * queries * keys * products
+    meta = [part.to("meta") for part in values]
+    assert native_mixed_attention(query.to("meta"), key.to("meta"), meta, ranks, mix, None).shape == found.shape
+
+
+def test_blocks_that_do_not_fit_their_directions_and_heads_are_refused() -> None:
+    unchecked = torch.ops.attnrx.native_mixed_attention.default
+    query, value = torch.ones(3, 5, 6).float(), torch.ones(3, 2, 5, 4).float()
+    fitting = (query, query, [value], (4, 2), torch.ones(2, 2).float(), None)
+    assert unchecked(*fitting).shape == (3, 5, 8)
+    for place, other in ((3, (4, 1)), (4, torch.ones(3, 2).float()), (4, torch.ones(2, 2)), (1, query[:, :4])):
+        with pytest.raises(InvalidInput, match=r"blocks of|the same heads|float32"):
+            unchecked(*fitting[:place], other, *fitting[place + 1 :])
+    assert torch.equal(unchecked(query, query[:, :0], [value[:, :, :0]], *fitting[3:]), torch.zeros(3, 5, 8).float())
 
 
 @pytest.mark.parametrize("sized", [False, True])

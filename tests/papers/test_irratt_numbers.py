@@ -62,19 +62,18 @@ UNMATCHED = ("deit_base cp:168 vo=32 mlp=304", "mhsa_percent", 49.7, 49.6141)
 
 
 def deit(model: str, compression: Compression) -> ModelCosts:
-    """A DeiT from its shapes alone, compressed, and written as the paper writes it."""
+    """A DeiT from its shapes alone, compressed."""
     width, heads = WIDTHS[model]
     full = AttentionSpec.full("dense", width, heads)
     (ranks,) = compression.mlp_ranks([full]) or ((None, None),)
     tokens = PATCHES + 1
-    realized = ModelCosts(
+    return ModelCosts(
         patches=linear_costs(PATCH, width, PATCHES),
         layers=(layer_costs(compression.spec(full), tokens, 4 * width, ranks),) * LAYERS,
         classifier=norm_costs(width) + PartCosts((width + 1) * CLASSES),
         classifier_macs=width * CLASSES,
         embeddings=PartCosts(width * (1 + tokens)),
     )
-    return compression.as_written(realized)
 
 
 def price(row: Row) -> Price:

@@ -20,7 +20,6 @@ from attnrx.costs import (
     count_product_macs,
     layer_costs,
     paper_convention,
-    with_fusion,
 )
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.models import FAMILIES, VisionTransformer, ViTConfig, family_of
@@ -74,7 +73,8 @@ def test_a_rank_that_leaves_everything_compresses_nothing() -> None:
 
 
 def test_the_shapes_of_the_forms() -> None:
-    assert Compression("irratt:7").spec(FULL).ranks == (3, 2, 2)
+    mixed = Compression("irratt:7").spec(FULL)
+    assert (mixed.form, mixed.blocks, mixed.ranks) == ("mixed", (3, 2, 2), (7, 7, 7))
     assert Compression("truncatt:2", vo=1).spec(FULL).ranks == (2, 2, 2)
     assert Compression("truncatt:2", vo=1).spec(FULL).reads == (1, 1, 1)
     shared = Compression("cp:5").spec(FULL)
@@ -82,11 +82,11 @@ def test_the_shapes_of_the_forms() -> None:
     assert {Compression(form).spec(FULL).scale for form in FORMS} == {FULL.scale}
 
 
-@pytest.mark.parametrize("ranks", [(4, 2, 1), (1, 2, 4), (4, 1, 1), (4, 4, 1)])
-def test_irratt_costs_depend_on_the_total_only(ranks: tuple[int, ...]) -> None:
-    spread = Compression(f"irratt:{sum(ranks)}", vo=2).spec(FULL)
-    assert spread.ranks != ranks
-    assert layer_costs(replace(spread, ranks=ranks), 5, 24).parts == layer_costs(spread, 5, 24).parts
+@pytest.mark.parametrize("blocks", [(4, 2, 1), (0, 2, 5), (7, 0, 0)])
+def test_irratt_costs_depend_on_the_total_only(blocks: tuple[int, ...]) -> None:
+    spread = Compression(f"irratt:{sum(blocks)}", vo=2).spec(FULL)
+    assert spread.blocks != blocks
+    assert layer_costs(replace(spread, blocks=blocks), 5, 24).parts == layer_costs(spread, 5, 24).parts
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -116,13 +116,10 @@ def test_norms_outside_the_layers_may_see_fewer_tokens() -> None:
     assert SVDA.price(one_token).macs == SVDA.price(costs).macs
 
 
-def test_fusion_is_a_part_that_only_the_written_form_has() -> None:
-    layer = layer_costs(Compression("irratt:2").spec(FULL), 5, 24)
-    written = with_fusion(layer)
-    assert (layer.fusion, written.fusion) == (PartCosts(), PartCosts(9, 25 * 9))
-    assert written.read_out.macs - layer.read_out.macs == 25 * 4  # the head that has no directions of its own
-    costs = CONFIGS["dense"].costs()
-    assert Compression("truncatt:2").as_written(costs) == costs
+def test_fusion_mixes_the_maps_of_all_blocks_for_every_head() -> None:
+    mixed, regular = (layer_costs(Compression(form).spec(FULL), 5, 24) for form in ("irratt:2", "truncatt:2"))
+    assert (mixed.fusion, regular.fusion) == (PartCosts(9, 25 * 9), PartCosts())
+    assert mixed.read_out == PartCosts(0, 25 * 12)  # every head reads its values, also if a block is empty
 
 
 def test_layers_that_differ_are_listed() -> None:
@@ -182,18 +179,16 @@ def call(*words: object, code: int = 0) -> dict[str, Any]:
 
 def test_the_command_prices_a_compressed_form() -> None:
     forms = ("--qk", "irratt:40", "--vo", 8, "--mlp", 16)
-    plain, written = call("dense:digits", *forms), call("dense:digits", *forms, "--convention", "irratt")
+    plain, mixed = call("dense:digits", *forms), call("dense:digits", *forms, "--convention", "irratt")
     regular = call("dense:digits", "--qk", "truncatt:10", "--vo", 8, "--mlp", 16, "--convention", "irratt")
     layers, heads, tokens = 3, 4, 64
-    totals = ("params", "macs", "mhsa_macs_per_layer", "params_percent", "macs_percent", "mhsa_percent")
-    assert {name: written["realized"][name] for name in totals} == {name: regular[name] for name in totals}
-    assert written["params"] - plain["params"] == layers * heads**2
-    assert written["macs"] - regular["macs"] == layers * tokens**2 * heads**2
-    assert "realized" not in plain and plain["convention"] == "svda"
+    assert mixed["params"] == plain["params"] == regular["params"] + layers * heads**2
+    assert mixed["macs"] - regular["macs"] == layers * tokens**2 * heads**2
+    assert plain["convention"] == "svda"
     original = call("dense:digits")
     assert plain["original"]["macs"] == original["macs"] > plain["macs"]
     assert plain["params_percent"] == 100 * plain["params"] / original["params"]
-    assert sum(part["macs"] for part in written["parts"].values()) == written["macs"]
+    assert sum(part["macs"] for part in mixed["parts"].values()) == mixed["macs"]
     assert call("dense:digits", *forms, "--convention", "paper") == plain
 
 

@@ -180,11 +180,12 @@ class Attention(nn.Module):
         ranks, most = spec.ranks, max((*spec.ranks, 1))
         used = torch.arange(most) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, most, dtype=torch.bool)
         strength = torch.zeros(len(ranks), most, dtype=torch.float64)
-        own = getattr(self.scores, "strength", torch.ones(sum(ranks)))
-        strength[used] = own.detach().cpu().double().flatten()
-        owners = ranks[: len(spec.rows)]
-        tables = [_table(side, spec.rows, owners, most) for side in (self.scores.query, self.scores.key)]
+        strength[used] = self.scores.strengths().detach().cpu().double().flatten()
         shared, pairs = spec.shares_directions, row_pairs(spec) if spec.rotates else None
+        # Shared directions have one table, also where they are in blocks.
+        rows = (sum(spec.rows),) if shared else spec.rows
+        owners = rows if shared else ranks
+        tables = [_table(side, rows, owners, most) for side in (self.scores.query, self.scores.key)]
         fixed = (*(("qk",) if spec.fixes_scores else ()), *(("vo", HEADS) if spec.fixes_values else ()))
         return Spectrum(
             tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads,

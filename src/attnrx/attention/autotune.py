@@ -69,7 +69,8 @@ def key_of(spec: AttentionSpec, context: AttentionContext) -> str:
     """Returns a text of everything that the latency of a layer depends on."""
     parts = (
         f"{spec.form} {spec.norms} width={spec.width} original={spec.original_rank}",
-        f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}",
+        f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}"
+        + ("" if spec.blocks is None else f" blocks={','.join(map(str, spec.blocks))}"),
         f"{context.images}x{context.tokens} {context.device} {str(context.dtype).removeprefix('torch.')}",
         f"threads={context.threads}",
     )

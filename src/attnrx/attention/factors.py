@@ -1,6 +1,7 @@
 """The interface between forms and backends: the context of a call, the buckets of heads, the factors of the scores."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -74,12 +75,46 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
+class BlockFactors:
+    """The directions that all heads share, in blocks of `ranks[b]` neighbouring ones; the buckets have one instance."""
+
+    query: Float[Tensor, "batch queries directions"]
+    key: Float[Tensor, "batch keys directions"]
+    ranks: tuple[int, ...]
+
+    def of_images(self, images: slice) -> "BlockFactors":
+        """Returns the blocks of a part of the batch."""
+        return BlockFactors(self.query[images], self.key[images], self.ranks)
+
+    @cached_property
+    def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
+        """The products of queries and keys of every block, computed once for all buckets; zero for an empty block."""
+        sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
+        return torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How the score maps of the blocks are mixed for the heads of one bucket."""
+
+    blocks: BlockFactors
+    weights: Float[Tensor, "heads blocks"]
+
+    def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
+        """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
+        maps = self.blocks.maps
+        mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
+        return mixed.unflatten(2, maps.shape[2:])
+
+
+@dataclass(frozen=True)
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
     The rows of query and key are divided by their norms, and rotated, already where the form does that; `strength` is
-    None where it is one. There are as many owners as heads, or a single one of directions that all heads share. `bias`
-    is added to the scores, if given, of all images or of each.
+    None where it is one. There are as many owners as heads, or a single one of directions that all heads share. With
+    `mixture` all directions of a block have the same strength in a head: fewer operations give the same scores, as a
+    weighted sum of the score maps of the blocks. `bias` is added to the scores, if given, of all images or of each.
     """
 
     bucket: Bucket
@@ -87,6 +122,7 @@ class ScoreFactors:
     key: Float[Tensor, "batch keys owners width"]
     strength: Float[Tensor, "heads width"] | None
     scale: float
+    mixture: Mixture | None = None
     bias: Float[Tensor, "images heads queries keys"] | None = None
 
     def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
@@ -94,6 +130,12 @@ class ScoreFactors:
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
+
+    def of_images(self, images: slice) -> "ScoreFactors":
+        """Returns the factors of a part of the batch."""
+        mixture = None if self.mixture is None else replace(self.mixture, blocks=self.mixture.blocks.of_images(images))
+        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[images]
+        return replace(self, query=self.query[images], key=self.key[images], mixture=mixture, bias=bias)
 
 
 def exact_buckets(ranks: tuple[int, ...], reads: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.factors import BlockFactors, Bucket, Mixture, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear, in_buckets, padding_index
 from attnrx.attention.positions import Positions
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.kernels.cached_weights import CachedWeights
 from attnrx.kernels.native_attention import RotationTable
 from attnrx.shapes import Float, Int, Tensor
@@ -40,10 +40,12 @@ class ScoreForm(nn.Module, ABC):
     def placed(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Returns projected rows, padded to `rows`, at the positions of their tokens; positions of the first tokens are
-        used where there are more.
-        """
+        """Returns projected rows, padded to `rows`, at the positions of their tokens."""
         return features
+
+    def strengths(self) -> Tensor:
+        """Returns the strengths of the stored directions of every head, in storage order."""
+        return torch.ones(sum(self.spec.ranks))
 
     @abstractmethod
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
@@ -146,21 +148,68 @@ class SharedForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of shared rows, padded to the width of the bucket; zero for rank 0."""
-        (bucket,) = buckets
-        return (bucket.width if bucket.rank else 0,)
+        """Returns the number of shared rows, padded to the width of the buckets; zero for rank 0."""
+        return (_shared_width(buckets),)
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows once, and the strengths of every head."""
-        (bucket,) = buckets
-        if not bucket.rank:
-            return ()
-        strength = F.pad(self.strength, (0, bucket.width - self.strength.shape[1]))
-        return (ScoreFactors(bucket, query.unsqueeze(2), key.unsqueeze(2), strength, self.spec.scale),)
+        """Returns the shared rows, and the strengths of every head."""
+        strength = F.pad(self.strength, (0, _shared_width(buckets) - self.strength.shape[1]))
+        sides = query.unsqueeze(2), key.unsqueeze(2)
+        return tuple(
+            ScoreFactors(bucket, *sides, strength[bucket.heads], self.spec.scale) for bucket in buckets if bucket.rank
+        )
+
+    def strengths(self) -> Float[Tensor, "heads directions"]:
+        return self.strength
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
         if strengths:
             self.strength.copy_(torch.stack(strengths))
+
+
+class MixedForm(ScoreForm):
+    """IrrAtt (Eq. 6): the shared directions are in blocks, and every head mixes the score maps of the blocks.
+
+    It equals the shared form in which a head has one strength for all directions of a block, `mix[head, block]`.
+    """
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Returns the number of rows of every block; those of the last one are padded to the width of the buckets."""
+        blocks, width = self.spec.rows, _shared_width(buckets)
+        return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the shared rows, the weights of the blocks in every head, and the strengths that follow from them."""
+        rows = self.rows(buckets)
+        strength = self._kept(rows, (self.mix,), lambda: self.mix[:, _block_index(rows, self.mix)])
+        blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
+        return tuple(
+            ScoreFactors(
+                bucket, *sides, strength[bucket.heads], self.spec.scale, Mixture(blocks, self.mix[bucket.heads])
+            )
+            for bucket in buckets
+            if bucket.rank
+        )
+
+    def strengths(self) -> Float[Tensor, "heads directions"]:
+        return self.mix[:, _block_index(self.spec.rows, self.mix)]
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        """Raises NotSupported for strengths that differ within a block."""
+        blocks = torch.stack(strengths).split(self.spec.rows, dim=1)
+        for block, own in enumerate(blocks):
+            if bool((own != own[:, :1]).any()):
+                raise NotSupported(
+                    "heads of mixed attention have one strength per block of directions, and this prescription gives "
+                    f"those of block {block} different ones, so it has no mask; realize it by='compress'."
+                )
+            if own.shape[1]:
+                self.mix[:, block] = own[:, 0].to(self.mix.dtype)
 
 
 class SvdaForm(ScoreForm):
@@ -182,6 +231,9 @@ class SvdaForm(ScoreForm):
             for bucket, q, k in self.parts(query, key, buckets)
         )
 
+    def strengths(self) -> Float[Tensor, "directions"]:
+        return self.strength
+
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
         self.strength.copy_(torch.cat([self.strength.new_zeros(0), *strengths]))
 
@@ -202,6 +254,14 @@ class SvdaForm(ScoreForm):
                 own = F.pad(own, (0, 1)).index_select(0, index)
             found[bucket] = own.view(len(ranks), bucket.width)
         return found
+
+
+def _shared_width(buckets: tuple[Bucket, ...]) -> int:
+    return max((bucket.width for bucket in buckets if bucket.rank), default=0)
+
+
+def _block_index(rows: tuple[int, ...], like: Tensor) -> Int[Tensor, "directions"]:
+    return torch.tensor([block for block, rank in enumerate(rows) for _ in range(rank)], device=like.device)
 
 
 def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
@@ -303,5 +363,6 @@ FORMS: dict[str, type[ScoreForm]] = {
     "dense": DenseForm,
     "svda": SvdaForm,
     "shared": SharedForm,
+    "mixed": MixedForm,
     "rotary": RotaryForm,
 }

@@ -26,7 +26,6 @@ from attnrx.costs.model_costs import (
     linear_costs,
     norm_costs,
     token_costs,
-    with_fusion,
 )
 from attnrx.costs.rank_steps import Steps, measured_steps
 from attnrx.runtime.hardware import device_name
@@ -67,5 +66,4 @@ __all__ = [
     "profiled",
     "speed_text",
     "token_costs",
-    "with_fusion",
 ]

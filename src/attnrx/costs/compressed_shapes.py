@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attnrx.costs.model_costs import ModelCosts, with_fusion
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.spec import BIASES, AttentionSpec
 
@@ -15,8 +14,8 @@ class Compression:
     """How every layer is compressed: its query-key pathway, its value-output pathway, its MLP.
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
-    (R directions in all, spread over the heads). `vo` is the value dimension of each head, `mlp` the rank of both maps
-    of the MLP, each as two factors; None means unchanged.
+    (R directions in as many blocks as heads, whose maps are mixed). `vo` is the value dimension of each head, `mlp` the
+    rank of both maps of the MLP, each as two factors; None means unchanged.
 
     A compressed pathway keeps no useless bias: the query's is stored at the compressed width, the key's is dropped (it
     adds a constant to every row of scores), the value's is folded into the output's. A rank that keeps all directions
@@ -33,10 +32,6 @@ class Compression:
             rank = getattr(self, name)
             if rank is not None and rank < 1:
                 raise InvalidInput(f"{name}={rank}: give a rank of at least 1, or None for no compression.")
-
-    @property
-    def form(self) -> str:
-        return _parsed(self.qk)[0]
 
     def spec(self, full: AttentionSpec) -> AttentionSpec:
         """Returns the shape of a layer's attention after compression.
@@ -65,24 +60,21 @@ class Compression:
             _require("mlp", self.mlp, spec.width)
         return ((self.mlp, self.mlp),) * len(specs)
 
-    def as_written(self, costs: ModelCosts) -> ModelCosts:
-        """Adds the fusion of the score maps, which is part of the paper's IrrAtt and not of the realized form."""
-        if self.form != "irratt":
-            return costs
-        return replace(costs, layers=tuple(with_fusion(layer) for layer in costs.layers))
-
 
 def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     heads, directions = len(spec.heads), sum(spec.ranks)
     # So many shared directions contain every head's own.
     _require(form, rank, spec.original_rank if form == "truncatt" else directions)
-    biases = tuple(bias for bias in spec.biases if bias != "key")
-    if form == "cp":
-        return replace(spec, form="shared", ranks=(rank,) * heads, original_rank=directions, biases=biases)
-    # IrrAtt's directions are spread as evenly as possible: the costs depend on their number only.
-    least, more = (rank, 0) if form == "truncatt" else divmod(rank, heads)
-    ranks = tuple(least + (head < more) for head in range(heads))
-    return spec if ranks == spec.ranks else replace(spec, ranks=ranks, biases=biases)
+    # A rank that keeps all of the heads' own directions changes nothing.
+    if form != "cp" and rank == (spec.original_rank if form == "truncatt" else directions):
+        return spec
+    found = replace(spec, biases=tuple(bias for bias in spec.biases if bias != "key"))
+    if form == "truncatt":
+        return replace(found, ranks=(rank,) * heads)
+    # The directions are spread over the blocks as evenly as possible: the costs depend on their number only.
+    least, more = divmod(rank, heads)
+    blocks = tuple(least + (block < more) for block in range(heads))
+    return found.with_shared_directions(rank, blocks if form == "irratt" else None)
 
 
 def _read_out(spec: AttentionSpec, rank: int | None) -> AttentionSpec:

@@ -52,8 +52,7 @@ class Convention:
     """The counted operations besides the matrix products of patches and layers, which always count.
 
     `strengths`: one MAC per token and strength. `norms`: this many MACs per feature of a LayerNorm. `classifier`: its
-    product. `fusion`: IrrAtt as published, with a matrix that mixes the heads' score maps, though it can be
-    realized without one (`attnrx.costs.with_fusion`).
+    product.
     """
 
     name: str
@@ -61,7 +60,6 @@ class Convention:
     strengths: bool
     norms: int
     classifier: bool
-    fusion: bool
 
     def price(self, costs: ModelCosts) -> Price:
         """Returns the cost by this convention; the parts add up to the whole."""
@@ -81,11 +79,11 @@ class Convention:
 
 
 # The SVDA paper's accounting (A.6), which is also that of ModelCosts.macs.
-SVDA = Convention("svda", "SVDA, A.6", strengths=True, norms=0, classifier=False, fusion=False)
+SVDA = Convention("svda", "SVDA, A.6", strengths=True, norms=0, classifier=False)
 
 # Inferred from the IrrAtt paper's Table 1, which these rules reproduce in 53 of its 54 cells: a fused multiply-add is
 # one FLOP, and a LayerNorm is counted as common FLOP counters do, at five per feature.
-IRRATT = Convention("irratt", "IrrAtt, Table 1", strengths=False, norms=5, classifier=True, fusion=True)
+IRRATT = Convention("irratt", "IrrAtt, Table 1", strengths=False, norms=5, classifier=True)
 
 CONVENTIONS: dict[str, Convention] = {convention.name: convention for convention in (SVDA, IRRATT)}
 

@@ -16,7 +16,7 @@ from attnrx.shapes import Float, Tensor
 
 MEMORY_EVENT = "[memory]"
 KERNEL_PREFIX = "aten::_scaled_dot_product_"
-NATIVE = {"attnrx::native_attention", "attnrx::native_joint_attention"}
+NATIVE = {f"attnrx::native_{kind}attention" for kind in ("", "joint_", "mixed_")}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class LayerCosts:
     """The costs of one transformer block by part.
 
     `query_key` are the two projections of the score pathway, `scores` the products of queries and keys, `diagonal`
-    the strengths, `fusion` a matrix that mixes the score maps of the heads, `value_output` the two projections of the
+    the strengths, `fusion` the matrix that mixes the score maps of blocks, `value_output` the two projections of the
     other pathway, and `read_out` attention times values. `spec` and `tokens` are the inputs of the attention's costs.
     """
 
@@ -201,6 +201,7 @@ def layer_costs(
     # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
     attending = sum(reads for own, reads in zip(spec.ranks, spec.reads, strict=True) if own)
     strengths = rank if spec.has_strengths else 0
+    mixed = len(spec.heads) * len(spec.blocks) if spec.blocks is not None else 0
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
     output = linear_costs(features, spec.width, tokens, bias=spec.has_bias("output"))
@@ -208,9 +209,9 @@ def layer_costs(
     second = factored_costs(hidden, spec.width, tokens, mlp_ranks[1])
     return LayerCosts(
         query_key=query + key,
-        scores=PartCosts(0, tokens * tokens * rank),
+        scores=PartCosts(0, tokens * tokens * (rows if spec.mixes_blocks else rank)),
         diagonal=PartCosts(strengths, tokens * strengths),
-        fusion=PartCosts(),
+        fusion=PartCosts(mixed, tokens * tokens * mixed),
         value_output=value + output,
         read_out=PartCosts(0, tokens * tokens * attending),
         mlp=first + second,
@@ -222,26 +223,14 @@ def layer_costs(
     )
 
 
-def with_fusion(layer: LayerCosts) -> LayerCosts:
-    """Returns the costs of the layer with the fusion of IrrAtt (Algorithm 3).
-
-    A heads x heads matrix mixes the score maps. Realized heads have their own maps, for which that matrix is the
-    identity and costs nothing. Mixed maps are never empty, so every head multiplies its values, even one without
-    directions.
-    """
-    heads, pairs = len(layer.spec.heads), layer.tokens**2
-    read_out = PartCosts(0, pairs * sum(layer.spec.reads))
-    return replace(layer, fusion=PartCosts(heads**2, pairs * heads**2), read_out=read_out)
-
-
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
     """Returns the costs of one direction: a row and a bias of query and key, its strengths, its share of the scores.
 
     For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs; with the original norms
     the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
-    head.
+    head; in a block it has scores once, in the map of the block.
     """
-    users = len(spec.heads) if spec.shares_directions else 1
+    users = len(spec.heads) if spec.shares_directions and not spec.mixes_blocks else 1
     strength = PartCosts(users, tokens * users) if spec.has_strengths else PartCosts()
     scores = PartCosts(0, tokens * tokens * users)
     if spec.keeps_original_norms:

@@ -22,8 +22,8 @@ TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
 class BlockTerms:
     """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (Eq. 6).
 
-    There are as many blocks as slices; if `mix` is the identity, every slice has exactly the terms it owns. A block may
-    have no terms. `errors` are the relative errors at the start and after each sweep.
+    There are as many blocks as slices; if `mix` is the identity, every slice has exactly the terms it owns. The terms
+    are sorted by block, and a block may have none. `errors` are the relative errors at the start and after each sweep.
     """
 
     left: Float[Tensor, "rows rank"]

@@ -2,7 +2,8 @@
 //
 // One head of one image is computed at a time. Its keys are transposed into panels of two vectors, its values copied
 // into panels. As many queries as fit the registers are multiplied with all keys, followed by softmax and the weighted
-// sum of the values, while those rows of the map are in the L1 cache. No map is written to memory.
+// sum of the values, while those rows of the map are in the L1 cache. No map is written to memory. Heads that mix the
+// score maps of blocks are computed together: for a few queries first the rows of all block maps, then head by head.
 #include <new>
 #include <numeric>
 #include <vector>
@@ -75,7 +76,7 @@ void pack_values(const float* value, int64_t token, int keys, int reads, float* 
 }
 
 struct Shape {
-  int keys, rank, reads;
+  int keys, reads;
 };
 
 template <int N, int VECTORS>
@@ -117,26 +118,21 @@ INLINED float weigh(float* row, int padded) {
   return 1.f / total;
 }
 
-const float TO_BASE_TWO = 1.4426950408889634f;
-
-INLINED void add_bias(float* row, const float* bias, int keys) {
-  int i = 0;
-  for (; i + WIDTH <= keys; i += WIDTH) store(row + i, load(row + i) + load(bias + i) * TO_BASE_TWO);
-  for (; i < keys; i++) row[i] += bias[i] * TO_BASE_TWO;
+// N rows of the score map, added to `added`.
+template <int N>
+void score_rows(const float* query, int64_t token, const float* key, int rank, const float* added, float* map,
+                int padded) {
+  for (int first = 0; first < padded; first += PANEL) {
+    const float* panel = key + (int64_t)first * rank;
+    if (padded - first < PANEL) score<N, 1>(query, token, panel, rank, added + first, map + first, padded);
+    else score<N, 2>(query, token, panel, rank, added + first, map + first, padded);
+  }
 }
 
-// The outputs of N queries; `bias`, if given, are the rows of these queries.
+// The outputs of N queries from their rows of the score map, which are overwritten.
 template <int N>
-void mix(const float* query, int64_t query_token, const float* key, const float* added, const float* value, float* map,
-         float* output, int64_t output_token, Shape shape, const float* bias) {
+void attend_rows(float* map, const float* value, float* output, int64_t output_token, Shape shape) {
   const int padded = up(shape.keys, WIDTH);
-  for (int first = 0; first < padded; first += PANEL) {
-    const float* panel = key + (int64_t)first * shape.rank;
-    if (padded - first < PANEL) score<N, 1>(query, query_token, panel, shape.rank, added + first, map + first, padded);
-    else score<N, 2>(query, query_token, panel, shape.rank, added + first, map + first, padded);
-  }
-  if (bias)
-    for (int n = 0; n < N; n++) add_bias(map + n * padded, bias + (int64_t)n * shape.keys, shape.keys);
   float shares[N];
   for (int n = 0; n < N; n++) shares[n] = weigh(map + n * padded, padded);
   for (int first = 0; first < shape.reads; first += PANEL) {
@@ -147,18 +143,45 @@ void mix(const float* query, int64_t query_token, const float* key, const float*
   }
 }
 
-typedef void (*Mix)(const float*, int64_t, const float*, const float*, const float*, float*, float*, int64_t, Shape,
-                    const float*);
+// What a tile of queries does, for each number of its rows.
+struct Steps {
+  void (*score)(const float*, int64_t, const float*, int, const float*, float*, int);
+  void (*attend)(float*, const float*, float*, int64_t, Shape);
+};
 
 template <int... N>
-Mix of_rows(int rows, std::integer_sequence<int, N...>) {
-  static constexpr Mix known[] = {mix<N + 1>...};
+const Steps& steps_of(int rows, std::integer_sequence<int, N...>) {
+  static constexpr Steps known[] = {{score_rows<N + 1>, attend_rows<N + 1>}...};
   return known[rows - 1];
 }
 
+// Tiles of nearly equal numbers of rows: a last tile of a single row would take as long as one of four.
+template <typename Compute>
+void in_tiles(int first, int last, Compute compute) {
+  const int tiles = (last - first + ROWS - 1) / ROWS;
+  for (int tile = 0; tile < tiles; tile++) {
+    const int64_t start = first + (int64_t)(last - first) * tile / tiles;
+    const int rows = (int)(first + (int64_t)(last - first) * (tile + 1) / tiles - start);
+    compute(start, steps_of(rows, std::make_integer_sequence<int, ROWS>{}), rows);
+  }
+}
+
+// The logarithms of the sizes to base two; -infinity for the padding.
+void pack_sizes(const float* sizes, int keys, float* added) {
+  for (int i = 0; i < up(keys, WIDTH); i++) added[i] = i < keys ? (sizes ? std::log2(sizes[i]) : 0.f) : -INFINITY;
+}
+
+constexpr float TO_BASE_TWO = 1.4426950408889634f;
+
+INLINED void add_bias(float* row, const float* bias, int keys) {
+  int i = 0;
+  for (; i + WIDTH <= keys; i += WIDTH) store(row + i, load(row + i) + load(bias + i) * TO_BASE_TWO);
+  for (; i < keys; i++) row[i] += bias[i] * TO_BASE_TWO;
+}
+
 // Computes the queries from `first` to `last` of one head of one image; false if out of memory.
-bool mix_head(const Head& head, int number, int image, int first, int last, int keys, const float* sizes, float scale,
-              const Rotation* rotation, const Bias* bias) {
+bool attend_head(const Head& head, int number, int image, int first, int last, int keys, const float* sizes,
+                 float scale, const Rotation* rotation, const Bias* bias) {
   const int padded = up(keys, WIDTH), rank = (int)head.rank, reads = (int)head.reads;
   const size_t wide = (size_t)up(reads, PANEL) * keys;
   const size_t rotated = rotation ? (size_t)(keys > last - first ? keys : last - first) * rank : 0;
@@ -180,20 +203,92 @@ bool mix_head(const Head& head, int number, int image, int first, int last, int 
     query_token = rank;
   }
   pack_values(at(head.value, image * head.value_image), head.value_token, keys, reads, value);
-  for (int i = 0; i < padded; i++) added[i] = i < keys ? (sizes ? std::log2(sizes[i]) : 0.f) : -INFINITY;
-  const float* rows = bias ? bias->values + image * bias->image + number * bias->head : nullptr;
+  pack_sizes(sizes, keys, added);
+  const float* biases = bias ? bias->values + image * bias->image + number * bias->head : nullptr;
   float* output = (float*)at(head.output, image * head.output_image);
-  // Tiles of nearly equal numbers of rows: a last tile of a single row would take as long as one of four.
-  const int tiles = (last - first + ROWS - 1) / ROWS;
-  for (int tile = 0; tile < tiles; tile++) {
-    const int64_t start = first + (int64_t)(last - first) * tile / tiles;
-    const int64_t stop = first + (int64_t)(last - first) * (tile + 1) / tiles;
-    of_rows((int)(stop - start), std::make_integer_sequence<int, ROWS>{})(
-        query + start * query_token, query_token, key, added, value, map, output + start * head.output_token,
-        head.output_token, {keys, rank, reads}, rows ? rows + start * keys : nullptr);
-  }
+  in_tiles(first, last, [&](int64_t start, const Steps& steps, int rows) {
+    steps.score(query + start * query_token, query_token, key, rank, added, map, padded);
+    for (int n = 0; biases && n < rows; n++) add_bias(map + n * padded, biases + (start + n) * keys, keys);
+    steps.attend(map, value, output + start * head.output_token, head.output_token, {keys, reads});
+  });
   return true;
 }
+
+// Directions that all heads share, in blocks of `ranks[b]` neighbouring ones; head h mixes the maps of the blocks with
+// the weights mix[h * blocks + b].
+struct Mixture {
+  const int64_t* ranks;
+  const float* mix;
+  int blocks, heads;
+};
+
+// `rows` rows of the score map of a head: the sum of the weighted rows of the block maps, and `added`.
+void mix_rows(const float* maps, const float* weights, const Mixture& mixture, const float* added, int rows,
+              int padded, float* map) {
+  constexpr int GROUP = 4;  // vectors of sums in registers: one weight is broadcast for all of them
+  const int64_t size = (int64_t)ROWS * padded;
+  for (int row = 0; row < rows; row++, maps += padded, map += padded) {
+    int first = 0;
+    for (; first + GROUP * WIDTH <= padded; first += GROUP * WIDTH) {
+      Vector sums[GROUP];
+      UNROLLED for (int v = 0; v < GROUP; v++) sums[v] = load(added + first + v * WIDTH);
+      for (int block = 0; block < mixture.blocks; block++) {
+        if (!mixture.ranks[block]) continue;
+        const float* from = maps + block * size + first;
+        UNROLLED for (int v = 0; v < GROUP; v++) sums[v] += load(from + v * WIDTH) * weights[block];
+      }
+      UNROLLED for (int v = 0; v < GROUP; v++) store(map + first + v * WIDTH, sums[v]);
+    }
+    for (; first < padded; first += WIDTH) {
+      Vector sum = load(added + first);
+      for (int block = 0; block < mixture.blocks; block++)
+        if (mixture.ranks[block]) sum += load(maps + block * size + first) * weights[block];
+      store(map + first, sum);
+    }
+  }
+}
+
+// Computes the queries from `first` to `last` of all heads of one image; false if out of memory.
+bool attend_mixed(const Head* heads, const Mixture& mixture, int image, int first, int last, int keys,
+                  const float* sizes) {
+  const int padded = up(keys, WIDTH), rank = (int)heads[0].rank;
+  size_t wide = 0;
+  for (int head = 0; head < mixture.heads; head++) wide += (size_t)up((int)heads[head].reads, PANEL) * keys;
+  float* key = workspace.of((size_t)padded * (rank + 2 + ROWS * (mixture.blocks + 1)) + wide);
+  if (!key) return false;
+  float *added = key + (size_t)padded * rank, *zeros = added + padded, *map = zeros + padded;
+  float *maps = map + (size_t)ROWS * padded, *values = maps + (size_t)mixture.blocks * ROWS * padded;
+  int64_t direction = 0;
+  for (int block = 0; block < mixture.blocks; direction += mixture.ranks[block++])
+    pack_keys(at(heads[0].key, image * heads[0].key_image) + direction, heads[0].key_token, keys,
+              (int)mixture.ranks[block], TO_BASE_TWO, key + direction * padded);
+  float* value = values;
+  for (int head = 0; head < mixture.heads; value += (size_t)up((int)heads[head++].reads, PANEL) * keys)
+    pack_values(at(heads[head].value, image * heads[head].value_image), heads[head].value_token, keys,
+                (int)heads[head].reads, value);
+  pack_sizes(sizes, keys, added);
+  memset(zeros, 0, padded * sizeof(float));
+  in_tiles(first, last, [&](int64_t start, const Steps& steps, int rows) {
+    const float* query = at(heads[0].query, image * heads[0].query_image) + start * heads[0].query_token;
+    int64_t direction = 0;
+    for (int block = 0; block < mixture.blocks; direction += mixture.ranks[block++])
+      if (mixture.ranks[block])
+        steps.score(query + direction, heads[0].query_token, key + direction * padded, (int)mixture.ranks[block],
+                    zeros, maps + (int64_t)block * ROWS * padded, padded);
+    const float* value = values;
+    for (int head = 0; head < mixture.heads; head++) {
+      const Head& own = heads[head];
+      mix_rows(maps, mixture.mix + (int64_t)head * mixture.blocks, mixture, added, rows, padded, map);
+      steps.attend(map, value, (float*)at(own.output, image * own.output_image) + start * own.output_token,
+                   own.output_token, {keys, (int)own.reads});
+      value += (size_t)up((int)own.reads, PANEL) * keys;
+    }
+  });
+  return true;
+}
+
+// The number of parts into which the queries of a unit of work are split, so that all threads have some.
+int parts_of(int64_t units, int threads) { return threads > 1 && units < 8 * threads && units % threads ? threads : 1; }
 
 }  // namespace
 
@@ -205,7 +300,7 @@ extern "C" int attnrx_attention(const int64_t* described, int heads, int images,
                                 const Bias* bias) {
   const Head* all_heads = (const Head*)described;
   const int64_t units = (int64_t)images * heads;
-  const int parts = threads > 1 && units < 8 * threads && units % threads ? threads : 1;
+  const int parts = parts_of(units, threads);
   int failed = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(| : failed)
   for (int64_t task = 0; task < units * parts; task++) {
@@ -213,7 +308,24 @@ extern "C" int attnrx_attention(const int64_t* described, int heads, int images,
     const int first = (int)(queries * part / parts), last = (int)(queries * (part + 1) / parts);
     const float* counted = sizes ? sizes + image * keys : nullptr;
     const int head = (int)(task / parts % heads);
-    failed |= !mix_head(all_heads[head], head, (int)image, first, last, keys, counted, scale, rotation, bias);
+    failed |= !attend_head(all_heads[head], head, (int)image, first, last, keys, counted, scale, rotation, bias);
+  }
+  return failed;
+}
+
+// The same for heads that mix the score maps of blocks. Every head is described with the queries and keys of all
+// directions; `mix` [heads][blocks] includes the scale.
+extern "C" int attnrx_mixed_attention(const int64_t* described, int heads, const int64_t* ranks, const float* mix,
+                                      int blocks, int images, int queries, int keys, const float* sizes, int threads) {
+  const Mixture mixture = {ranks, mix, blocks, heads};
+  const int parts = parts_of(images, threads);
+  int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(| : failed)
+  for (int64_t task = 0; task < (int64_t)images * parts; task++) {
+    const int64_t image = task / parts, part = task % parts;
+    const int first = (int)(queries * part / parts), last = (int)(queries * (part + 1) / parts);
+    const float* counted = sizes ? sizes + image * keys : nullptr;
+    failed |= !attend_mixed((const Head*)described, mixture, (int)image, first, last, keys, counted);
   }
   return failed;
 }

@@ -205,6 +205,10 @@ def _loaded(record: Path) -> ctypes.CDLL:
         pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole, *positions
     ]  # fmt: skip
     library.attnrx_attention.restype = whole
+    library.attnrx_mixed_attention.argtypes = [
+        pointer, whole, pointer, pointer, whole, whole, whole, whole, pointer, whole
+    ]  # fmt: skip
+    library.attnrx_mixed_attention.restype = whole
     library.attnrx_joint_attention.argtypes = [
         pointer, pointer, whole, pointer, pointer, whole, whole, pointer, ctypes.c_float, whole, *positions
     ]  # fmt: skip

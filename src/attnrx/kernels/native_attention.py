@@ -34,6 +34,10 @@ _library.define(
     "Tensor? cosines=None, Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor"
 )
 _library.define(
+    "native_mixed_attention(Tensor query, Tensor key, Tensor[] values, int[] ranks, Tensor mix, Tensor? sizes)"
+    " -> Tensor"
+)
+_library.define(
     "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale, Tensor? bias=None)"
     " -> Tensor"
 )
@@ -74,7 +78,25 @@ def _attention(
     if not values[0].shape[2]:  # softmax over no keys times no values
         return output.zero_()
     batch, tokens, _ = output.shape
-    # Keeps the tensors alive during the call: a contiguous copy may have no other owner.
+    numbers, heads, _kept = _described(queries, keys, values, output)
+    counted = None if sizes is None else sizes.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    added = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
+    failed = library.attnrx_attention(
+        numbers, heads, batch, tokens, values[0].shape[2],
+        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(), None, added,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("attention found no memory for the keys and values of one head.")
+    return output
+
+
+def _described(
+    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], output: Tensor
+) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
+    """Returns the numbers that describe the heads to the kernel, the number of heads, and the tensors that must live
+    during the call: a contiguous copy may have no other owner.
+    """
     kept: list[Tensor] = []
     described: list[int] = []
     place, (image, token, _) = output.data_ptr(), output.stride()
@@ -88,17 +110,69 @@ def _attention(
                 described += (start + FLOAT * head * stride, image_stride, token_stride)
             described += (place, image, token, rank, reads)
             place += FLOAT * reads
-    numbers = (ctypes.c_int64 * len(described))(*described)
-    counted, heads = None if sizes is None else sizes.contiguous(), len(described) // DESCRIBED
-    bias = None if bias is None else bias.float().contiguous()
-    added = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
-    failed = library.attnrx_attention(
-        numbers, heads, batch, tokens, values[0].shape[2],
-        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(), None, added,
+    return (ctypes.c_int64 * len(described))(*described), len(described) // DESCRIBED, kept
+
+
+def native_mixed_attention(
+    query: Float[Tensor, "batch queries directions"],
+    key: Float[Tensor, "batch keys directions"],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ranks: Sequence[int],
+    mix: Float[Tensor, "heads blocks"],
+    sizes: Float[Tensor, "batch keys"] | None,
+) -> Float[Tensor, "batch queries features"]:
+    """Returns what `native_attention` does, for heads that mix the score maps of blocks.
+
+    The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
+    map of a block is computed once for all heads.
+    """
+    counted = None if sizes is None else sizes.float()
+    weights = mix.float().contiguous()
+    return torch.ops.attnrx.native_mixed_attention.default(query, key, list(values), ranks, weights, counted)
+
+
+def _mixed_attention(
+    query: Tensor,
+    key: Tensor,
+    values: list[Tensor],
+    ranks: Sequence[int],
+    mix: Tensor,
+    sizes: Tensor | None,
+) -> Tensor:
+    library = required_library()
+    # Every head is described with the queries and keys of all directions.
+    queries, keys = ([side[:, None].expand(-1, own.shape[1], -1, -1) for own in values] for side in (query, key))
+    _require_fitting(queries, keys, values, sizes)
+    output = _empty_mixed(query, key, values, ranks, mix, sizes)
+    batch, tokens, _ = output.shape
+    fits = mix.shape == (sum(own.shape[1] for own in values), len(ranks)) and min(ranks, default=0) >= 0
+    if not fits or sum(ranks) != query.shape[2] or mix.dtype != torch.float32:
+        raise InvalidInput(
+            f"blocks of {list(ranks)} directions and a {mix.dtype} mix of {list(mix.shape)} do not fit "
+            f"{query.shape[2]} directions and {sum(own.shape[1] for own in values)} heads in float32."
+        )
+    if not key.shape[1]:  # softmax over no keys times no values
+        return output.zero_()
+    numbers, heads, _kept = _described(queries, keys, values, output)
+    counted, weights = None if sizes is None else sizes.contiguous(), mix.contiguous()
+    failed = library.attnrx_mixed_attention(
+        numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), weights.data_ptr(), len(ranks), batch, tokens,
+        key.shape[1], None if counted is None else counted.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if failed:
-        raise MemoryError("attention found no memory for the keys and values of one head.")
+        raise MemoryError("attention found no memory for the keys and values of one image.")
     return output
+
+
+def _empty_mixed(
+    query: Tensor,
+    key: Tensor,
+    values: list[Tensor],
+    ranks: Sequence[int],
+    mix: Tensor,
+    sizes: Tensor | None,
+) -> Tensor:
+    return query.new_empty(*query.shape[:2], sum([own.shape[1] * own.shape[3] for own in values]))
 
 
 def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
@@ -245,6 +319,8 @@ def _empty_joint(features: Tensor, ranks: Sequence[int], reads: Sequence[int], *
 
 _library.impl("native_joint_attention", _joint_attention, "CPU")
 _library.impl("native_joint_attention", _empty_joint, "Meta")
+_library.impl("native_mixed_attention", _mixed_attention, "CPU")
+_library.impl("native_mixed_attention", _empty_mixed, "Meta")
 _library.impl("native_attention", _attention, "CPU")
 _library.impl("native_attention", _empty, "Meta")
 
@@ -258,6 +334,20 @@ def _operations(
     for query, key, value in zip(queries, keys, values, strict=True):
         total += 2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3])
     return total
+
+
+@register_flop_formula(torch.ops.attnrx.native_mixed_attention)
+def _mixed_operations(
+    query: torch.Size,
+    key: torch.Size,
+    values: list[torch.Size],
+    ranks: Sequence[int],
+    mix: torch.Size,
+    *_: object,
+    **__: object,
+) -> int:
+    features = sum(value[1] * value[3] for value in values)
+    return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + features)
 
 
 @register_flop_formula(torch.ops.attnrx.native_joint_attention)

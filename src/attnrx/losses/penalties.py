@@ -92,8 +92,8 @@ class FusionOwnership(Loss):
         fusions = [form.strength for form in forms if form.strength.numel()]
         if not fusions:
             raise NotSupported(
-                "FusionOwnership needs directions that heads share, and this model has none: realize a prescription of "
-                "the rule shared_rank first."
+                "FusionOwnership needs shared directions with a strength for each, and this model has none: realize a "
+                "prescription of the rule shared_rank with form=cp or form=epc first."
             )
         total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
         return context.progress * total / sum(fusion.shape[1] for fusion in fusions)

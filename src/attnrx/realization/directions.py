@@ -9,7 +9,7 @@ from attnrx.attention.forms import row_pairs
 from attnrx.attention.head_linear import HeadLinear
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.prescription import Basis, LayerPrescription, OutputDecision, ScoreDecision
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.spec import BIASES, AttentionSpec
 
 
@@ -33,13 +33,16 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
 
 def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int], norms: str) -> AttentionSpec:
     heads = tuple(spec.heads[head] for head in order)
-    if layer.is_shared:
-        rank = int(layer.keep[order].any(0).sum()) if order else 0
-        shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
-        return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")
+    if layer.basis is not None and layer.basis.shared:
+        kept, blocks = _kept_shared(layer, order), layer.basis.blocks
+        if blocks is not None:
+            blocks = tuple(int(part.sum()) for part in kept.split(blocks))
+        shared = spec.with_shared_directions(int(kept.sum()), blocks)
+        return _without(shared.with_ranks(shared.ranks[: len(order)], heads, "none"), "key")
     ranks = tuple(layer.ranks[head] for head in order)
-    if spec.shares_directions and not bool(layer.keep[order].all()):  # no longer shared: each head stores its own rows
-        return replace(spec, form="dense").with_ranks(ranks, heads, "none")
+    # No longer shared: each head stores its own rows.
+    if spec.shares_directions and not (order and bool(layer.keep[order].all())):
+        return replace(spec, form="dense", ranks=spec.ranks, blocks=None).with_ranks(ranks, heads, "none")
     if spec.rotates:
         # The bias of a rotated key depends on the position, so the softmax does not cancel it.
         return spec.with_ranks(ranks, heads, spec.norms, kept_pairs(spec, layer, order))
@@ -98,9 +101,9 @@ def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order:
     spec, small = source.spec, target.spec
     keep_all = small.keeps_original_norms and not spec.keeps_original_norms
     if small.shares_directions:
-        rows = torch.arange(sum(spec.rows))
+        rows = torch.arange(sum(small.rows))
     elif spec.shares_directions:  # a direction kept by two heads is stored twice
-        rows = torch.cat([torch.nonzero(layer.keep[head]).flatten() for head in order])
+        rows = torch.nonzero(layer.keep[order])[:, 1]
     else:
         rows = _direction_rows(spec, layer, order, keep_all)
     _copy_rows_(target.scores.query, source.scores.query, rows)
@@ -178,24 +181,27 @@ def _mask_rotary_(attention: Attention, layer: ScoreDecision, basis: Basis) -> N
 
 def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, basis: Basis, order: list[int]) -> None:
     """Writes the kept directions into a layer of matching shape; either side is scaled by the root of the strength."""
-    shared = target.spec.form == "shared"
-    kept = layer.keep[order].any(0) if order else layer.keep.any(0) & False
+    kept = _kept_shared(layer, order)
     for name, table in (("query", basis.left), ("key", basis.right)):
         rows = _combined(getattr(source.scores, name), source.spec, table, shared=basis.shared)
-        _write_(getattr(target.scores, name), rows[0, kept] if shared else _kept_rows(rows, layer, order))
-    if shared:
-        fusion = torch.where(layer.keep, layer.strength, 0.0)[order][:, kept]
-        target.scores.get_parameter("strength").copy_(fusion)
+        _write_(getattr(target.scores, name), rows[0, kept] if basis.shared else _kept_rows(rows, layer, order))
+    if basis.shared:
+        target.scores.set_strengths_(list(torch.where(layer.keep, layer.strength, 0.0)[order][:, kept]))
+
+
+def _kept_shared(layer: ScoreDecision, order: list[int]) -> Bool[Tensor, "directions"]:
+    """Returns the directions that any of these heads keeps."""
+    return layer.keep[order].any(0) if order else torch.zeros_like(layer.keep[0])
 
 
 def _combined(
     side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
 ) -> Float[Tensor, "owners directions augmented"]:
     """Returns the new rows with their bias, in float64 on the CPU."""
-    stored = side.augmented()
-    most = table.shape[-1] // len(spec.rows) if shared else table.shape[-1]
-    padded = stored.new_zeros(len(spec.rows), most, stored.shape[1])
-    for own, rows in zip(padded, stored.split(spec.rows), strict=True):
+    stored, owners = side.augmented(), (sum(spec.rows),) if spec.shares_directions else spec.rows
+    most = table.shape[-1] // len(owners) if shared else table.shape[-1]
+    padded = stored.new_zeros(len(owners), most, stored.shape[1])
+    for own, rows in zip(padded, stored.split(owners), strict=True):
         own[: rows.shape[0]] = rows
     return table @ (padded.flatten(0, 1) if shared else padded)
 

@@ -52,7 +52,14 @@ class RandomMatched(Rule):
         strength = torch.zeros(heads, rank, dtype=torch.float64)
         strength[sample // directions, torch.arange(len(sample))] = spectrum.strength.flatten()[sample].double()
         why = f"shares {rank} directions with all heads of the layer (drawn at random)"
-        return ScoreDecision(matched.keep, strength, (why,) * heads, Basis(rows, rows, shared=True))
+        if matched.basis is None or matched.basis.blocks is None:
+            return ScoreDecision(matched.keep, strength, (why,) * heads, Basis(rows, rows, shared=True))
+        # In blocks the strengths are part of the rows: head h uses block h alone, with strength 1.
+        owner = torch.full((rank,), heads - 1)
+        owner[: len(sample)] = sample // directions
+        blocks = tuple(torch.bincount(owner, minlength=heads).tolist())
+        basis = Basis(strength.sum(0)[:, None] * rows, rows, shared=True, blocks=blocks)
+        return ScoreDecision(matched.keep, torch.eye(heads, dtype=torch.float64)[:, owner], (why,) * heads, basis)
 
     def _draw(self, key: str, count: int) -> Float[Tensor, "directions"]:
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])

@@ -36,6 +36,8 @@ class JointForm:
         spectrum = layer.spectrum
         if metric not in JOINT_METRICS:
             raise UnknownName("metric of shared directions", metric, JOINT_METRICS)
+        if spectrum.pairs is not None:
+            raise InvalidRule("heads with rotated pairs (rotary positions) cannot share directions.")
         if spectrum.has_norms:
             raise InvalidRule("heads whose rows are divided by their norms (SVDA) cannot share directions.")
         if metric == "centered":
@@ -74,9 +76,9 @@ class SharedRank(Rule):
     `form` is the decomposition of the query-key tensor: "cp" by alternating least squares, "epc" with the correction
     that bounds the size of the terms (CPD-EPC), or block terms (BTD-(L, L, 1), whose directions form blocks with one
     strength pattern each): "tied" improves all blocks at once, "literal" one after the other, as Algorithms 1 to 3 are
-    printed. `start` initializes the iterations (STARTS): "best" tries water-filling and random terms, drawn from
-    `seed`, and keeps the one with the smaller error. `joint` is the metric (JOINT_METRICS). No direction is removed
-    afterwards.
+    printed. Block terms are realized in the mixed form (IrrAtt), the others in the shared one (CP SlimAtt). `start`
+    initializes the iterations (STARTS): "best" tries water-filling and random terms, drawn from `seed`, and keeps the
+    one with the smaller error. `joint` is the metric (JOINT_METRICS). No direction is removed afterwards.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -93,21 +95,24 @@ class SharedRank(Rule):
         spectrum = diagnosis.layers[layer].spectrum
         form = JointForm(diagnosis.layers[layer], self.joint)
         rank = rank_among(self.rank, int(spectrum.used.sum()))
-        terms = self._decompose(form.tensor, rank)
+        terms, blocks = self._decompose(form.tensor, rank)
         left, right = form.basis(terms.left, terms.right)
         error, heads = form.tensor.relative_error(*terms.factors), len(spectrum.heads)
-        why = f"shares {rank} directions with all heads of the layer; relative error of the form {error:.3g}"
+        groups = "" if blocks is None else f" in {len(blocks)} blocks"
+        why = f"shares {rank} directions{groups} with all heads of the layer; relative error of the form {error:.3g}"
         keep = torch.ones(heads, rank, dtype=torch.bool)
-        return ScoreDecision(keep, terms.mix, (why,) * heads, Basis(left, right, shared=True))
+        return ScoreDecision(keep, terms.mix, (why,) * heads, Basis(left, right, shared=True, blocks=blocks))
 
-    def _decompose(self, tensor: FactoredTensor, rank: int) -> Canonical:
+    def _decompose(self, tensor: FactoredTensor, rank: int) -> tuple[Canonical, tuple[int, ...] | None]:
+        """Returns the terms and, for block terms, the number of neighbouring terms in every block."""
         options: dict[str, Any] = {"start": self.start, "seed": self.seed}
         if self.form == "cp":
-            return als(tensor, rank, sweeps=self.sweeps, **options)
+            return als(tensor, rank, sweeps=self.sweeps, **options), None
         options["schedule"] = CorrectionSchedule(sweeps=self.sweeps, finish=True)
         if self.form == "epc":
-            return cpd_epc(tensor, rank, **options)
-        return block_terms(tensor, rank, form=self.form, **options).canonical
+            return cpd_epc(tensor, rank, **options), None
+        terms = block_terms(tensor, rank, form=self.form, **options)
+        return terms.canonical, terms.ranks
 
 
 @dataclass(frozen=True)

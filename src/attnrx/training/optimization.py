@@ -148,8 +148,8 @@ def _shared_forms(model: nn.Module) -> list[SharedForm]:
     found = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
     if not found:
         raise NotSupported(
-            "nonnegative_fusion was requested, but no heads of this model share directions; omit it, or realize a "
-            "prescription of the rule shared_rank first."
+            "nonnegative_fusion was requested, but no heads of this model share directions with a strength for each; "
+            "omit it, or realize a prescription of the rule shared_rank with form=cp or form=epc first."
         )
     return found
 

@@ -43,8 +43,6 @@ NOTES = (
     "values and MLP keep what matters most on the calibration images, not the largest singular values of the weights "
     "alone",
     "the query's bias is decomposed with the weights; the paper does not state its treatment",
-    "IrrAtt is realized as directions that all heads share, with the strengths of its blocks: the same answers as "
-    "those of the form that its CR is counted for, and the realized FLOPs of a CP",
 )
 
 # The rule text of each form of Compression for a number of directions: of each head for truncatt, of all heads
@@ -104,12 +102,12 @@ def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
     specs = [layer.spec for layer in family.attention(outline)]
     compression = method.compression(specs[0])
     wanted = tuple(compression.spec(spec) for spec in specs)
-    after = compression.as_written(family.costs(outline, wanted, compression.mlp_ranks(specs)))
+    after = family.costs(outline, wanted, compression.mlp_ranks(specs))
     return IRRATT.price(after).percent_of(IRRATT.price(family.costs(outline)))
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
-    """Returns the same ratios of the realized model, whose IrrAtt is stored as shared directions."""
+    """Returns the same ratios of the realized model."""
     prices = [IRRATT.price(family_of(each).costs(each)) for each in (candidate, model)]
     return prices[0].percent_of(prices[1])
 

@@ -17,7 +17,12 @@ from attnrx.attention.factors import (
     padded_buckets,
 )
 from attnrx.kernels.compilation import native_library
-from attnrx.kernels.native_attention import RotationTable, native_attention, native_joint_attention
+from attnrx.kernels.native_attention import (
+    RotationTable,
+    native_attention,
+    native_joint_attention,
+    native_mixed_attention,
+)
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -102,20 +107,34 @@ class Native(Explicit):
     ) -> HeadOutputs:
         sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
         # Under autocast the projections return lower precision than the layer's float32 inputs.
-        if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32:
-            return chunked_attention(buckets, factors, values, sizes)
-        left, queries, keys = iter(factors), [], []
-        for bucket, own in zip(buckets, values, strict=True):
-            if bucket.rank:
-                query, key = next(left).folded()
-            else:
-                query, key = own.new_empty(len(own), own.shape[1], first.shape[1], 0), own[..., :0]
-            queries.append(query)
-            keys.append(key)
-        biases = [part.bias for part in factors if part.bias is not None]
-        return native_attention(
-            queries, keys, values, sizes, factors[0].scale, torch.cat(biases, 1) if biases else None
-        )
+        is_native = first.shape[1] >= FEW_QUERIES and first.dtype == torch.float32
+        return (native_outputs if is_native else chunked_attention)(buckets, factors, values, sizes)
+
+
+def native_outputs(
+    buckets: tuple[Bucket, ...],
+    factors: tuple[ScoreFactors, ...],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    sizes: Float[Tensor, "batch keys"] | None,
+) -> HeadOutputs:
+    """Returns the outputs of all heads, concatenated, from the C++ kernel."""
+    mixtures = [each.mixture for each in factors if each.mixture is not None]
+    biases = [part.bias for part in factors if part.bias is not None]
+    if mixtures and biases:
+        return chunked_attention(buckets, factors, values, sizes)
+    if mixtures:
+        blocks, mix = mixtures[0].blocks, factors[0].scale * torch.cat([each.weights for each in mixtures])
+        return native_mixed_attention(blocks.query, blocks.key, values, blocks.ranks, mix, sizes)
+    left, queries, keys, tokens = iter(factors), [], [], factors[0].query.shape[1]
+    for bucket, own in zip(buckets, values, strict=True):
+        if bucket.rank:
+            query, key = next(left).folded()
+        else:
+            query, key = own.new_empty(len(own), own.shape[1], tokens, 0), own[..., :0]
+        queries.append(query)
+        keys.append(key)
+    bias = torch.cat(biases, 1) if biases else None
+    return native_attention(queries, keys, values, sizes, factors[0].scale, bias)
 
 
 def faster(
@@ -135,7 +154,7 @@ def faster(
 
 class Auto(Fused):
     """Inference on a CPU: the C++ kernel (`Native`), or unfused attention for narrow heads; otherwise the fused
-    kernel."""
+    kernel. Heads that mix the maps of blocks are never fused."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        return faster(spec, context) or Fused()
+        return faster(spec, context) or (Explicit() if spec.mixes_blocks else Fused())

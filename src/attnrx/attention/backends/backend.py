@@ -88,9 +88,8 @@ class Eager(Backend):
     """The reference: scores, softmax, weighted sum of the values."""
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Groups only neighbours of equal shape; pads values only if heads share their directions, in one bucket."""
-        reads = (max(spec.reads, default=0),) * len(spec.heads) if spec.shares_directions else spec.reads
-        return exact_buckets(spec.ranks, reads), reads
+        """Groups only neighbours of equal shape, so that nothing is padded."""
+        return exact_buckets(spec.ranks, spec.reads), spec.reads
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the weighted sum of the values."""
@@ -99,6 +98,9 @@ class Eager(Backend):
 
 def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the scores of one bucket, before the softmax (Eq. 2)."""
-    query, key = factors.folded()
-    products = (query @ key.transpose(-1, -2)) * factors.scale
+    if factors.mixture is not None:
+        products = factors.mixture.scores(factors.scale)
+    else:
+        query, key = factors.folded()
+        products = (query * factors.scale) @ key.transpose(-1, -2)
     return products if factors.bias is None else products + factors.bias

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention.backends.auto import FEW_QUERIES, faster, runs_on
+from attnrx.attention.backends.auto import FEW_QUERIES, faster, native_outputs, runs_on
 from attnrx.attention.backends.backend import Backend, scores
+from attnrx.attention.backends.explicit import mixed_attention
 from attnrx.attention.factors import AttentionContext, Bucket, HeadLayout, ScoreFactors, ValueBatch
-from attnrx.kernels.native_attention import native_attention
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -86,8 +86,12 @@ class AttentionCapture(Backend):
                 row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
                 first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
+        read = None
         if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
-            read = native_attention([query], [key], [value], sizes, factors.scale, factors.bias)
+            read = native_outputs((factors.bucket,), (factors,), (value,), sizes)
+        elif factors.mixture is not None:
+            read = mixed_attention((factors,), (value,), sizes)
+        if read is not None:
             return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
         counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
@@ -98,14 +102,10 @@ class AttentionCapture(Backend):
     def _unfused(
         self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
     ) -> Float[Tensor, "batch heads queries reads"]:
-        query, key = factors.folded()
-        outputs = []
-        for part in chunks_of(value, query.shape[1], query.shape[2], key.shape[2]):
+        outputs, heads = [], value.shape[1]
+        for part in chunks_of(value, heads, factors.query.shape[1], factors.key.shape[1]):
             own = images_of(part)
-            logits = (query[own] * factors.scale) @ key[own].transpose(-1, -2)
-            if factors.bias is not None:
-                logits = logits + (factors.bias if len(factors.bias) == 1 else factors.bias[own])
-            attention = sized_softmax(logits, None if sizes is None else sizes[own])
+            attention = sized_softmax(scores(factors.of_images(own)), None if sizes is None else sizes[own])
             self.pass_on(attention, factors, value, part)
             outputs.append(attention @ value[own])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

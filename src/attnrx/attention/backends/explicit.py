@@ -10,6 +10,7 @@ from attnrx.attention.factors import (
     Bucket,
     HeadLayout,
     HeadOutputs,
+    Mixture,
     ScoreFactors,
     ValueBatch,
     exact_buckets,
@@ -17,7 +18,7 @@ from attnrx.attention.factors import (
 )
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
-from attnrx.tokens import CACHED
+from attnrx.tokens import CACHED, chunks_of, images_of
 
 # Unfused attention is faster only if it needs at most this share of the padded arithmetic.
 NARROW = 0.875
@@ -39,9 +40,9 @@ class Explicit(Backend):
         self.sizes = sizes
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Pads nothing, unless all heads must be in one bucket: shared directions, or few tokens."""
+        """Pads nothing, unless there are few tokens: then all heads are in one bucket."""
         few = context.has_fewer_than(FEW_TOKENS)
-        reads = (max(spec.reads),) * len(spec.heads) if few or spec.shares_directions else spec.reads
+        reads = (max(spec.reads),) * len(spec.heads) if few else spec.reads
         most = max(spec.ranks, default=0)
         return padded_buckets(spec.ranks, most, most) if few else exact_buckets(spec.ranks, reads), reads
 
@@ -71,10 +72,13 @@ def unfused(
 
 
 def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: float = NARROW) -> bool:
-    """Whether unfused attention in chunks is faster than a padded fused kernel: true for narrow heads.
+    """Whether unfused attention in chunks is faster than a padded fused kernel: true for narrow heads, and where heads
+    mix the maps of blocks, which a fused kernel does not.
 
     With several threads every product synchronizes them, while a fused kernel gives each thread its own images.
     """
+    if spec.mixes_blocks:
+        return context.free
     alone = context.free_on_cpu and context.threads == 1
     if not alone or spec.keeps_original_norms or spec.pair_bias or not any(spec.ranks):
         return False
@@ -104,6 +108,8 @@ def chunked_attention(
     """
     if factors and factors[0].bias is not None:
         return _biased_attention(factors, values, sizes)
+    if factors and factors[0].mixture is not None:
+        return mixed_attention(factors, values, sizes)
     first = values[0]
     queries = factors[0].query.shape[1] if factors else first.shape[2]
     widths = [own.shape[1] * own.shape[3] for own in values]
@@ -134,6 +140,27 @@ def _biased_attention(
         attention = torch.softmax(logits if added is None else logits + added, dim=-1)
         outputs.append((attention @ value).transpose(1, 2).flatten(2))
     return torch.cat(outputs, dim=-1)
+
+
+def mixed_attention(
+    factors: tuple[ScoreFactors, ...],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    sizes: Float[Tensor, "batch keys"] | None = None,
+) -> HeadOutputs:
+    """Returns what `chunked_attention` does, for heads that mix the score maps of blocks (`ScoreFactors.mixture`)."""
+    mixtures = [each.mixture for each in factors if each.mixture is not None]
+    blocks, outputs = mixtures[0].blocks, []
+    maps = len(blocks.ranks) + sum(len(each.weights) for each in mixtures)
+    for part in chunks_of(values[0], maps, blocks.query.shape[1], blocks.key.shape[1]):
+        own, read = images_of(part), []
+        chunk = blocks.of_images(own)  # one instance for all buckets, which computes the maps of the blocks once
+        added = None if sizes is None else sizes[own].to(chunk.query.dtype).log()[:, None, None]
+        for mixture, value in zip(mixtures, values, strict=True):
+            logits = Mixture(chunk, mixture.weights).scores(factors[0].scale)
+            attention = torch.softmax(logits if added is None else logits + added, dim=-1)
+            read.append((attention @ value[own]).transpose(1, 2).flatten(2))
+        outputs.append(read[0] if len(read) == 1 else torch.cat(read, -1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _mean(value: ValueBatch, sizes: Float[Tensor, "batch keys"] | None) -> Tensor:

@@ -22,11 +22,11 @@ EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --qk irratt:192 --vo 32 --ml
 SAVED = "the costs without this share of the directions, 0 to 1, the same in every layer"
 FORMS = (
     "query and key: full, truncatt:R (R directions per head), cp:R (R directions shared by all heads), irratt:R (R "
-    "directions in total, with different ranks per head)"
+    "directions in blocks that are mixed for every head)"
 )
 CONVENTIONS = (
     "what counts as a MAC: svda (products of patch embedding and layers, and strengths), irratt (classifier and "
-    "LayerNorms too, no strengths, IrrAtt with the fusion of its paper), paper (that of the model's paper)"
+    "LayerNorms too, no strengths), paper (that of the model's paper)"
 )
 
 
@@ -97,12 +97,11 @@ def _priced_forms(
     convention: "rx.costs.Convention",
     record: dict[str, Any],
 ) -> Outcome:
-    """Computes the costs of a compressed form: the form of the paper for its convention, else the realized form."""
+    """Computes the costs of a compressed form."""
     family = rx.models.family_of(model)
     specs = [layer.spec for layer in family.attention(model)]
     wanted = tuple(compression.spec(spec) for spec in specs)
-    realized = family.costs(model, wanted, compression.mlp_ranks(specs), policy)
-    after = compression.as_written(realized) if convention.fusion else realized
+    after = family.costs(model, wanted, compression.mlp_ranks(specs), policy)
     original, price = convention.price(family.costs(model)), convention.price(after)
     record |= {
         **{name: getattr(compression, name) for name in ("qk", "vo", "mlp")},
@@ -111,9 +110,6 @@ def _priced_forms(
         **price.percent_of(original),
         "original": cost_record(original),
     }
-    if after != realized:
-        plain = convention.price(realized)
-        record["realized"] = {**cost_record(plain), **plain.percent_of(original)}
     return Outcome(record, (_parts_table(price), _percent_table(original, price), *_token_lines(after)))
 
 

@@ -1,0 +1,215 @@
+"""Mixed attention (IrrAtt): the shared form with equal strengths in a block, at the costs that its paper counts."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import attnrx as rx
+import cases
+from attnrx.attention import Eager, using
+from attnrx.costs import count_params, count_product_macs
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.kernels.compilation import native_library
+from attnrx.models import attach_tokens_, family_of
+from attnrx.prescription import Basis, Prescription, ScoreDecision
+from attnrx.realization.directions import compressed_spec
+from attnrx.realization.refinement import Refinement, refine
+from attnrx.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
+from attnrx.serialization.storage import read_json, write_json
+from attnrx.tokens import parse_policy
+from attnrx.training.optimization import constrain_
+from comparisons import logits, pixels
+
+DENSE = cases.CONFIGS["dense"]
+IMAGES = pixels(DENSE, 16)
+VALUES = {"vo": "total_rank:0.6,minimum=0"}
+
+
+@cache
+def dense() -> tuple[nn.Module, rx.Diagnosis]:
+    model = cases.model(DENSE)
+    return model, rx.diagnose(model, IMAGES, batch_size=8)
+
+
+@cache
+def prescribed(form: str = "tied", rank: int = 5) -> Prescription:
+    """Block terms in every layer, and values of different dimensions."""
+    return rx.prescribe(dense()[1], {"qk": f"shared_rank:{rank},form={form},sweeps=5", **VALUES})
+
+
+@cache
+def mixed(form: str = "tied") -> nn.Module:
+    return rx.realize(dense()[0], prescribed(form))
+
+
+def without_blocks(prescription: Prescription) -> Prescription:
+    """The same directions and strengths, to be realized in the shared form."""
+    layers = []
+    for layer in prescription.layers:
+        assert layer.qk.basis is not None
+        layers.append(layer.with_scores(replace(layer.qk, basis=replace(layer.qk.basis, blocks=None))))
+    return replace(prescription, layers=tuple(layers))
+
+
+def forms_of(model: nn.Module) -> set[str]:
+    return {layer.spec.form for layer in family_of(model).attention(model)}
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("head_is_removed", [False, True])
+@pytest.mark.parametrize("form", ["tied", "literal"])
+def test_it_is_the_shared_form_with_equal_strengths_in_a_block(form: str, head_is_removed: bool) -> None:
+    prescription = prescribed(form)
+    if head_is_removed:
+        layers = (cases.with_heads(layer, [True, False, True]) for layer in prescription.layers)
+        prescription = replace(prescription, layers=tuple(layers))
+    models = [rx.realize(dense()[0], each) for each in (prescription, without_blocks(prescription))]
+    assert [forms_of(each) for each in models] == [{"mixed"}, {"shared"}]
+    agree(logits(models[0], IMAGES), logits(models[1], IMAGES))
+    assert not torch.allclose(logits(models[0], IMAGES), logits(dense()[0], IMAGES), rtol=1e-3)
+    first, second = (family_of(each).costs(each) for each in models)
+    assert first.params != second.params and first.macs < second.macs
+
+
+def test_costs_are_those_of_the_prescription_of_the_parameters_and_of_the_products() -> None:
+    model, small = dense()[0], mixed()
+    costs, layers = family_of(small).costs(small), family_of(small).attention(small)
+    assert any(len(set(layer.spec.reads)) > 1 for layer in layers)
+    assert costs.params == count_params(small)
+    with using(layers, [Eager()] * len(layers)):
+        assert costs.product_macs == count_product_macs(small, next(iter(IMAGES.batches(4))).images.double())
+    pairs = zip(family_of(model).attention(model), prescribed().layers, strict=True)
+    specs = tuple(compressed_spec(attention.spec, layer) for attention, layer in pairs)
+    assert family_of(model).costs(model, specs) == costs
+
+
+def test_prescriptions_and_models_survive_the_disk(tmp_path: Path) -> None:
+    again = Prescription.load(prescribed().save(tmp_path / "prescription.json"))
+    assert torch.equal(logits(rx.realize(dense()[0], again), IMAGES), logits(mixed(), IMAGES))
+    loaded = rx.load(rx.save(mixed(), tmp_path / "model"))
+    assert torch.equal(logits(loaded, IMAGES), logits(mixed(), IMAGES))
+    path = tmp_path / "prescription.json"
+    record = read_json(path)
+    record["layers"][0]["qk"]["basis"]["blocks"][0] += 1
+    write_json(path, record)
+    with pytest.raises(CheckpointError, match="blocks"):
+        Prescription.load(path)
+
+
+def test_every_named_backend_equals_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
+    small, inputs = rx.realize(dense()[0], prescribed()).float(), cases.images(DENSE).float()
+    with torch.no_grad():
+        expected = rx.use_backend(small, "eager")(inputs)
+        built = ("native",) if native_library() else ()
+        for name in ("auto", "autotuned", "explicit", "fused", *built, "ragged"):
+            found = rx.use_backend(small, name)(inputs)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("by", ["mask", "compress"])
+@pytest.mark.parametrize("policy", ["attention_received:0.5@2", "tome:0.5@2", "ward:0.5@2", "dynamicvit:0.5@2"])
+def test_tokens_are_reduced_as_in_the_shared_form(policy: str, by: str) -> None:
+    found = []
+    for prescription in (prescribed(), without_blocks(prescribed())):
+        model = rx.realize(dense()[0], prescription)
+        reduction = attach_tokens_(model, family_of(model), parse_policy(policy), by).eval()
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in reduction.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        found.append(logits(model.double(), IMAGES))
+    agree(*found)
+
+
+@pytest.mark.parametrize(("rule", "has_mask"), [("fusion_owner", True), ("top_rank:2", False)])
+def test_directions_removed_head_by_head_leave_heads_with_rows_of_their_own(rule: str, has_mask: bool) -> None:
+    models = [rx.realize(dense()[0], each) for each in (prescribed(), without_blocks(prescribed()))]
+    prescriptions = [rx.prescribe(rx.diagnose(each, IMAGES, batch_size=8), rule) for each in models]
+    assert prescriptions[0].ranks == prescriptions[1].ranks
+    small = [rx.realize(*pair) for pair in zip(models, prescriptions, strict=True)]
+    assert [forms_of(each) for each in small] == [{"dense"}] * 2
+    agree(*(logits(each, IMAGES) for each in small))
+    if has_mask:  # whole blocks are removed
+        agree(logits(rx.realize(models[0], prescriptions[0], by="mask"), IMAGES), logits(small[0], IMAGES))
+    else:
+        with pytest.raises(NotSupported, match="by='compress'"):
+            rx.realize(models[0], prescriptions[0], by="mask")
+
+
+def test_weaker_strengths_of_blocks_stay_mixed() -> None:
+    prescription = cases.with_strength(prescribed_again(), 0.5)
+    masked, small = (rx.realize(mixed(), prescription, by=by) for by in ("mask", "compress"))
+    assert forms_of(small) == {"mixed"}
+    agree(logits(masked, IMAGES), logits(small, IMAGES))
+    assert not torch.allclose(logits(small, IMAGES), logits(mixed(), IMAGES), rtol=1e-3)
+
+
+def prescribed_again() -> Prescription:
+    """A prescription for the mixed model that keeps everything."""
+    return cases.prescription(mixed(), cases.PATTERNS["full"])  # type: ignore[arg-type]
+
+
+def test_no_heads_and_no_directions_are_realized() -> None:
+    prescription = prescribed_again()
+    stays = ([False] * 3, [True, False, True])
+    layers = tuple(cases.with_heads(layer, own) for layer, own in zip(prescription.layers, stays, strict=True))
+    masked, small = (rx.realize(mixed(), replace(prescription, layers=layers), by=by) for by in ("mask", "compress"))
+    agree(logits(masked, IMAGES), logits(small, IMAGES))
+    none = rx.realize(mixed(), rx.prescribe(rx.diagnose(mixed(), IMAGES, batch_size=8), "top_rank:0"))
+    assert family_of(none).costs(none).params == count_params(none)
+
+
+def test_refinement_improves_it() -> None:
+    refined = refine(mixed(), dense()[0], IMAGES, Refinement(steps=20))
+    assert forms_of(refined.model) == {"mixed"}
+    assert sum(refined.after) < 0.95 * sum(refined.before)
+
+
+def test_a_random_control_costs_the_same() -> None:
+    rule = SharedRank(5, form="tied", sweeps=2, start="water_filling")
+    models = [rx.realize(dense()[0], prescribe_maps(dense()[1], each)) for each in (rule, RandomMatched(rule))]
+    assert [forms_of(each) for each in models] == [{"mixed"}] * 2
+    first, second = (family_of(each).costs(each) for each in models)
+    assert (first.params, first.macs) == (second.params, second.macs)
+    shared = rx.realize(dense()[0], without_blocks(prescribe_maps(dense()[1], RandomMatched(rule))))
+    agree(logits(models[1], IMAGES), logits(shared, IMAGES))
+
+
+def test_what_contradicts_blocks_is_refused() -> None:
+    scores = prescribed().layers[0].qk
+    assert scores.basis is not None and scores.basis.blocks is not None
+    block = next(index for index, rank in enumerate(scores.basis.blocks) if rank > 1)
+    strength = scores.strength.clone()
+    strength[0, sum(scores.basis.blocks[:block])] += 1
+    with pytest.raises(InvalidInput, match="within the blocks"):
+        replace(scores, strength=strength)
+    for blocks, is_shared in (((4,), True), ((5,), False)):
+        with pytest.raises(InvalidInput, match="blocks"):
+            Basis(torch.zeros(1, 5, 4), torch.zeros(1, 5, 4), is_shared, blocks)
+    spec = family_of(mixed()).attention(mixed())[0].spec
+    for changes in ({"blocks": None}, {"blocks": (5, -1, 1)}, {"blocks": (4,)}, {"form": "shared"}):
+        with pytest.raises(InvalidInput, match="blocks"):
+            replace(spec, **changes)
+    with pytest.raises(NotSupported, match="form=cp"):
+        constrain_(rx.realize(dense()[0], prescribed()))
+    assert isinstance(FusionOwner().decide(rx.diagnose(mixed(), IMAGES), 0), ScoreDecision)
+
+
+@pytest.mark.parametrize("to", ["program", "onnx"])
+@pytest.mark.slow
+def test_exported_is_eager(to: str, tmp_path: Path) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    small, inputs = rx.realize(dense()[0], prescribed()).float(), cases.images(DENSE).float()
+    exported = rx.export(small, tmp_path / f"small{rx.exporting.FORMATS[to].suffix}", to)
+    with torch.no_grad():
+        torch.testing.assert_close(exported(inputs), small(inputs), rtol=2e-4, atol=2e-4)
