@@ -1,7 +1,6 @@
 """The interface between forms and backends: the context of a call, the buckets of heads, the factors of the scores."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -74,23 +73,26 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 """The buckets of the heads, and the padded value dimension of every head."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockFactors:
     """The directions that all heads share, in blocks of `ranks[b]` neighbouring ones; the buckets have one instance."""
 
     query: Float[Tensor, "batch queries directions"]
     key: Float[Tensor, "batch keys directions"]
     ranks: tuple[int, ...]
+    # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
+    _maps: Tensor | None = None
 
     def of_images(self, images: slice) -> "BlockFactors":
         """Returns the blocks of a part of the batch."""
         return BlockFactors(self.query[images], self.key[images], self.ranks)
 
-    @cached_property
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
-        """The products of queries and keys of every block, computed once for all buckets; zero for an empty block."""
-        sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
-        return torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
+        """Returns the products of queries and keys of every block, zero for an empty one; computed once."""
+        if self._maps is None:
+            sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
+            self._maps = torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
+        return self._maps
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Mixture:
 
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
         """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
-        maps = self.blocks.maps
+        maps = self.blocks.maps()
         mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
         return mixed.unflatten(2, maps.shape[2:])
 
