@@ -8,7 +8,7 @@ import torch
 from test_tokens import deep, inputs, original, reduced
 from torch import nn
 
-from attnrx.errors import NotSupported
+import cases
 from attnrx.models import attach_tokens_, family_of, reduction_of
 from attnrx.tokens import TokenPolicy, ToMe
 from cases import REDUCTIONS
@@ -178,7 +178,12 @@ def test_the_residual_of_a_patch_is_its_source_plus_its_difference(kind: str) ->
             torch.testing.assert_close(outputs[3][image, patch], block[image, source] + difference)
 
 
-def test_families_without_library_methods_have_no_features() -> None:
-    model = original("dense")
-    with pytest.raises(NotSupported, match="no features of patches"):
-        family_of(model).patch_features(model, inputs(model))
+@pytest.mark.parametrize("name", ["dense", "svda", *cases.LVVITS])
+@torch.no_grad()
+def test_attnrx_models_have_restored_features(name: str) -> None:
+    models = [original(name), *(reduced(name, HALF, by) for by in ("mask", "compress"))]
+    full, masked, small = map(patches, models)
+    layout = family_of(models[0]).token_layout(models[0])
+    assert full.shape == small.shape == (3, layout.patches, full.shape[2])
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(small, full, rtol=1e-3)

@@ -1,7 +1,7 @@
 """A model of another library whose attention was replaced by attnrx attention."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -128,16 +128,12 @@ class Adopted(nn.Module):
         the class token if the head uses no other token.
         """
         reduction, last = reduction_of(self), self.last
-        before = () if reduction is None else reduction.restored_blocks
-        if reduction is not None:
-            reduction.restored_blocks = blocks
         if last is not None:
             last.at_work = not blocks and not last.watched
         try:
-            yield
+            with nullcontext() if reduction is None else reduction.restoring(blocks):
+                yield
         finally:
-            if reduction is not None:
-                reduction.restored_blocks = before
             if last is not None:
                 last.at_work = False
 

@@ -76,12 +76,9 @@ class Family(ABC):
         """Returns the library's transform from a PIL image to a float tensor; None where the library has none."""
         return None
 
+    @abstractmethod
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        """Returns the last features of all patches of the images, restored where tokens are pruned or merged.
-
-        Raises NotSupported for a model that returns no features of patches.
-        """
-        raise NotSupported(f"models of the family {self.name!r} return no features of patches; adopt a timm model.")
+        """Returns the last features of all patches of the images, restored where tokens are pruned or merged."""
 
     def output_kind(self, model: nn.Module) -> str:
         """Returns what the model returns: "logits", or an "embedding" where it has no classifier."""

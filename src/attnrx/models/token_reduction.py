@@ -1,6 +1,7 @@
 """Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -101,6 +102,15 @@ class TokenReduction(nn.Module):
         self.run = TokenRun()
         self.temperature = 1.0
         self.restored_blocks: Container[int] = ()
+
+    @contextmanager
+    def restoring(self, blocks: Container[int]) -> Iterator[None]:
+        """Restores the tokens of all patches after these blocks only."""
+        before, self.restored_blocks = self.restored_blocks, blocks
+        try:
+            yield
+        finally:
+            self.restored_blocks = before
 
     @property
     def draws(self) -> bool:
