@@ -1,6 +1,7 @@
 """Features of all patches from models whose tokens are pruned or merged."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from test_tokens import deep, inputs, original, reduced
 from torch import nn
 
 import cases
+from attnrx.exporting import PatchFeatures, export
 from attnrx.models import attach_tokens_, family_of, reduction_of
 from attnrx.tokens import TokenPolicy, ToMe
 from cases import REDUCTIONS
@@ -176,6 +178,27 @@ def test_the_residual_of_a_patch_is_its_source_plus_its_difference(kind: str) ->
         for patch, source in enumerate(stage.sources[image].tolist()):
             difference = outputs[2][image, patch] - stage.remaining[image, source]
             torch.testing.assert_close(outputs[3][image, patch], block[image, source] + difference)
+
+
+@pytest.mark.parametrize("kind", ["tome", "ward", "class_attention", "spvit-halting"])
+@torch.no_grad()
+def test_exported_features_equal_those_of_the_model(kind: str) -> None:
+    model = PatchFeatures(reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), "compress")).eval()
+    images = inputs(model.model)
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)).module()
+    other = -inputs(model.model, 5)
+    torch.testing.assert_close(program(other), model(other), rtol=1e-10, atol=1e-10)
+
+
+def test_an_onnx_file_of_features_is_compared_with_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = reduced("deep", TokenPolicy.staged(ToMe(), 0.6, (2, 4)), "compress").float()
+    exported = export(model, tmp_path / "features.onnx", features=True)
+    images = inputs(model, 5).float()
+    with torch.no_grad():
+        torch.testing.assert_close(exported(images), patches(model, images), rtol=1e-4, atol=1e-4)
+    assert exported.facts["output"] == "features"
+    assert not (tmp_path / "run_features.py").exists()
 
 
 @pytest.mark.parametrize("name", ["dense", "svda", *cases.LVVITS])
