@@ -10,6 +10,10 @@ from test_tokens import deep, inputs, original, reduced
 from torch import nn
 
 import cases
+from attnrx.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
+from attnrx.checks.outputs import nearest_neighbours
+from attnrx.checks.retrieval import neighbours_kept, zero_shot
+from attnrx.errors import InvalidInput
 from attnrx.exporting import PatchFeatures, export
 from attnrx.models import attach_tokens_, family_of, reduction_of
 from attnrx.tokens import TokenPolicy, ToMe
@@ -210,3 +214,30 @@ def test_attnrx_models_have_restored_features(name: str) -> None:
     assert full.shape == small.shape == (3, layout.patches, full.shape[2])
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(small, full, rtol=1e-3)
+
+
+def test_the_labels_of_a_mosaic_are_the_classes_of_its_quadrants() -> None:
+    classes = torch.tensor([[4, 5, 6, 7]])
+    assert quadrant_labels(classes, 4, 1.0).tolist() == [[4, 5, 6, 7]]
+    assert quadrant_labels(classes, 9, 1.0).tolist() == [[4, -1, 5, -1, -1, -1, 6, -1, 7]]
+    assert quadrant_labels(classes, 8, 0.5).tolist() == [[4, 4, 5, 5, 6, 6, 7, 7]]
+
+
+def test_a_probe_separates_what_a_line_separates() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (20, 4), generator=generator)
+    table = torch.nn.functional.one_hot(labels, 3) + 0.1 * torch.randn(20, 4, 3, generator=generator)
+    probe = ridge_probe(table.double(), labels, 3, 0.01)
+    assert torch.equal(patch_accuracy(probe, table.double(), labels), torch.ones(20, dtype=torch.float64))
+
+
+def test_neighbours_and_zero_shot_classes_of_equal_embeddings_are_kept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(70, 6, generator=generator)
+    near = nearest_neighbours(outputs, 5)
+    assert torch.equal(near[:, :1], nearest_neighbours(outputs, 1))
+    assert bool((near != torch.arange(70)[:, None]).all())  # no image is its own neighbour
+    assert torch.equal(neighbours_kept(near, near), torch.ones(70, dtype=torch.float64))
+    assert torch.equal(zero_shot(torch.eye(3), torch.eye(3)), torch.arange(3))
+    with pytest.raises(InvalidInput, match="text_embeddings of width 4"):
+        zero_shot(torch.eye(3), torch.eye(4))
