@@ -6,7 +6,20 @@ from functools import partial
 
 import torch
 
-from attnrx.checks import Accuracy, Bounds, Calibration, Check, Controls, Costs, Fidelity, Latency, Promises
+from attnrx.checks import (
+    Accuracy,
+    Bounds,
+    Calibration,
+    Check,
+    Controls,
+    Costs,
+    Features,
+    Fidelity,
+    Latency,
+    PatchProbe,
+    Promises,
+    Retrieval,
+)
 from attnrx.costs import LatencyProtocol
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.losses import Loss, PerturbationRobustness, TargetRank, Task
@@ -260,6 +273,9 @@ CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "latency": lambda vit, given: Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1)),
     "bounds": lambda vit, given: Bounds(images=6),
     "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit)),
+    "features": lambda vit, given: Features(most_error=0.5),
+    "patch_probe": lambda vit, given: PatchProbe(),
+    "retrieval": lambda vit, given: Retrieval(text_embeddings=torch.eye(3)),
     "transfer": lambda vit, given: Transfer(pixels(vit.config, 18), vit.config.classes, seeds=(0, 1), epochs=2),
     "robustness": lambda vit, given: Robustness(("gaussian_noise", "jpeg_compression"), (1, 5)),
     "promises": lambda vit, given: Promises(promised=PROMISED),

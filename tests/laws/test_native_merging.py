@@ -27,17 +27,18 @@ def drawn(images: int, patches: int, sized: bool) -> TokenState:
     return TokenState(tokens, 1, sizes, torch.arange(patches).expand(images, -1), keys=keys, whole=True)
 
 
-Both = tuple[Merged, tuple[torch.Tensor, ...]]
+Both = tuple[Merged, tuple[torch.Tensor | None, ...]]
 
 
 @torch.no_grad()
 def both(text: str, state: TokenState, count: int) -> Both:
-    """Returns tokens, sizes and indices by the kernel, and by the operations."""
+    """Returns tokens, sizes, indices and destinations by the kernel, and by the operations."""
     reducer = parse_reducer(text)
     assert reducer.native is not None
     keys = state.keys if "keys" in reducer.needs else None
     found = reducer.native(state.tokens, state.sizes, state.patch_indices, keys, count)
-    return found, compressed_state(state, reducer.reduce(state, count, torch.nn.Module()))[:3]
+    reduction = reducer.reduce(replace(state, tracked=True), count, torch.nn.Module())
+    return found, (*compressed_state(state, reduction)[:3], reduction.destinations)
 
 
 @pytest.mark.parametrize("sized", [False, True])
@@ -51,7 +52,8 @@ def test_the_kernel_equals_the_operations(text: str, images: int, patches: int, 
             found, wanted = both(text, state, count)
         finally:
             torch.set_num_threads(before)
-        assert torch.equal(found[2], wanted[2])
+        assert wanted[2] is not None and torch.equal(found[2], wanted[2])
+        assert wanted[3] is not None and torch.equal(found[3], wanted[3])
         torch.testing.assert_close(found[1], wanted[1])
         torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-5)
 
@@ -60,7 +62,7 @@ def test_the_kernel_equals_the_operations(text: str, images: int, patches: int, 
 @pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), float("inf")])
 def test_equal_and_unusable_patches_end_in_a_valid_choice(text: str, value: float) -> None:
     state = drawn(2, 21, sized=False)
-    (tokens, sizes, indices), _ = both(text, replace(state, tokens=torch.full_like(state.tokens, value)), 15)
+    (tokens, sizes, indices, _), _ = both(text, replace(state, tokens=torch.full_like(state.tokens, value)), 15)
     assert indices.shape == (2, 15) and bool((indices.diff() > 0).all()) and int(indices.max()) < 21
     assert torch.equal(sizes[:, 1:].sum(1), torch.full((2,), 21.0, dtype=torch.float32))
     if value in (0.0, 1.0):  # the mean of equal patches is the patch

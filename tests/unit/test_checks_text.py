@@ -59,7 +59,14 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
 
 
 def test_what_is_only_on_request_is_not_standard() -> None:
-    assert {name for name, check in all_checks().items() if check.on_request} == {"controls", "promises", "transfer"}
+    assert {name for name, check in all_checks().items() if check.on_request} == {
+        "controls",
+        "features",
+        "patch_probe",
+        "promises",
+        "retrieval",
+        "transfer",
+    }
     assert {check.name for check in standard_checks()} == {
         name for name, check in CHECKS.items() if not check.on_request
     }

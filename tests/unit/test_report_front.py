@@ -103,3 +103,14 @@ def test_the_text_of_a_plan_cannot_end_the_data() -> None:
     point = FrontPoint(0.5, 0.01, description="</script><b>")
     page = render(ReportContent("hostile", front=PlanFront("macs", (point,))))
     assert page.count("</script>") == 2 and "<b>" not in page
+
+
+def test_the_explorer_names_the_divergence_of_what_the_model_returns() -> None:
+    points = (FrontPoint(0.8, 0.1, 0.9),)
+    pages = {
+        kind: render(ReportContent("front", front=PlanFront("macs", points, outputs=kind)))
+        for kind in ("logits", "embedding")
+    }
+    assert "KL from the original in nats" in pages["logits"] and "Cosine distance" not in pages["logits"]
+    assert "Cosine distance from the original" in pages["embedding"] and "Same nearest neighbour" in pages["embedding"]
+    assert "KL from the original" not in pages["embedding"] and "nats" not in pages["embedding"]

@@ -16,12 +16,27 @@ from attnrx.checks.check import Check, RequestedCheck, parse_checks_text
 from attnrx.checks.comparison import Comparison, Predictions
 from attnrx.checks.controls import Controls
 from attnrx.checks.costs import Costs
+from attnrx.checks.dense import Features, PatchProbe
 from attnrx.checks.fidelity import Fidelity
 from attnrx.checks.latency import Latency
 from attnrx.checks.promises import Promises
+from attnrx.checks.retrieval import Retrieval
 
 CHECKS: dict[str, type[Check]] = {
-    check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Promises)
+    check.name: check
+    for check in (
+        Accuracy,
+        Fidelity,
+        Calibration,
+        Costs,
+        Latency,
+        Bounds,
+        Controls,
+        Promises,
+        Features,
+        PatchProbe,
+        Retrieval,
+    )
 }
 
 __all__ = [
@@ -33,11 +48,14 @@ __all__ = [
     "Comparison",
     "Controls",
     "Costs",
+    "Features",
     "Fidelity",
     "Latency",
+    "PatchProbe",
     "Predictions",
     "Promises",
     "RequestedCheck",
+    "Retrieval",
     "aggregate",
     "all_checks",
     "parse_checks",

@@ -104,16 +104,25 @@ class Embeddings(OutputKind):
         return (base - other).square().sum(-1) / (2 * base.square().sum(-1).mean())
 
     def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
-        unit, found = nn.functional.normalize(outputs.double(), dim=-1), []
-        for start in range(0, len(unit), GROUP):
-            group = unit[start : start + GROUP]
-            similarity = group @ group.T
-            similarity.fill_diagonal_(-torch.inf)  # an image is no neighbour of its own; a lone last one is
-            found.append(start + similarity.argmax(-1))
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
+        return nearest_neighbours(outputs, 1)[:, 0]
 
     def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
         return labels[decisions]
+
+
+def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int[Tensor, "images k"]:
+    """Returns the `k` nearest neighbours of every image by cosine similarity, among `GROUP` consecutive images.
+
+    In a last group of fewer images, neighbours are repeated.
+    """
+    unit, found = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
+    for start in range(0, len(unit), GROUP):
+        group = unit[start : start + GROUP]
+        similarity = group @ group.T
+        similarity.fill_diagonal_(-torch.inf)  # an image is no neighbour of its own; a lone last one is
+        order = similarity.argsort(dim=-1, descending=True, stable=True)[:, : max(1, len(group) - 1)]
+        found.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
+    return torch.cat(found)
 
 
 KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (Logits(), Embeddings())}

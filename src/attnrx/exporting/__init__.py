@@ -9,6 +9,7 @@ from attnrx.exporting.formats import FORMATS, AOTInductor, Format, Int8, Onnx, O
 from attnrx.exporting.writing import (
     DYNAMIC,
     ExportSubject,
+    PatchFeatures,
     bare_subject,
     compare_with_original,
     export,
@@ -27,6 +28,7 @@ __all__ = [
     "Int8",
     "Onnx",
     "OpenVINO",
+    "PatchFeatures",
     "Program",
     "bare_subject",
     "compare_with_original",

@@ -94,8 +94,8 @@ class Exported(nn.Module):
         batch = "any batch" if self.images.batch is None else f"batches of {self.images.batch}"
         return f"Exported({str(self.path)!r}, {self.form}, images {list(self.images.shape)}, {batch})"
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Returns the logits, on the device of the images."""
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch *outputs"]:
+        """Returns the logits, or the features of all patches, on the device of the images."""
         if tuple(images.shape[1:]) != self.images.shape or images.dtype != self.images.dtype or not len(images):
             channels, height, width = self.images.shape
             raise InvalidInput(

@@ -158,7 +158,8 @@ class OpenVINO(Format):
         return lambda images: torch.from_numpy(compiled(_to_numpy(images))[0].copy())
 
 
-INPUT, OUTPUT, BATCH, OPSETS = "images", "logits", "batch", range(18, 24)
+INPUT, BATCH, OPSETS = "images", "batch", range(18, 24)
+OUTPUTS = {2: "logits", 3: "features"}  # the name of the output, by its number of axes
 # Runs beside the file that it is named after, with onnxruntime, NumPy and Pillow only.
 EXAMPLE = '''"""Classifies an image: python {script} IMAGE"""
 
@@ -188,7 +189,9 @@ MOST_BYTES = 1_500_000_000
 
 @dataclass(frozen=True)
 class Onnx(Format):
-    """An ONNX file with input "images" and output "logits"; weights above MOST_BYTES are in an external file.
+    """An ONNX file with input "images" and output "logits", or "features" of all patches.
+
+    Weights above MOST_BYTES are in an external file.
 
     Attention is exported unfused at exact ranks: ONNX Runtime's matrix products accept any width, so padding would only
     add operations. `opset` is the operator set version, 18 to 23; it includes GELU from 20 on.
@@ -218,7 +221,7 @@ class Onnx(Format):
             dynamo=True,
             opset_version=self.opset,
             input_names=[INPUT],
-            output_names=[OUTPUT],
+            output_names=[OUTPUTS[_output_axes(program)]],
             custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
             verbose=False,
             optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
@@ -250,12 +253,17 @@ class Onnx(Format):
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: _to_numpy(images)})[0])
+        return lambda images: torch.from_numpy(session.run(None, {INPUT: _to_numpy(images)})[0])
 
 
 def script_path(path: Path) -> Path:
     """Returns the path of the script beside a file."""
     return path.with_name(f"run_{path.stem}.py")
+
+
+def _output_axes(program: torch.export.ExportedProgram) -> int:
+    (output,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    return output.meta["val"].ndim
 
 
 def _name_batch(model: Any) -> None:

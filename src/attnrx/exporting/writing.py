@@ -26,7 +26,7 @@ from attnrx.progress import track
 from attnrx.serialization.atomic_writes import flush, require_replaceable, temporary_folder
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import file_kind, file_sha256, write_json, write_text
-from attnrx.shapes import Tensor
+from attnrx.shapes import Float, Tensor
 
 DYNAMIC = "dynamic"
 # Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
@@ -38,6 +38,19 @@ TIMED, ROUNDS = (1, 32), 20
 # equal scores.
 MAY_DIFFER = 0.1
 PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
+
+
+class PatchFeatures(nn.Module):
+    """Returns the last features of all patches of the images, [batch, patches, width], restored where tokens are pruned
+    or merged.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch patches features"]:
+        return family_of(self.model).patch_features(self.model, images)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +133,11 @@ def export(  # noqa: PLR0913  (keywords)
     precision: str | None = None,
     calibration: ImageData | None = None,
     class_names: Sequence[str] = (),
+    features: bool = False,
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and returns the file as a module.
+
+    With `features` the file returns the features of all patches instead of the logits (`PatchFeatures`).
 
     `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8. The file accepts batches
     of any size, or of `batch` images; `precision` defaults to the model's own. Its logits are compared with the model's
@@ -143,6 +159,9 @@ def export(  # noqa: PLR0913  (keywords)
         if len(class_names) != outputs:
             raise InvalidInput(f"{len(class_names)} class_names for a model with {outputs} outputs: give one for each.")
         subject = replace(subject, facts={**subject.facts, "class_names": list(class_names)})
+    if features:
+        facts = {**subject.facts, "class_names": [], "output": "features"}
+        subject = replace(subject, model=PatchFeatures(subject.model).eval(), facts=facts)
     return write_exported(subject, path, form)
 
 
@@ -220,7 +239,8 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
             "versions": installed_versions(*PACKAGES),
         }
         _put(room, path, facts)
-    if subject.facts and (example := form.example(path)) is not None:
+    classifies = subject.facts.get("output", "logits") == "logits"
+    if subject.facts and classifies and (example := form.example(path)) is not None:
         write_text(script_path(path), example)
     return Exported(path, form, subject.images, facts).eval()
 
@@ -248,8 +268,8 @@ def _unfused(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, Finding]:
-    """Compares the logits of the file with those of the model on the same images.
+def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
+    """Compares the logits, or the features of patches, of the file with those of the model on the same images.
 
     In models with token reduction up to the share MAY_DIFFER of the images is excluded from the differences.
 
@@ -258,8 +278,8 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     """
     exported = Exported(path, form, subject.images, {})
     with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
-        expected = torch.cat([subject.model(batch).double().cpu() for batch in batches])
-        found = torch.cat([exported(batch).double().cpu() for batch in batches])
+        expected = torch.cat([subject.model(batch).double().flatten(1).cpu() for batch in batches])
+        found = torch.cat([exported(batch).double().flatten(1).cpu() for batch in batches])
     # nan_to_num: NaN of the file is the largest difference, and max() would not find it.
     difference = (expected - found).abs().amax(-1).nan_to_num(nan=float("inf"))
     # Each image's largest difference relative to its largest logit, in increasing order.
@@ -270,16 +290,19 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     share, largest = float(shares[images - differing - 1]), float(difference[order][: images - differing].max())
     agreement = 100 * float((expected.argmax(-1) == found.argmax(-1)).double().mean())
     same_class = "images that exported and eager put into the same class"
-    claim = "largest difference of a logit, exported against eager, as a share of the largest logit"
+    output = "feature" if isinstance(subject.model, PatchFeatures) else "logit"
+    claim = f"largest difference of a {output}, exported against eager, as a share of the largest {output}"
     details = {"quantity": "parity", "largest_difference": largest, "images_left_out": differing}
     verdict = judged(share, limit, n=images, at_least=False)
     parity = Finding("parity", claim, share, **verdict, details=details)
     if parity.outcome == FAILS:
         raise NotSupported(
-            f"the file written as {form.name} does not match the model: a logit differs by {largest:.3g}, "
+            f"the file written as {form.name} does not match the model: a {output} differs by {largest:.3g}, "
             f"{share:.3g} of the largest where {limit:g} is allowed, and {agreement:.0f} % of {images} images keep "
             "their class. No file was saved."
         )
+    if output == "feature":
+        return (parity,)
     return parity, Finding("parity", same_class, agreement, "%", n=images, details={"quantity": "agreement"})
 
 

@@ -18,7 +18,7 @@ struct Merge {
   int64_t compared, compared_image, compared_row, features;
   int64_t images, prefix, count, merged;
   int64_t distances, lengths;  // flags: squared distances instead of cosines; norms of merged patches are kept
-  int64_t sizes, indices, output, output_sizes, output_indices;
+  int64_t sizes, indices, output, output_sizes, output_indices, output_destinations;
 
   const float* row_of(int64_t start, int64_t image_stride, int64_t row_stride, int image, int patch) const {
     return (const float*)start + image * image_stride + (prefix + patch) * row_stride;
@@ -148,6 +148,7 @@ void merge_image(const Merge& merge, int image, const Side& first, const Side& s
   float* output = (float*)merge.output + (int64_t)image * (prefix + left) * width;
   float* output_sizes = (float*)merge.output_sizes + (int64_t)image * (prefix + left);
   int64_t* output_indices = (int64_t*)merge.output_indices + (int64_t)image * left;
+  int64_t* destinations = (int64_t*)merge.output_destinations + (int64_t)image * count;
   for (int i = 0; i < prefix; i++, output += width) {
     memcpy(output, patches + (i - prefix) * merge.tokens_row, width * sizeof(float));
     *output_sizes++ = sizes[i - prefix];
@@ -168,6 +169,8 @@ void merge_image(const Merge& merge, int image, const Side& first, const Side& s
     output_sizes[next] = total[i];
     memcpy(output + (int64_t)next++ * width, patches + i * merge.tokens_row, width * sizeof(float));
   }
+  for (int i = 0; i < count; i++) destinations[i] = place[i];
+  for (int source : order) destinations[2 * source] = place[2 * nearest[source] + 1];
   const auto norm = [&](int i) { return std::sqrt((i % 2 ? second : first).squares[i / 2]); };
   for (int source : order) {
     const int goal = 2 * nearest[source] + 1;

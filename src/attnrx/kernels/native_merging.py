@@ -10,13 +10,18 @@ from attnrx.kernels.compilation import native_library, required_library
 from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Float, Int, Tensor, TokenBatch
 
-Merged = tuple[Float[Tensor, "batch left width"], Float[Tensor, "batch left"], Int[Tensor, "batch kept"]]
-"""The remaining tokens, their sizes, and the indices of the remaining patches."""
+Merged = tuple[
+    Float[Tensor, "batch left width"],
+    Float[Tensor, "batch left"],
+    Int[Tensor, "batch kept"],
+    Int[Tensor, "batch patches"],
+]
+"""The remaining tokens, their sizes, the indices of the remaining patches, and the destinations of all patches."""
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
     "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, int merged, bool lengths)"
-    " -> (Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -55,11 +60,11 @@ def native_merge(
 
 def _merge(
     tokens: Tensor, sizes: Tensor, indices: Tensor, keys: Tensor | None, merged: int, lengths: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library = required_library()
     compared = tokens if keys is None else keys
     _require_fitting(tokens, sizes, indices, compared, merged, lengths and keys is not None)
-    output, output_sizes, output_indices = _empty(tokens, sizes, indices, keys, merged, lengths)
+    outputs = _empty(tokens, sizes, indices, keys, merged, lengths)
     # A row must be contiguous; a copy is kept until the kernel has returned.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
@@ -69,11 +74,11 @@ def _merge(
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
         compared.data_ptr(), *compared.stride()[:2], compared.shape[2],
         images, tokens.shape[1] - count, count, merged, keys is None, lengths,
-        sizes.data_ptr(), indices.data_ptr(), output.data_ptr(), output_sizes.data_ptr(), output_indices.data_ptr(),
+        sizes.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
     )  # fmt: skip
     if library.attnrx_merge((ctypes.c_int64 * len(described))(*described), torch.get_num_threads()):
         raise MemoryError("token merging found no memory for the patches of one image.")
-    return output, output_sizes, output_indices
+    return outputs
 
 
 def _require_fitting(
@@ -98,13 +103,14 @@ def _require_fitting(
 
 def _empty(
     tokens: Tensor, sizes: Tensor, indices: Tensor, keys: Tensor | None, merged: int, lengths: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, count, width = tokens.shape
     left = count - merged
     return (
         tokens.new_empty(batch, left, width),
         sizes.new_empty(batch, left),
         indices.new_empty(batch, indices.shape[1] - merged),
+        indices.new_empty(indices.shape),
     )
 
 

@@ -1,7 +1,8 @@
 """A model of another library whose attention was replaced by attnrx attention."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,8 +14,9 @@ from attnrx.attention import Attention, Positions
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.observation_hooks import evaluating
+from attnrx.models.token_hooks import reduction_of
 from attnrx.runtime.recording import is_recorded
-from attnrx.shapes import ImageBatch, Int, Logits, Tensor, TokenBatch
+from attnrx.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.spec import BIASES, INNER_NORMS, AttentionSpec
 
 # The projections in attnrx attention, in the order of BIASES.
@@ -74,8 +76,8 @@ class LastLayer:
     def watched(self) -> bool:
         """Whether the patch tokens of the last block are needed: for training, or by a hook."""
         for module in (*self.block.modules(), self.after):
-            hooks = module._forward_pre_hooks.values()
-            if module.training or module._forward_hooks or not all(getattr(hook, "by_image", False) for hook in hooks):
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
                 return True
         return False
 
@@ -117,14 +119,33 @@ class Adopted(nn.Module):
         return 4 * convolution.out_channels * (height // down) * (width // right)
 
     def _forward_chunk(self, images: Tensor) -> Tensor:
-        """Returns the logits; the last block computes only the class token where the head uses no other token."""
-        if self.last is None or self.last.watched:
+        with self.restoring(()):
             return self.logits(images)
-        self.last.at_work = True
+
+    @contextmanager
+    def restoring(self, blocks: Collection[int]) -> Iterator[None]:
+        """Restores the tokens of all patches after these blocks only, where tokens are pruned or merged.
+
+        Outside of the context they are restored after all blocks. Where no block is given, the last block computes only
+        the class token if the head uses no other token.
+        """
+        reduction, last = reduction_of(self), self.last
+        if last is not None:
+            last.at_work = not blocks and not last.watched
         try:
-            return self.logits(images)
+            with nullcontext() if reduction is None else reduction.restoring(blocks):
+                yield
         finally:
-            self.last.at_work = False
+            if last is not None:
+                last.at_work = False
+
+    def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
+        """Returns the library's last features of the tokens before the patches and of all patches."""
+        require_images(images, self.origin.input_shape, self.origin.architecture)
+        return chunked_forward(self, self._last_tokens, images, self._max_elements)
+
+    def _last_tokens(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits of images of the right shape."""

@@ -23,6 +23,7 @@ from attnrx.models.token_hooks import costs_of_tokens
 from attnrx.models.unsupported_features import Refusal, model_name
 from attnrx.serialization.config import from_dict, to_dict
 from attnrx.serialization.storage import require_finite_tensors
+from attnrx.shapes import Float, ImageBatch, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout, TokenPolicy
 
@@ -53,6 +54,7 @@ class AdoptedFamily(Family):
     A subclass states where the parts of the library's models are, and lists unsupported features.
     """
 
+    exposes_tokens = True
     library: str
     """The package of the library."""
     model_type: type[Adopted]
@@ -289,6 +291,10 @@ class AdoptedFamily(Family):
                 "head takes a token before the patches, or the mean of the patches."
             )
         return TokenLayout(self.prefix_tokens(source), self.positions(adopted), self.has_class_token(source), pooled)
+
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        adopted = self._adopted(model)
+        return adopted.all_tokens(images)[:, self.prefix_tokens(adopted.source) :]
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
         return self.patches(self._adopted(model).source)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from attnrx.attention import Attention
 from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.serialization.storage import fingerprint
-from attnrx.shapes import Tensor
+from attnrx.shapes import Float, ImageBatch, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout, TokenPolicy
 
@@ -23,6 +23,10 @@ class Family(ABC):
     """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
 
     name: str
+    exposes_tokens: ClassVar[bool] = False
+    """Whether the models have methods of another library that return tokens, so that those of all patches are
+    restored.
+    """
 
     @abstractmethod
     def matches(self, model: nn.Module) -> bool:
@@ -71,6 +75,10 @@ class Family(ABC):
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
         """Returns the library's transform from a PIL image to a float tensor; None where the library has none."""
         return None
+
+    @abstractmethod
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        """Returns the last features of all patches of the images, restored where tokens are pruned or merged."""
 
     def output_kind(self, model: nn.Module) -> str:
         """Returns what the model returns: "logits", or an "embedding" where it has no classifier."""

@@ -15,6 +15,7 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownNa
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
 from attnrx.models.huggingface_readers import READERS, VISION_PARTS, reader_of
+from attnrx.models.token_hooks import reduction_of
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
@@ -57,8 +58,39 @@ class HuggingFaceModel(Adopted):
             return super().forward(images)
         if images is not None or pixel_values is None:
             raise InvalidInput("give images, or pixel_values=... (with labels=... or not) as transformers does.")
-        optional = {} if labels is None else {"labels": labels}
-        return self.source(pixel_values=pixel_values, **optional, **options)
+        reader, optional = reader_of(self.source), {} if labels is None else {"labels": labels}
+        if options.get("output_hidden_states", self.config.output_hidden_states):
+            return self._with_hidden_states(pixel_values, {**optional, **options})
+        with self.restoring(() if reader.answer == "logits" else (self._depth - 1,)):
+            return self.source(pixel_values=pixel_values, **optional, **options)
+
+    def _with_hidden_states(self, images: ImageBatch, options: dict[str, Any]) -> Any:
+        """Returns the output of transformers with the tokens of all patches after every block."""
+        as_tuple = not options.pop("return_dict", self.config.return_dict)
+        with self.restoring(range(self._depth)):
+            output = self.source(pixel_values=images, return_dict=True, **options)
+        for module in self.source.modules():
+            for hook in module._forward_hooks.values():
+                if getattr(hook, "__name__", "") == "output_capturing_hook":
+                    # transformers never removes it, and it is idle unless hidden states are requested.
+                    hook.by_image = True  # type: ignore[attr-defined, reportFunctionMemberAccess]
+        reader = reader_of(self.source)
+        if reader.answer == "logits" and reader.pooling != "class" and reduction_of(self) is not None:
+            # The mean over restored patches is not the one that the classifier takes.
+            with self.restoring(()):
+                answer = self.source(pixel_values=images, return_dict=True, **options | {"output_hidden_states": False})
+            for name in {"loss", "logits"} & answer.keys():
+                output[name] = answer[name]
+        return output.to_tuple() if as_tuple else output
+
+    def _last_tokens(self, images: Tensor) -> Tensor:
+        with self.restoring((self._depth - 1,)):
+            return reader_of(self.source).body_of(self.source)(pixel_values=images).last_hidden_state
+
+    @property
+    def _depth(self) -> int:
+        reader = reader_of(self.source)
+        return len(list(reader.body_of(self.source).get_submodule(reader.layers).children()))
 
     # Pipelines and trainers of transformers read these of every model.
     @property

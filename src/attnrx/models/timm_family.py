@@ -4,7 +4,7 @@ import copy
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from attnrx.models.adopted import (
 from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
 from attnrx.models.unsupported_features import ATTENTION_FEATURES, NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
-from attnrx.shapes import Float, Int, Tensor, TokenBatch
+from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 
 # Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
 BLOCKS: dict[str, str] = {
@@ -75,6 +75,50 @@ class TimmModel(Adopted):
     @property
     def num_classes(self) -> int:
         return int(self.source.num_classes)  # type: ignore[arg-type]
+
+    def forward_features(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
+        """Returns the features of all tokens after the last norm, as timm does: [batch, prefix + patches, width].
+
+        Pruned and merged patches are restored (`attnrx.models.TokenRestoration`).
+        """
+        return self.all_tokens(images)
+
+    def forward_head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
+        """Returns the logits of all tokens, or the pooled features."""
+        return self.source.forward_head(tokens, pre_logits)  # type: ignore[operator]
+
+    def forward_intermediates(
+        self,
+        images: ImageBatch,
+        indices: int | Sequence[int] | None = None,
+        *,
+        stop_early: bool = False,
+        intermediates_only: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Returns features after several blocks, as timm does, with all its options.
+
+        Pruned and merged patches are restored. `indices` are the last n blocks, or a list of blocks; None: all.
+        """
+        source: Any = self.source
+        blocks, last = _timm("models._features").feature_take_indices(len(source.blocks), indices)
+        if not intermediates_only:
+            blocks = [*blocks, last if stop_early else len(source.blocks) - 1]
+        with self.restoring(blocks):
+            return source.forward_intermediates(
+                images, indices, stop_early=stop_early, intermediates_only=intermediates_only, **options
+            )
+
+    def get_intermediate_layers(self, images: ImageBatch, n: int | Sequence[int] = 1, **options: Any) -> Any:
+        """Returns features after several blocks, as timm does, in the form of DINO."""
+        source: Any = self.source
+        with self.restoring(_timm("models._features").feature_take_indices(len(source.blocks), n)[0]):
+            return source.get_intermediate_layers(images, n, **options)
+
+    def _last_tokens(self, images: Tensor) -> Tensor:
+        source: Any = self.source
+        with self.restoring((len(source.blocks) - 1,)):
+            return source.forward_features(images)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the classifier by a fresh one, as timm does; this is saved with the model."""

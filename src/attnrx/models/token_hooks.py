@@ -43,12 +43,9 @@ def attach_tokens_(
     model.tokens = reduction
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
-    blocks = [model.get_submodule(name) for name in block_names(model, family)]
-    for stage, layer in enumerate(policy.layers):
-        _first_(blocks[layer - 1], partial(reduction.decide, stage))
-    if "accumulated" in policy.reducer.needs:
-        for block in blocks[1 : policy.layers[-1]]:  # the input of a block is the output of the one before
-            _first_(block, reduction.score_layer)
+    _hook_blocks_([model.get_submodule(name) for name in block_names(model, family)], reduction)
+    if family.exposes_tokens:
+        reduction.restored_blocks = range(len(layers))
     _first_(family.patch_embedding(model), reduction.begin)
     for index, layer in enumerate(layers, 1):
         _capture_(layer, index, reduction)
@@ -56,6 +53,19 @@ def attach_tokens_(
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
     return reduction.train(model.training)
+
+
+def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> None:
+    """Registers the hooks of stages, of scores and of restoration, which run in the reverse order on an input."""
+    policy = reduction.policy
+    for stage, layer in enumerate(policy.layers):
+        _first_(blocks[layer - 1], partial(reduction.decide, stage))
+    if "accumulated" in policy.reducer.needs:
+        for block in blocks[1 : policy.layers[-1]]:  # the input of a block is the output of the one before
+            _first_(block, reduction.score_layer)
+    for index, block in enumerate(blocks):
+        _first_(block, reduction.enter)
+        _after_(block, partial(reduction.leave, index))
 
 
 class _TokenHook:
@@ -76,6 +86,21 @@ class _TokenHook:
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": tokens})
 
 
+class _OutputHook:
+    """Replaces the tokens that a block returns by `run(tokens)`, unless that is None."""
+
+    by_image = True
+
+    def __init__(self, run: Callable[[Tensor], Tensor | None]):
+        self.run = run
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        tokens = self.run(output[0] if isinstance(output, tuple) else output)
+        if tokens is None:
+            return None
+        return (tokens, *output[1:]) if isinstance(output, tuple) else tokens
+
+
 class _Pooled:
     by_image = True
 
@@ -93,6 +118,14 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
     module._forward_pre_hooks.clear()
     module.register_forward_pre_hook(_TokenHook(run), with_kwargs=True)
     module._forward_pre_hooks.update(later)
+
+
+def _after_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
+    """Registers a hook on the module's output that runs before the existing ones."""
+    later = dict(module._forward_hooks)
+    module._forward_hooks.clear()
+    module.register_forward_hook(_OutputHook(run))
+    module._forward_hooks.update(later)
 
 
 def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:

@@ -1,6 +1,7 @@
 """Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -9,8 +10,20 @@ from torch import nn
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
 from attnrx.kernels.native_merging import can_merge
+from attnrx.models.token_restoration import RestorableStage, TokenRestoration
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
-from attnrx.tokens import MOMENTS, MapMoments, Part, Reduction, Shape, TokenPolicy, TokenState, image_keys, sampled_keep
+from attnrx.tokens import (
+    MOMENTS,
+    MapMoments,
+    Part,
+    Reduction,
+    Shape,
+    TokenPolicy,
+    TokenState,
+    destinations_of,
+    image_keys,
+    sampled_keep,
+)
 
 BY = ("mask", "compress")
 
@@ -19,7 +32,8 @@ class TokenRun:
     """Token statistics of one batch during a forward pass; reset at every batch.
 
     `sizes` is None until a token is pruned. `patch_indices` holds the index of every patch token in the image, -1 for
-    tokens added by a stage; `trail` holds those indices after each stage. `image_keys` are hashes of the images, for
+    tokens added by a stage; `trail` holds those indices after each stage. `restorations` has one for
+    every chunk of the batch, if features of all patches are requested. `image_keys` are hashes of the images, for
     reducers that need them. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0 for a
     pruned one, with a gradient.
     """
@@ -33,10 +47,26 @@ class TokenRun:
         self.image_keys: Int[Tensor, " batch"] | None = None
         self.captures: list[CapturedAttention] = []
         self.trail: list[Int[Tensor, "batch kept"]] = []
+        self.restorations: list[TokenRestoration] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
 
     def begin(self) -> None:
         self.__init__()
+
+    @property
+    def restoration(self) -> TokenRestoration | None:
+        """The restoration of the last chunk; None where features of all patches are not requested."""
+        return self.restorations[-1] if self.restorations else None
+
+    @property
+    def representatives(self) -> Int[Tensor, "batch patches"] | None:
+        """The index, among the patch tokens after the last stage, of the one that represents each patch of the image.
+
+        -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
+        """
+        found = [restoration.representatives for restoration in self.restorations]
+        present = [each for each in found if each is not None]
+        return torch.cat(present) if present else None
 
     @classmethod
     def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
@@ -46,6 +76,7 @@ class TokenRun:
         indices = [run.patch_indices for run in runs if run.patch_indices is not None]
         found.sizes = torch.cat(sizes) if sizes else None
         found.patch_indices = torch.cat(indices) if indices else None
+        found.restorations = [restoration for run in runs for restoration in run.restorations]
         found.trail = [torch.cat(stage) for stage in zip(*(run.trail for run in runs), strict=True)]
         return found
 
@@ -55,6 +86,8 @@ class TokenReduction(nn.Module):
 
     A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
     learned reducer always masks: it samples which patches are kept, at `temperature`, in any number.
+
+    `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -68,6 +101,16 @@ class TokenReduction(nn.Module):
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.run = TokenRun()
         self.temperature = 1.0
+        self.restored_blocks: Container[int] = ()
+
+    @contextmanager
+    def restoring(self, blocks: Container[int]) -> Iterator[None]:
+        """Restores the tokens of all patches after these blocks only."""
+        before, self.restored_blocks = self.restored_blocks, blocks
+        try:
+            yield
+        finally:
+            self.restored_blocks = before
 
     @property
     def draws(self) -> bool:
@@ -94,8 +137,20 @@ class TokenReduction(nn.Module):
     def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
         self.run.begin()
+        if self.restored_blocks and not self.draws:
+            self.run.restorations.append(TokenRestoration(self.shape.layout.prefix))
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
+
+    def enter(self, tokens: TokenBatch) -> TokenBatch | None:
+        """Returns the present tokens for a block that is called with restored ones; else None."""
+        return None if self.run.restoration is None else self.run.restoration.enter()
+
+    def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
+        """Returns the tokens of all patches after a block, if it is one of `restored_blocks`; else None."""
+        if self.run.restoration is None or block not in self.restored_blocks:
+            return None
+        return self.run.restoration.leave(tokens, block + 1)
 
     def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
         """Adds the patch scores of one layer, for all images or for those of `part`."""
@@ -167,10 +222,14 @@ class TokenReduction(nn.Module):
             return tokens
         captured = CapturedAttention.joined(run.captures)
         if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
-            merged = self.native(tokens, sizes, run.patch_indices, captured.keys, count)
-            tokens, run.sizes, run.patch_indices = merged
+            merged, run.sizes, run.patch_indices, destinations = self.native(
+                tokens, sizes, run.patch_indices, captured.keys, count
+            )
+            self._track(
+                RestorableStage(self.policy.layers[stage], tokens[:, prefix:], merged[:, prefix:], destinations)
+            )
             run.trail.append(run.patch_indices)
-            return tokens
+            return merged
         state = TokenState(
             tokens,
             prefix,
@@ -187,12 +246,24 @@ class TokenReduction(nn.Module):
             self.policy.layers[stage],
             self.shape.depth,
             whole=self.by == "compress" and not self.draws,
+            tracked=run.restoration is not None,
         )
-        if self.draws:
-            return self._draw(stage, state)
-        reduction = self.policy.reducer.reduce(state, count, self.predictor(stage))
+        return self._draw(stage, state) if self.draws else self._reduce(state, count)
+
+    def _reduce(self, state: TokenState, count: int) -> Tensor:
+        """Reduces the tokens to `count` patches."""
+        run, prefix = self.run, state.prefix
+        reduction = self.policy.reducer.reduce(state, count, self.predictor(state.stage))
         apply = compressed_state if self.by == "compress" else masked_state
-        tokens, run.sizes, run.patch_indices, run.moments, run.accumulated = apply(state, reduction)
+        tokens, run.sizes, run.patch_indices, run.moments, run.accumulated, positions = apply(state, reduction)
+        if run.restoration is not None:
+            parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
+            destinations = reduction.destinations
+            if destinations is None:
+                destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
+            prunes = reduction.destinations is None
+            remaining = torch.cat(parts, dim=1)
+            self._track(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
         remaining = run.patch_indices
         if self.by == "mask":
             number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
@@ -201,6 +272,10 @@ class TokenReduction(nn.Module):
             remaining = remaining.gather(1, there.argsort(dim=1, descending=True, stable=True)[:, :number])
         run.trail.append(remaining)
         return tokens
+
+    def _track(self, stage: RestorableStage) -> None:
+        if self.run.restoration is not None:
+            self.run.restoration.stages.append(stage)
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
         """Samples the kept patches; every token keeps its index, with size 1 or 0."""
@@ -221,7 +296,7 @@ class TokenReduction(nn.Module):
         For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
         pruned patches are overwritten by the first remaining one, which does not change it.
         """
-        if self.run.sizes is None:
+        if self.run.sizes is None or self.run.restoration is not None:
             return tokens
         prefix = self.shape.layout.prefix
         patches, sizes = tokens[:, prefix:], self.run.sizes[:, prefix:]
@@ -252,8 +327,9 @@ def _at_all_heads(
     return found
 
 
-# tokens, sizes, patch indices, moments, accumulated scores
-Reduced = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None]
+# tokens, sizes, patch indices, moments, accumulated scores; and where the kept and the extra tokens are among the patch
+# tokens, or None where these are all patch tokens
+Reduced = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None, Tensor | None]
 
 
 def compressed_state(state: TokenState, reduction: Reduction) -> Reduced:
@@ -271,7 +347,8 @@ def compressed_state(state: TokenState, reduction: Reduction) -> Reduced:
     gathered = state.accumulated
     if gathered is not None:
         gathered = nn.functional.pad(gathered.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
-    return torch.cat(tokens, dim=1), torch.cat([state.sizes[:, :prefix], sizes], dim=1), indices, moments, gathered
+    sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
+    return torch.cat(tokens, dim=1), sizes, indices, moments, gathered, None
 
 
 def masked_state(state: TokenState, reduction: Reduction) -> Reduced:
@@ -287,7 +364,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> Reduced:
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
-    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), indices, moments, gathered
+    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), indices, moments, gathered, targets
 
 
 def replaced_state(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -18,9 +19,9 @@ from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.family import Family, MLPRanks
 from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
-from attnrx.models.token_hooks import costs_of_tokens
+from attnrx.models.token_hooks import costs_of_tokens, reduction_of
 from attnrx.serialization.config import from_dict, to_dict
-from attnrx.shapes import ImageBatch, Logits, TokenBatch
+from attnrx.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
 
@@ -248,6 +249,18 @@ class OwnFamily(Family, Generic[Config]):
         token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
         config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
         return config.costs(attention, token_costs)
+
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        """Returns the output of the last norm."""
+        own, reduction, found = self._own(model), reduction_of(model), []
+        require_images(images, own.config.input_shape, "this model")
+        hook = own.norm.register_forward_hook(lambda norm, args, tokens: found.append(tokens))
+        try:
+            with nullcontext() if reduction is None else reduction.restoring((own.config.depth - 1,)):
+                own.logits(images)
+        finally:
+            hook.remove()
+        return found[0][:, self.token_layout(model).prefix :]
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         return self._own(model).norm

@@ -342,6 +342,7 @@ class Planner:
             "axes": list(space.axes),
             "reducer": self.settings.reducer if TOKENS in space.axes else None,
             "form": space.form,
+            "outputs": self.answers.kind.name,
             "images": len(self.answers),
             "trial_images": len(self.fewer),
             "other_images": len(others),

@@ -242,13 +242,15 @@ class PlanFront:
     """The front of a plan: plans between the original and the chosen one, which is the last.
 
     `spend` is the cost that the plan limits ("latency", "macs" or "params"), `images` the number of images behind the
-    measured values, and `conditions` those of the measured latency.
+    measured values, `conditions` those of the measured latency, and `outputs` what the model returns ("logits" or
+    "embedding").
     """
 
     spend: str
     points: tuple[FrontPoint, ...]
     images: int | None = None
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    outputs: str = "logits"
 
     def __post_init__(self):
         if not self.points or any(point.cost <= 0 for point in self.points):
@@ -262,8 +264,9 @@ class PlanFront:
             FrontPoint(**_numbers(point, *names), description=str(point.get("description", "")))
             for point in record["front"]
         )
-        images = record.get("about", {}).get("images")
-        return cls(str(record["spend"]), tuple(points), images, record.get("measured") or {})
+        about = record.get("about", {})
+        outputs = "embedding" if about.get("outputs") == "embedding" else "logits"
+        return cls(str(record["spend"]), tuple(points), about.get("images"), record.get("measured") or {}, outputs)
 
     @classmethod
     def load(cls, path: Path | str) -> "PlanFront":

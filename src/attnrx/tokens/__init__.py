@@ -12,6 +12,7 @@ from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.evo_vit import EvoViT
 from attnrx.tokens.halting_scores import HaltingScores
+from attnrx.tokens.merging import gathered_rows
 from attnrx.tokens.pitome import PiToMe
 from attnrx.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.tokens.random import Random, image_keys
@@ -25,6 +26,7 @@ from attnrx.tokens.reducer import (
     SampledTokens,
     Selecting,
     Shape,
+    destinations_of,
     sampled_keep,
 )
 from attnrx.tokens.soft import Packaging, Soft
@@ -94,6 +96,8 @@ __all__ = [
     "ZeroTPrune",
     "attention_features",
     "chunks_of",
+    "destinations_of",
+    "gathered_rows",
     "image_keys",
     "images_of",
     "parse_policy",

@@ -8,7 +8,17 @@ from torch import nn
 
 from attnrx.shapes import Tensor
 from attnrx.tokens.dynamicvit import DynamicViT
-from attnrx.tokens.reducer import KeepDrop, PerPatch, Reduction, SampledTokens, Selecting, Shape, best, taken
+from attnrx.tokens.reducer import (
+    KeepDrop,
+    PerPatch,
+    Reduction,
+    SampledTokens,
+    Selecting,
+    Shape,
+    best,
+    destinations_of,
+    taken,
+)
 from attnrx.tokens.soft import Soft
 from attnrx.tokens.state import TokenState
 
@@ -34,7 +44,9 @@ class DTPS(Soft):
         pruned_mask = state.there.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
         alike = unit @ taken(unit, kept).transpose(1, 2)
-        return Reduction(kept, _squeezed(state.patches, taken(state.patches, kept), alike, pruned_mask))
+        tokens = _squeezed(state.patches, taken(state.patches, kept), alike, pruned_mask)
+        destinations = destinations_of(kept, alike.argmax(-1)) if state.tracked else None
+        return Reduction(kept, tokens, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Fuses every pruned patch into the most similar kept one; every patch keeps its index."""

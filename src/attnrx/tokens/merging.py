@@ -81,14 +81,19 @@ class Merging(Reducer):
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
         tables, first, merged = self.first_tables(tables), sizes.shape[1], None
+        present = kept
+        destinations = torch.arange(first, device=sizes.device).expand(sizes.shape[0], -1) if state.tracked else None
         while (patches := sizes.shape[1]) > count:
             merging = self._round(state, tables, sizes, patches - count)
             tables = {name: merging.of(table) for name, table in tables.items()}
             merged = merging.into if patches == first else None  # after several rounds, any patch may have changed
             sizes, kept = merging.sizes, merging.stay if kept is None else kept.gather(1, merging.stay)
+            destinations = None if destinations is None else merging.destinations.gather(1, destinations)
         if kept is None:
             kept = torch.arange(first, device=sizes.device).expand(sizes.shape[0], -1)
-        return Reduction(kept, self.finished(tables, merged), sizes=sizes)
+        if destinations is not None and present is not None:  # pruned patches have none
+            destinations = torch.full_like(state.patch_indices, -1).scatter(1, present, destinations)
+        return Reduction(kept, self.finished(tables, merged), sizes=sizes, destinations=destinations)
 
     def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
         features = self.features(tables, sizes)
@@ -120,8 +125,15 @@ class Round:
         image = torch.arange(sizes.shape[0], device=sizes.device)[:, None]
         offset = image * patches
         self._sources, self._goals, self._stay = ((offset + rows).flatten() for rows in (sources, goals, self.stay))
-        # The cumulated sum counts the remaining patches up to a goal, so less 1 it is the index of the goal.
-        self.into = (image * num_left - 1 + remains.cumsum(1).gather(1, goals)).flatten()
+        # The cumulated sum counts the remaining patches up to one, so less 1 it is the index of that one.
+        self._order, self._merged = remains.cumsum(1) - 1, (sources, goals)
+        self.into = (image * num_left + self._order.gather(1, goals)).flatten()
+
+    @property
+    def destinations(self) -> Int[Tensor, "batch patches"]:
+        """The index after the round of every patch, or of the one that it was merged into."""
+        sources, goals = self._merged
+        return self._order.scatter(1, sources, self._order.gather(1, goals))
 
     def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
         """Returns the merged rows of a table."""

@@ -28,13 +28,16 @@ class Reduction:
     """The result of a stage: the patches at `kept` (ascending), with these values, then `extra` tokens.
 
     `sizes` are those of the kept and the extra tokens, where the reducer changes them; None keeps the sizes, and gives
-    extra tokens size 1.
+    extra tokens size 1. `destinations`: the index, among the kept and then the extra tokens, of the token that
+    represents each patch, where the state is `tracked`; None: a kept patch represents itself, and no other is
+    represented.
     """
 
     kept: Int[Tensor, "batch kept"]
     tokens: Float[Tensor, "batch kept width"]
     extra: Float[Tensor, "batch extra width"] | None = None
     sizes: Float[Tensor, "batch left"] | None = None
+    destinations: Int[Tensor, "batch patches"] | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,11 @@ def best(relevance: PerPatch, there: PerPatch, count: int) -> Int[Tensor, "batch
     # Stable: of equal scores the first is kept, on every device.
     order = relevance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values
+
+
+def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
+    """Returns the destinations of all patches: of a kept patch its index among the kept ones, else that of `others`."""
+    return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
 
 
 def taken(patches: Float[Tensor, "batch patches width"], kept: Int[Tensor, "batch kept"]) -> Tensor:

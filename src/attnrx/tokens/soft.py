@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
@@ -16,6 +17,7 @@ from attnrx.tokens.reducer import (
     Selecting,
     Shape,
     best,
+    destinations_of,
     odds,
     taken,
 )
@@ -71,7 +73,10 @@ class Packaging(Soft):
         relevance = self.scores.relevance(state, predictor)
         kept = best(relevance, state.there, count)
         weights = self.scores.weights(relevance).masked_fill(state.there == 0, 0.0).scatter(1, kept, 0.0)
-        return Reduction(kept, taken(state.patches, kept), _fused(state.patches, weights))
+        fused_index = torch.full_like(state.patch_indices, count)
+        destinations = destinations_of(kept, fused_index) if state.tracked else None
+        tokens, fused_token = taken(state.patches, kept), _fused(state.patches, weights)
+        return Reduction(kept, tokens, fused_token, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Overwrites the first pruned patch by the fused token."""

@@ -162,6 +162,8 @@ class TokenState:
     depth: int = 2
     whole: bool = False
     """Whether no token is masked, so that sums need no mask."""
+    tracked: bool = False
+    """Whether a reducer that merges or fuses patches must return their destinations."""
 
     @property
     def patches(self) -> Float[Tensor, "batch patches width"]:

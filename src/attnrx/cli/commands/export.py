@@ -33,6 +33,7 @@ def add(parser: Parser) -> None:
     add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
     option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
     option(parser, "--threads", THREADS, "CPU threads of that comparison (torch's default)")
+    option(parser, "--features", bool, "write the features of all patches instead of the answer of the model")
     add_device(parser)
 
 
@@ -44,10 +45,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     calibration = None if splits is None else splits.train
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
-    options = {"batch": arguments.batch, "precision": arguments.precision}
+    options = {"batch": arguments.batch, "precision": arguments.precision, "features": arguments.features}
     exported = rx.export(model, arguments.out, form, **options, calibration=calibration, class_names=names)
     facts, speeds = exported.facts, ()
     if arguments.against is not None:
+        if arguments.features:
+            raise InvalidInput("--against times the answers of two files; omit --features.")
         log(f"timing it beside {arguments.against} in the same runtime")
         original = model_argument(arguments.against, device, arguments.weights, arguments.trust)
         speeds = rx.exporting.compare_with_original(

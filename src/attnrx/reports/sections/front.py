@@ -37,11 +37,16 @@ class Reading:
 
 SPEED = Reading("speedup", "Speed", "x", 2)
 CHANGE = Reading("change", "Change of accuracy", "points", 1, True, 100.0)
-DIVERGENCE = Reading("divergence", "KL from the original", "nats", 3)
-READINGS = (
-    CHANGE,
-    Reading("agreement", "Same prediction", "%", 1, False, 100.0),
-    DIVERGENCE,
+# By what the model returns.
+DIVERGENCES = {
+    "logits": Reading("divergence", "KL from the original", "nats", 3),
+    "embedding": Reading("divergence", "Cosine distance from the original", "", 3),
+}
+AGREEMENTS = {
+    "logits": Reading("agreement", "Same prediction", "%", 1, False, 100.0),
+    "embedding": Reading("agreement", "Same nearest neighbour", "%", 1, False, 100.0),
+}
+COSTS = (
     Reading("macs", "MACs", "%", 1, False, 100.0),
     Reading("params", "Parameters", "%", 1, False, 100.0),
 )
@@ -55,10 +60,11 @@ def front(content: ReportContent) -> Section | None:
     points = sorted((ORIGINAL, *found.points), key=lambda point: _place(found, point))
     chosen = points.index(found.points[-1])
     of_latency = found.spend == "latency"
+    measured = (CHANGE, AGREEMENTS[found.outputs], DIVERGENCES[found.outputs], *COSTS)
     readings = [SPEED] * of_latency + [
-        own for own in READINGS if any(own.of(point) is not None for point in found.points)
+        own for own in measured if any(own.of(point) is not None for point in found.points)
     ]
-    charts = [_chart(content, found, points, own) for own in (CHANGE, DIVERGENCE) if own in readings]
+    charts = [_chart(content, found, points, own) for own in (CHANGE, DIVERGENCES[found.outputs]) if own in readings]
     legend = {name: picture for chart in charts for picture, name in chart.legend}
     names = [_name(found, point, index == chosen) for index, point in enumerate(points)]
     data = {
@@ -136,7 +142,9 @@ def _chart(content: ReportContent, found: PlanFront, points: list[FrontPoint], r
         CurvePoint(_place(found, point), value, tip=f"{_name(found, point, False)}: {reading.text(point)}")
         for point, value in shown
     )
-    label = "change of top-1 accuracy in points" if reading is CHANGE else "KL from the original in nats"
+    label = "change of top-1 accuracy in points"
+    if reading is not CHANGE:
+        label = f"{reading.label} in {reading.unit}" if reading.unit else reading.label
     title = "Change of accuracy" if reading is CHANGE else "Divergence from the original"
     curves = [Curve("plans, on the images of the plan", own, "style-0", 0), *_verified(content, found, reading)]
     if content.comparison is not None and found.spend == "latency":

@@ -1,0 +1,102 @@
+"""The error of restored features of patches, by restoration and policy, with the speed of both.
+
+    python benchmarks/dense_features.py timm:vit_tiny_patch16_224 --weights W --data imagenette224.parquet \
+        --label-column imagenet1k_label --test-column ilsvrc_val --policies tome:13@every ward:13@every
+
+The error is the relative squared error of the last normalized features of a patch, mean over the patches and images.
+Restorations differ in the share of a patch's difference from its representative that is added again: none ("copy", the
+plain gather of ToMe), all of it ("whole"), or l / n before layer l of n ("depth", which attnrx uses). Speeds are CPU
+times of one thread, in turns, the least of all rounds, relative to the library's own model.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.checks.dense import patch_features
+from attnrx.models import attach_tokens_, family_of, reduction_of
+from attnrx.tokens import gathered_rows, parse_policy
+
+SHARES: dict[str, Callable[[int, int], float]] = {
+    "copy": lambda layer, depth: 0.0,
+    "whole": lambda layer, depth: 1.0,
+    "depth": lambda layer, depth: layer / depth,
+}
+
+
+def restorations(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the features of all patches by every restoration."""
+    found, source = {"attnrx": patch_features(model, images)}, model.source
+    restoration = reduction_of(model).run.restoration
+    for name, share in SHARES.items():
+        patches = restoration.present[:, restoration.prefix :]
+        for stage in reversed(restoration.stages):
+            part = share(stage.layer, len(source.blocks))
+            patches = gathered_rows(patches - part * stage.remaining, stage.sources) + part * stage.before
+        found[name] = source.norm(patches).double()
+    return found
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a model of timm")
+    parser.add_argument("--weights")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--label-column", default="label")
+    parser.add_argument("--test-column")
+    parser.add_argument("--policies", nargs="+", default=["tome:13@every", "ward:13@every", "ward:12@every"])
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    own = parser.parse_args(given)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    original = rx.load(own.model, weights=own.weights)
+    columns = rx.data.Columns(label_column=own.label_column, test_column=own.test_column)
+    side = family_of(original).input_shape(original)[1]
+    data = rx.adapt_preprocessing(rx.load_data(own.data, columns=columns, image_size=side), original)
+    batches = [batch.images for batch in data.test.take(own.images).batches(own.batch)]
+    library = family_of(original).library_model(original).eval()
+    models = {text: rx.load(own.model, weights=own.weights) for text in own.policies}
+    for text, model in models.items():
+        attach_tokens_(model, family_of(model), parse_policy(text))
+        model.eval()
+    seconds = speeds({"library": library, "original": original, **models}, batches[0], own.rounds)
+    print(f"{'policy':30} {'copy':>7} {'whole':>7} {'depth':>7} {'attnrx':>7}  features  answers")
+    print(f"{'original':30} {'':31}  {seconds['original'][0]:7.2f}x {seconds['original'][1]:7.2f}x")
+    for text, model in models.items():
+        errors: dict[str, list[float]] = {}
+        for images in batches:
+            base = patch_features(original, images)
+            for name, other in restorations(model, images).items():
+                error = ((other - base).square().sum(-1) / base.square().sum(-1)).mean(1)
+                errors.setdefault(name, []).extend(error.tolist())
+        means = {name: sum(each) / len(each) for name, each in errors.items()}
+        row = " ".join(f"{means[name]:7.4f}" for name in (*SHARES, "attnrx"))
+        print(f"{text:30} {row}  {seconds[text][0]:7.2f}x {seconds[text][1]:7.2f}x", flush=True)
+
+
+def speeds(models: dict[str, nn.Module], images: torch.Tensor, rounds: int) -> dict[str, tuple[float, float]]:
+    """Returns the speed of features and of answers relative to those of the first model."""
+    least: dict[tuple[str, str], float] = {}
+    for _ in range(rounds):
+        for name, model in models.items():
+            for kind, run in (("features", model.forward_features), ("answers", model)):
+                start = time.process_time()
+                run(images)
+                taken = time.process_time() - start
+                least[name, kind] = min(taken, least.get((name, kind), taken))
+    base = next(iter(models))
+    return {
+        name: (least[base, "features"] / least[name, "features"], least[base, "answers"] / least[name, "answers"])
+        for name in models
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Checks of the features of patches: their error, and the accuracy of a linear segmentation probe on them."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.functional import interpolate, one_hot
+
+from attnrx.checks.accuracy import change_of_accuracy
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison
+from attnrx.checks.statistics import mean_change, mean_estimate
+from attnrx.errors import DataError
+from attnrx.evidence import Finding
+from attnrx.models import evaluating, family_of
+from attnrx.shapes import Float, Int, Tensor
+
+PatchTable = Float[Tensor, "images patches features"]
+
+
+@dataclass(frozen=True)
+class Features(Check):
+    """The error of the last features of all patches, candidate against reference.
+
+    The relative squared error and the cosine of every patch, averaged over the patches of an image; intervals are over
+    images. Pruned and merged patches are restored. `most_error` is a limit for the mean relative squared error.
+    """
+
+    name: ClassVar[str] = "features"
+    on_request: ClassVar[bool] = True
+    most_error: float | None = None
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        errors, cosines = [], []
+        with evaluating((comparison.reference, comparison.candidate)):
+            for batch in comparison.data.batches(comparison.batch_size, device=comparison.device):
+                base, other = (
+                    patch_features(model, batch.images) for model in (comparison.reference, comparison.candidate)
+                )
+                errors.append(((base - other).square().sum(-1) / base.square().sum(-1)).mean(1).cpu())
+                cosines.append(torch.cosine_similarity(base, other, dim=-1).mean(1).cpu())
+        n, seed, against = len(comparison.data), comparison.seed, "candidate against reference"
+        error = mean_estimate(torch.cat(errors), seed).judged(n, self.most_error, at_least=False)
+        cosine = mean_estimate(torch.cat(cosines), seed).judged(n)
+        claims = {
+            "feature error": (f"relative squared error of the features of a patch, {against}", error),
+            "feature cosine": (f"cosine of the features of a patch, {against}", cosine),
+        }
+        return tuple(
+            Finding(self.name, claim, **found, seed=seed, details={"quantity": quantity})
+            for quantity, (claim, found) in claims.items()
+        )
+
+
+@dataclass(frozen=True)
+class PatchProbe(Check):
+    """The change of accuracy of a linear segmentation probe on the features of patches, in points.
+
+    The images of the probe are mosaics of 2 x 2 images at half the size, and the label of a patch is the class of its
+    quadrant; patches across two quadrants have none. One half of the data is for training, the other for the result.
+    The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean eigenvalue. It is
+    trained on the features of the reference, and in addition on those of the candidate. The claim, for both probes, is
+    that the candidate loses at most `most_drop` points; changes are paired, intervals are over mosaics.
+    """
+
+    name: ClassVar[str] = "patch_probe"
+    on_request: ClassVar[bool] = True
+    needs_labels: ClassVar[bool] = True
+    ridge: float = 0.01
+    most_drop: float | None = 1.0
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        train, test = mosaics_of(comparison)
+        models = {"reference": comparison.reference, "candidate": comparison.candidate}
+        with evaluating(models.values()):
+            tables = {
+                role: [_features_of(model, mosaics, comparison) for mosaics, _ in (train, test)]
+                for role, model in models.items()
+            }
+        (height, width) = train[0].shape[-2:]
+        labels = [quadrant_labels(own, tables["reference"][0].shape[1], height / width) for _, own in (train, test)]
+        classes = 1 + int(max(own.max() for own in labels))
+        probes = {role: ridge_probe(own[0], labels[0], classes, self.ridge) for role, own in tables.items()}
+        base = patch_accuracy(probes["reference"], tables["reference"][1], labels[1])
+        own = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
+        same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
+        n, seed = len(base), comparison.seed
+        accuracy = mean_estimate(base, seed).scaled(100.0).judged(n)
+        details: dict[str, Any] = {"quantity": "patch accuracy", "model": "reference"}
+        claim = "accuracy of the segmentation probe, reference"
+        found = [Finding(self.name, claim, unit="%", **accuracy, seed=seed, details=details)]
+        for probe, accuracies in (("the reference", same), ("the candidate", own)):
+            where = f" of patches, by the probe trained on {probe}"
+            change = change_of_accuracy(self.name, where, mean_change(accuracies - base, seed), self.most_drop, n)
+            quantity = {"quantity": "patch accuracy change", "probe": probe, "train": len(train[0])}
+            found.append(Finding(**{**vars(change), "seed": seed, "details": quantity}))
+        return tuple(found)
+
+
+def patch_features(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> PatchTable:
+    """Returns the features of all patches of a batch in float64, computed in the dtype of the model's weights."""
+    return family_of(model).patch_features(model, images.to(next(model.parameters()).dtype)).double()
+
+
+Mosaics = tuple[Float[Tensor, "mosaics channels height width"], Int[Tensor, "mosaics 4"]]
+
+
+def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
+    """Returns mosaics with the classes of their quadrants, of the first and of the second half of the images.
+
+    Every image is in four mosaics, once in each quadrant.
+    """
+    batches = list(comparison.data.batches(comparison.batch_size, device=comparison.device))
+    images, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels"))
+    half, generator = len(images) // 2, torch.Generator().manual_seed(comparison.seed)
+    if half < 4:
+        raise DataError(f"{len(images)} images for a probe on mosaics of four: give at least 8.")
+    small = interpolate(images, scale_factor=0.5, mode="area")
+    found = []
+    for part in (torch.arange(half), torch.arange(half, len(images))):
+        orders = [part[torch.randperm(len(part), generator=generator)].to(labels.device) for _ in range(4)]
+        rows = [torch.cat([small[orders[row]], small[orders[row + 1]]], dim=-1) for row in (0, 2)]
+        found.append((torch.cat(rows, dim=-2), torch.stack([labels[order] for order in orders], dim=1).cpu()))
+    return found[0], found[1]
+
+
+def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: float) -> Int[Tensor, "mosaics patches"]:
+    """Returns the class of every patch, -1 for one across two quadrants; `ratio` is height over width."""
+    rows = round((patches * ratio) ** 0.5)
+    columns = patches // rows
+
+    def halves(count: int) -> Int[Tensor, " count"]:
+        index = torch.arange(count)
+        return torch.where(index < count // 2, 0, 1).masked_fill(2 * index + 1 == count, -1)
+
+    row, column = halves(rows)[:, None], halves(columns)[None]
+    quadrant = torch.where((row < 0) | (column < 0), -1, 2 * row + column).flatten()
+    return classes[:, quadrant.clamp(min=0)].masked_fill(quadrant < 0, -1)
+
+
+def ridge_probe(
+    table: PatchTable, labels: Int[Tensor, "images patches"], classes: int, ridge: float
+) -> Float[Tensor, "features_and_one classes"]:
+    """Returns the weights of a ridge regression on the classes; the last row is the bias."""
+    used = labels >= 0
+    rows, targets = _with_one(table[used]), one_hot(labels[used], classes).double()
+    gram = rows.T @ rows
+    penalty = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    penalty[-1, -1] = 0
+    return torch.linalg.solve(gram + penalty, rows.T @ targets)
+
+
+def patch_accuracy(
+    probe: Float[Tensor, "features_and_one classes"], table: PatchTable, labels: Int[Tensor, "images patches"]
+) -> Float[Tensor, "images"]:
+    """Returns the share of the labelled patches of every image that the probe classifies correctly."""
+    used = labels >= 0
+    correct = ((_with_one(table) @ probe).argmax(-1) == labels) & used
+    return correct.sum(1).double() / used.sum(1)
+
+
+def _with_one(table: Float[Tensor, "*rows features"]) -> Float[Tensor, "*rows features_and_one"]:
+    return torch.cat([table, torch.ones_like(table[..., :1])], dim=-1)
+
+
+def _features_of(model: nn.Module, images: Tensor, comparison: Comparison) -> PatchTable:
+    return torch.cat([patch_features(model, part).cpu() for part in images.split(comparison.batch_size)])

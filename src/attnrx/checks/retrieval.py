@@ -1,0 +1,66 @@
+"""Retrieval: the neighbours that embeddings keep, and the zero-shot classes that they keep."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison
+from attnrx.checks.outputs import GROUP, nearest_neighbours
+from attnrx.checks.statistics import mean_estimate, proportion
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Finding
+from attnrx.shapes import Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class Retrieval(Check):
+    """The share of the nearest neighbours of every image that the candidate keeps, and of the zero-shot classes.
+
+    The k nearest neighbours by cosine similarity are sought among `GROUP` consecutive images, for every k of `ks`.
+    With `text_embeddings` [classes, width] the class of an image is that of the most similar one, and the share of the
+    images is measured that both models put into the same class.
+    """
+
+    name: ClassVar[str] = "retrieval"
+    on_request: ClassVar[bool] = True
+    ks: tuple[int, ...] = (1, 5, 10)
+    text_embeddings: Float[Tensor, "classes width"] | None = None
+
+    def __post_init__(self):
+        if not self.ks or not all(0 < k < GROUP for k in self.ks):
+            raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 1}.")
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        outputs, n, seed = comparison.predictions.outputs, len(comparison.predictions), comparison.seed
+        base, other = outputs["reference"], outputs["candidate"]
+        found = []
+        for k in self.ks:
+            kept = neighbours_kept(nearest_neighbours(base, k), nearest_neighbours(other, k))
+            claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
+            share = mean_estimate(kept, seed).scaled(100.0).judged(n)
+            details = {"quantity": f"recall at {k}"}
+            found.append(Finding(self.name, claim, unit="%", **share, seed=seed, details=details))
+        if self.text_embeddings is not None:
+            same = int((zero_shot(base, self.text_embeddings) == zero_shot(other, self.text_embeddings)).sum())
+            claim, details = "zero-shot class agreement, candidate against reference", {"quantity": "zero-shot"}
+            found.append(
+                Finding(self.name, claim, unit="%", **proportion(same, n).scaled(100.0).judged(n), details=details)
+            )
+        return tuple(found)
+
+
+def neighbours_kept(base: Int[Tensor, "images k"], other: Int[Tensor, "images k"]) -> Float[Tensor, "images"]:
+    """Returns the share of the neighbours in `base` that are in `other`, per image."""
+    return (base[:, :, None] == other[:, None, :]).any(-1).double().mean(1)
+
+
+def zero_shot(outputs: Float[Tensor, "images width"], texts: Float[Tensor, "classes width"]) -> Int[Tensor, "images"]:
+    """Returns the class whose text embedding is most similar to the embedding, per image."""
+    if outputs.shape[1] != texts.shape[1]:
+        raise InvalidInput(
+            f"text_embeddings of width {texts.shape[1]} for embeddings of width {outputs.shape[1]}: give those of the "
+            "text tower of the same model."
+        )
+    return (outputs.double() @ nn.functional.normalize(texts.double().cpu(), dim=-1).T).argmax(-1)

@@ -1,0 +1,243 @@
+"""Features of all patches from models whose tokens are pruned or merged."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_tokens import deep, inputs, original, reduced
+from torch import nn
+
+import cases
+from attnrx.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
+from attnrx.checks.outputs import nearest_neighbours
+from attnrx.checks.retrieval import neighbours_kept, zero_shot
+from attnrx.errors import InvalidInput
+from attnrx.exporting import PatchFeatures, export
+from attnrx.models import attach_tokens_, family_of, reduction_of
+from attnrx.tokens import TokenPolicy, ToMe
+from cases import REDUCTIONS
+from pretrained import CASES, HF, TIMM, adopted_once
+
+OF_TIMM = [name for name, (family, _) in CASES.items() if family is TIMM]
+OF_HF = [name for name, (family, _) in CASES.items() if family is HF]
+HALF = TokenPolicy(ToMe(), (2,), (0.5,))
+
+
+def supports_tokens(name: str) -> bool:
+    family, _, adopted = adopted_once(name)
+    return family.pooling(adopted.source) in ("class", "mean")
+
+
+def shapes(found: Any) -> Any:
+    if isinstance(found, torch.Tensor):
+        return tuple(found.shape)
+    return {key: shapes(each) for key, each in found.items()} if isinstance(found, dict) else list(map(shapes, found))
+
+
+def patches(model: nn.Module, images: torch.Tensor | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        return family_of(model).patch_features(model, inputs(model) if images is None else images)
+
+
+INTERMEDIATES: tuple[dict[str, Any], ...] = (
+    {},
+    {"indices": 1, "norm": True, "output_fmt": "NLC"},
+    {"indices": [0], "return_prefix_tokens": True, "stop_early": True},
+    {"intermediates_only": True, "output_fmt": "NLC"},
+    {"output_dict": True, "return_prefix_tokens": True},
+)
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+@torch.no_grad()
+def test_timm_methods_return_the_shapes_of_the_original(name: str) -> None:
+    _, source, adopted = adopted_once(name)
+    images, small = inputs(adopted), reduced(name, HALF, "compress") if supports_tokens(name) else None
+    for model in (adopted, small):
+        if model is None:
+            continue
+        found: Any = model
+        assert shapes(found.forward_features(images)) == shapes(source.forward_features(images))
+        assert shapes(found.source.forward_features(images)) == shapes(source.forward_features(images))
+        for options in INTERMEDIATES:
+            expected = shapes(source.forward_intermediates(images, **options))
+            assert shapes(found.forward_intermediates(images, **options)) == expected
+            assert shapes(found.source.forward_intermediates(images, **options)) == expected
+        assert shapes(found.get_intermediate_layers(images, 2)) == shapes(source.get_intermediate_layers(images, 2))
+        assert shapes(found.forward_head(found.forward_features(images))) == shapes(source(images))
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+@torch.no_grad()
+def test_without_pruned_tokens_the_features_are_those_of_the_original(name: str) -> None:
+    _, source, adopted = adopted_once(name)
+    images, models = inputs(adopted), [adopted]
+    if supports_tokens(name):
+        models.append(reduced(name, TokenPolicy(ToMe(), (2,), (1.0,)), "compress"))
+    for model in models:
+        found: Any = model
+        torch.testing.assert_close(found.forward_features(images), source.forward_features(images))
+        pairs = zip(found.forward_intermediates(images)[1], source.forward_intermediates(images)[1], strict=True)
+        for own, theirs in pairs:
+            torch.testing.assert_close(own, theirs)
+
+
+@pytest.mark.parametrize("name", OF_HF)
+@torch.no_grad()
+def test_transformers_outputs_have_the_shapes_of_the_original(name: str) -> None:
+    if not supports_tokens(name):
+        pytest.skip("tokens cannot be reduced in this model")
+    _, source, adopted = adopted_once(name)
+    images, small = inputs(adopted), reduced(name, HALF, "compress")
+    for options in ({}, {"output_hidden_states": True}, {"output_hidden_states": True, "return_dict": False}):
+        expected = source(pixel_values=images, **options)
+        found: Any = small(pixel_values=images, **options)
+        assert shapes(found) == shapes(expected)
+    assert patches(small).shape == patches(adopted).shape
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_requested_features_do_not_change_the_answer(name: str) -> None:
+    if not supports_tokens(name):
+        pytest.skip("tokens cannot be reduced in this model")
+    model: Any = reduced(name, HALF, "compress")
+    images = inputs(model)
+    before = model(images)
+    patches(model)
+    if CASES[name][0] is HF:
+        output = model(pixel_values=images, output_hidden_states=True)
+        if "logits" in output:
+            # Up to rounding: without hidden states the last block computes only the class token.
+            torch.testing.assert_close(output.logits, model(pixel_values=images).logits, rtol=1e-12, atol=1e-12)
+    else:
+        model.forward_intermediates(images)
+    assert torch.equal(model(images), before)
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@torch.no_grad()
+def test_features_mask_equals_compress(kind: str) -> None:
+    policy = TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 3, 4))
+    masked, small = (reduced("deep", policy, by) for by in ("mask", "compress"))
+    images = inputs(small)
+    torch.testing.assert_close(patches(masked), patches(small), rtol=1e-10, atol=1e-10)
+    pairs: Any = [model.forward_intermediates(images, intermediates_only=True) for model in (masked, small)]  # type: ignore[operator]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@torch.no_grad()
+def test_the_representatives_are_a_partition_of_the_patches(kind: str) -> None:
+    """Their numbers are the sizes of merged tokens, and a kept patch represents itself."""
+    reducer = REDUCTIONS[kind]
+    model = reduced("deep", TokenPolicy.staged(reducer, 0.6, (2, 3, 4)), "compress")
+    patches(model)
+    reduction = reduction_of(model)
+    assert reduction is not None
+    run = reduction.run
+    found, sizes = run.representatives, run.sizes
+    assert found is not None and sizes is not None and run.patch_indices is not None
+    prefix = reduction.shape.layout.prefix
+    left = sizes.shape[1] - prefix
+    assert found.shape == (3, 16) and int(found.max()) < left and int(found.min()) >= -1
+    for token in range(left):
+        counts = (found == token).sum(1)
+        if reducer.proportional:
+            assert torch.equal(counts.double(), sizes[:, prefix + token])
+        for image, patch in enumerate(run.patch_indices[:, token].tolist()):
+            assert patch < 0 or found[image, patch] == token
+    merges = reducer.proportional or reducer.extra or kind.startswith(("dtps", "etps"))
+    assert bool((found < 0).any()) != bool(merges)
+
+
+@torch.no_grad()
+def test_equal_patches_are_restored_exactly() -> None:
+    """Patches that are equal before the merge stay equal in the original: merging and restoring changes nothing."""
+    model: Any = deep()
+    model = copy.deepcopy(model)
+    model.source.pos_embed.zero_()
+    images = inputs(model)
+    images[:, :, :, 8:16] = images[:, :, :, :8]  # the second column of patches repeats the first
+    images[:, :, :, 24:] = images[:, :, :, 16:24]
+    expected = patches(model, images)
+    attach_tokens_(model, family_of(model), TokenPolicy(ToMe(), (2,), (0.5,)))
+    torch.testing.assert_close(patches(model, images), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["tome", "ward", "class_attention"])
+@torch.no_grad()
+def test_the_residual_of_a_patch_is_its_source_plus_its_difference(kind: str) -> None:
+    """The definition, patch by patch, for one stage before the last of four layers: the whole difference."""
+    model: Any = reduced("deep", TokenPolicy(REDUCTIONS[kind], (4,), (0.5,)), "compress")
+    images = inputs(model)
+    outputs = model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)
+    stage = reduction_of(model).run.restoration.stages[0]  # type: ignore[union-attr]
+    block = reduction_of(model).run.restoration.present[:, 1:]  # type: ignore[union-attr]
+    assert torch.equal(stage.before, outputs[2])
+    for image in range(len(images)):
+        for patch, source in enumerate(stage.sources[image].tolist()):
+            difference = outputs[2][image, patch] - stage.remaining[image, source]
+            torch.testing.assert_close(outputs[3][image, patch], block[image, source] + difference)
+
+
+@pytest.mark.parametrize("kind", ["tome", "ward", "class_attention", "spvit-halting"])
+@torch.no_grad()
+def test_exported_features_equal_those_of_the_model(kind: str) -> None:
+    model = PatchFeatures(reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), "compress")).eval()
+    images = inputs(model.model)
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)).module()
+    other = -inputs(model.model, 5)
+    torch.testing.assert_close(program(other), model(other), rtol=1e-10, atol=1e-10)
+
+
+def test_an_onnx_file_of_features_is_compared_with_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = reduced("deep", TokenPolicy.staged(ToMe(), 0.6, (2, 4)), "compress").float()
+    exported = export(model, tmp_path / "features.onnx", features=True)
+    images = inputs(model, 5).float()
+    with torch.no_grad():
+        torch.testing.assert_close(exported(images), patches(model, images), rtol=1e-4, atol=1e-4)
+    assert exported.facts["output"] == "features"
+    assert not (tmp_path / "run_features.py").exists()
+
+
+@pytest.mark.parametrize("name", ["dense", "svda", *cases.LVVITS])
+@torch.no_grad()
+def test_attnrx_models_have_restored_features(name: str) -> None:
+    models = [original(name), *(reduced(name, HALF, by) for by in ("mask", "compress"))]
+    full, masked, small = map(patches, models)
+    layout = family_of(models[0]).token_layout(models[0])
+    assert full.shape == small.shape == (3, layout.patches, full.shape[2])
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(small, full, rtol=1e-3)
+
+
+def test_the_labels_of_a_mosaic_are_the_classes_of_its_quadrants() -> None:
+    classes = torch.tensor([[4, 5, 6, 7]])
+    assert quadrant_labels(classes, 4, 1.0).tolist() == [[4, 5, 6, 7]]
+    assert quadrant_labels(classes, 9, 1.0).tolist() == [[4, -1, 5, -1, -1, -1, 6, -1, 7]]
+    assert quadrant_labels(classes, 8, 0.5).tolist() == [[4, 4, 5, 5, 6, 6, 7, 7]]
+
+
+def test_a_probe_separates_what_a_line_separates() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (20, 4), generator=generator)
+    table = torch.nn.functional.one_hot(labels, 3) + 0.1 * torch.randn(20, 4, 3, generator=generator)
+    probe = ridge_probe(table.double(), labels, 3, 0.01)
+    assert torch.equal(patch_accuracy(probe, table.double(), labels), torch.ones(20, dtype=torch.float64))
+
+
+def test_neighbours_and_zero_shot_classes_of_equal_embeddings_are_kept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(70, 6, generator=generator)
+    near = nearest_neighbours(outputs, 5)
+    assert torch.equal(near[:, :1], nearest_neighbours(outputs, 1))
+    assert bool((near != torch.arange(70)[:, None]).all())  # no image is its own neighbour
+    assert torch.equal(neighbours_kept(near, near), torch.ones(70, dtype=torch.float64))
+    assert torch.equal(zero_shot(torch.eye(3), torch.eye(3)), torch.arange(3))
+    with pytest.raises(InvalidInput, match="text_embeddings of width 4"):
+        zero_shot(torch.eye(3), torch.eye(4))
