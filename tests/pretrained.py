@@ -35,6 +35,24 @@ CONFIG = {
     "num_labels": 5,
     "layer_norm_eps": 1e-6,
 }
+BIASES_PER_LAYER = {"use_relative_position_bias": True, "layer_scale_init_value": 0.1}
+ONE_BIAS = {"use_shared_relative_position_bias": True, "layer_scale_init_value": 0.0}
+# What the classes with other inputs or outputs need besides CONFIG.
+FIELDS: dict[str, dict[str, Any]] = {
+    "ViTMAEModel": {"mask_ratio": 0.0},
+    "Siglip2VisionModel": {"num_patches": 4},
+    "YolosForObjectDetection": {"image_size": (16, 24), "num_detection_tokens": 3},
+    "DPTForDepthEstimation": {
+        "backbone_out_indices": [0, 1],
+        "neck_hidden_sizes": [4, 6],
+        "reassemble_factors": [2, 1],
+        "fusion_hidden_size": 8,
+        "is_hybrid": False,
+        "neck_ignore_stages": [],
+    },
+    "ASTForAudioClassification": {"num_mel_bins": 12, "max_length": 20, "time_stride": 4, "frequency_stride": 2},
+    "VideoMAEForVideoClassification": {"num_frames": 4},
+}
 
 
 def shaken(model: nn.Module) -> Any:
@@ -52,12 +70,16 @@ def of_timm(name: str, **changes: Any) -> Any:
 
 def of_hf(kind: str, **changes: Any) -> Any:
     cls = getattr(transformers, kind)
-    fields = {**CONFIG, **changes}
+    fields = {**CONFIG, **FIELDS.get(kind, {}), **changes}
     if kind.startswith("Dinov2"):
         fields.pop("intermediate_size")
     if kind in ("CLIPForImageClassification", "SiglipForImageClassification"):  # of the vision and the text tower
         fields = {"vision_config": fields, "num_labels": fields.pop("num_labels")}
-    return shaken(cls(cls.config_class(**fields)))
+    model = shaken(cls(cls.config_class(**fields)))
+    rotary = getattr(model, "rope_embeddings", None)
+    if rotary is not None:  # frequencies are not saved, and every new model has them in float32
+        rotary.inv_freq = rotary.inv_freq.float()
+    return model
 
 
 VIT, BEIT = "vit_tiny_patch16_224", "beit_base_patch16_224"
@@ -117,6 +139,18 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
     "hf clip": (HF, partial(of_hf, "CLIPForImageClassification")),
     "hf siglip tower": (HF, partial(of_hf, "SiglipVisionModel")),
     "hf siglip": (HF, partial(of_hf, "SiglipForImageClassification")),
+    "hf siglip2 tower": (HF, partial(of_hf, "Siglip2VisionModel")),
+    "hf mae": (HF, partial(of_hf, "ViTMAEModel")),
+    "hf dinov3": (HF, partial(of_hf, "DINOv3ViTModel", num_register_tokens=2)),
+    "hf dinov3, gated MLP": (HF, partial(of_hf, "DINOv3ViTModel", use_gated_mlp=True)),
+    "hf beit": (HF, partial(of_hf, "BeitForImageClassification", **BIASES_PER_LAYER)),
+    "hf beit, one bias": (HF, partial(of_hf, "BeitForImageClassification", **ONE_BIAS)),
+    "hf beit, class token": (HF, partial(of_hf, "BeitModel", use_mean_pooling=False, **BIASES_PER_LAYER)),
+    "hf data2vec": (HF, partial(of_hf, "Data2VecVisionForImageClassification", **{**BIASES_PER_LAYER, **ONE_BIAS})),
+    "hf yolos": (HF, partial(of_hf, "YolosForObjectDetection", use_mid_position_embeddings=True)),
+    "hf dpt": (HF, partial(of_hf, "DPTForDepthEstimation")),
+    "hf ast": (HF, partial(of_hf, "ASTForAudioClassification")),
+    "hf videomae": (HF, partial(of_hf, "VideoMAEForVideoClassification")),
 }
 
 
