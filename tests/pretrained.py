@@ -11,12 +11,22 @@ from torch import nn
 from attnrx.models import family_of
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.huggingface_family import HuggingFaceFamily
+from attnrx.models.module_family import ModuleFamily
+from attnrx.models.openclip_family import OpenClipFamily
+from attnrx.models.reader import Reader
 from attnrx.models.timm_family import TimmFamily
+from attnrx.models.torchvision_family import TorchvisionFamily
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
 
-TIMM, HF = TimmFamily(), HuggingFaceFamily()
+TIMM, HF, TORCHVISION, OPEN_CLIP, MODULE = (
+    TimmFamily(),
+    HuggingFaceFamily(),
+    TorchvisionFamily(),
+    OpenClipFamily(),
+    ModuleFamily(),
+)
 SMALL: dict[str, Any] = {
     "img_size": 16,
     "patch_size": 8,
@@ -80,6 +90,94 @@ def of_hf(kind: str, **changes: Any) -> Any:
     if rotary is not None:  # frequencies are not saved, and every new model has them in float32
         rotary.inv_freq = rotary.inv_freq.float()
     return model
+
+
+def of_torchvision(**changes: Any) -> Any:
+    models = pytest.importorskip("torchvision.models")
+    fields = {
+        "image_size": 16,
+        "patch_size": 8,
+        "num_layers": 2,
+        "num_heads": 3,
+        "hidden_dim": 12,
+        "mlp_dim": 48,
+        "num_classes": 5,
+    }
+    return shaken(models.VisionTransformer(**{**fields, **changes}))
+
+
+def of_open_clip(**changes: Any) -> Any:
+    towers = pytest.importorskip("open_clip.transformer", reason="open_clip_torch is not installed")
+    size = {"image_size": 16, "patch_size": 8, "width": 12, "layers": 2, "heads": 3, "mlp_ratio": 4.0, "output_dim": 7}
+    changes["act_layer"] = getattr(towers, changes.get("act_layer", ""), nn.GELU)
+    return shaken(towers.VisionTransformer(**{**size, **changes}))
+
+
+class OwnAttention(nn.Module):
+    """Attention with other names than those of any library, and another scale."""
+
+    def __init__(self, width: int, heads: int, temperature: float = 1.25):
+        super().__init__()
+        self.heads, self.temperature = heads, temperature
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        batch, count, width = tokens.shape
+        query, key, value = (
+            part(tokens).view(batch, count, self.heads, -1).transpose(1, 2)
+            for part in (self.to_q, self.to_k, self.to_v)
+        )
+        weights = (query @ key.mT / self.temperature).softmax(-1)
+        return self.mix((weights @ value).transpose(1, 2).reshape(batch, count, width))
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = OwnAttention(width, heads)
+        self.ffn = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = tokens + self.attend(self.first(tokens))
+        return tokens + self.ffn(self.second(tokens))
+
+
+class OwnViT(nn.Module):
+    """A user's own Vision Transformer, with positions that are no part of its weights."""
+
+    def __init__(self, width: int = 12, depth: int = 2, heads: int = 3, classes: int = 5):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 8, 8)
+        self.cls = nn.Parameter(torch.zeros(1, 1, width))
+        self.register_buffer("places", torch.arange(5.0 * width).view(1, 5, width) / 64, persistent=False)
+        self.stages = nn.ModuleList(OwnBlock(width, heads) for _ in range(depth))
+        self.final = nn.LayerNorm(width)
+        self.classify = nn.Linear(width, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.stem(images).flatten(2).mT
+        tokens = torch.cat([self.cls.expand(len(tokens), -1, -1), tokens], dim=1) + self.places
+        for block in self.stages:
+            tokens = block(tokens)
+        return self.classify(self.final(tokens)[:, 0])
+
+
+OWN = Reader(
+    input_shape=(3, 16, 16),
+    blocks="stages",
+    attention="attend",
+    projections=("to_q", "to_k", "to_v", "mix"),
+    heads="heads",
+    scale=0.8,
+    norm_before="first",
+    mlp="ffn",
+    maps=("0", "2"),
+    patches="stem",
+    norm="final",
+    head="classify",
+)
 
 
 VIT, BEIT = "vit_tiny_patch16_224", "beit_base_patch16_224"
@@ -150,6 +248,15 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
     "hf yolos": (HF, partial(of_hf, "YolosForObjectDetection", use_mid_position_embeddings=True)),
     "hf dpt": (HF, partial(of_hf, "DPTForDepthEstimation")),
     "hf ast": (HF, partial(of_hf, "ASTForAudioClassification")),
+    "torchvision": (TORCHVISION, of_torchvision),
+    "torchvision, two linear maps after": (TORCHVISION, partial(of_torchvision, representation_size=8)),
+    "open_clip": (OPEN_CLIP, partial(of_open_clip, act_layer="QuickGELU")),
+    "open_clip, mean pooled": (OPEN_CLIP, partial(of_open_clip, pool_type="avg", no_ln_pre=True)),
+    "open_clip, mean before the norm": (
+        OPEN_CLIP,
+        partial(of_open_clip, pool_type="avg", final_ln_after_pool=True, ls_init_value=0.1),
+    ),
+    "own": (MODULE, lambda: shaken(OwnViT())),
     "hf videomae": (HF, partial(of_hf, "VideoMAEForVideoClassification")),
 }
 
@@ -158,7 +265,7 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
 def adopted_once(name: str) -> tuple[AdoptedFamily, Any, Any]:
     family, make = CASES[name]
     model = make()
-    return family, model, family.adopt(model)
+    return family, model, family.read(model, OWN) if isinstance(family, ModuleFamily) else family.adopt(model)
 
 
 @cache

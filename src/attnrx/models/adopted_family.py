@@ -106,7 +106,7 @@ class AdoptedFamily(Family):
         return None
 
     @abstractmethod
-    def norm_before(self, layer: nn.Module) -> str | None:
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
         """Returns the path, inside a block, of the norm before its attention; used by the last-layer class-token
         shortcut.
         """
@@ -163,8 +163,11 @@ class AdoptedFamily(Family):
         adopted = self.model_type(copy.deepcopy(model), origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._own_attention(adopted))
-        because = "its attention computes something else than plain softmax attention"
-        require_equal_logits(self.model_type(model, origin), adopted, because)
+        because = (
+            "its attention computes something else than plain softmax attention, or its heads, its scale or the order of "
+            "its projections are not those that were read"
+        )
+        self._require_equal((self.model_type(model, origin), adopted), because)
         self._require_rebuilt(adopted)
         return adopted
 
@@ -211,8 +214,8 @@ class AdoptedFamily(Family):
                     packed_(part)
             _fuse_mlp_(layer, paths)
         if layers and self.pooling(source) == "class":
-            norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
-            adopted.last = LastLayer(layers[-1], paths.attention, norm, after, prefix)
+            norm, prefix = self.norm_before(source, layers[-1]), self.prefix_tokens(source)
+            adopted.last = LastLayer(layers[-1], paths.attention, norm, self.last_norm(source), prefix)
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -435,7 +438,11 @@ class AdoptedFamily(Family):
         if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}.")
         rebuilt.load_state_dict(adopted.state_dict(), assign=True)
-        require_equal_logits(adopted, rebuilt, because)
+        self._require_equal((adopted, rebuilt), because)
+
+    def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
+        paths = self.paths(models[1].source)
+        require_equal_logits(models, because, lambda model: self.layers(model.source), paths.attention)
 
 
 def _params(module: nn.Module) -> int:

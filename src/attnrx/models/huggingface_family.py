@@ -344,7 +344,7 @@ class HuggingFaceFamily(AdoptedFamily):
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
-    def norm_before(self, layer: nn.Module) -> str | None:
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
         return next((name for name in NORMS_BEFORE if hasattr(layer, name)), None)
 
     def prefix_tokens(self, source: nn.Module) -> int:
