@@ -85,11 +85,7 @@ def of_hf(kind: str, **changes: Any) -> Any:
         fields.pop("intermediate_size")
     if kind in ("CLIPForImageClassification", "SiglipForImageClassification"):  # of the vision and the text tower
         fields = {"vision_config": fields, "num_labels": fields.pop("num_labels")}
-    model = shaken(cls(cls.config_class(**fields)))
-    rotary = getattr(model, "rope_embeddings", None)
-    if rotary is not None:  # frequencies are not saved, and every new model has them in float32
-        rotary.inv_freq = rotary.inv_freq.float()
-    return model
+    return shaken(cls(cls.config_class(**fields)))
 
 
 def of_torchvision(**changes: Any) -> Any:
@@ -151,6 +147,7 @@ class OwnViT(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 8, 8)
         self.cls = nn.Parameter(torch.zeros(1, 1, width))
+        self.places: torch.Tensor
         self.register_buffer("places", torch.arange(5.0 * width).view(1, 5, width) / 64, persistent=False)
         self.stages = nn.ModuleList(OwnBlock(width, heads) for _ in range(depth))
         self.final = nn.LayerNorm(width)
@@ -158,7 +155,7 @@ class OwnViT(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         tokens = self.stem(images).flatten(2).mT
-        tokens = torch.cat([self.cls.expand(len(tokens), -1, -1), tokens], dim=1) + self.places
+        tokens = torch.cat([self.cls.expand(tokens.shape[0], -1, -1), tokens], dim=1) + self.places
         for block in self.stages:
             tokens = block(tokens)
         return self.classify(self.final(tokens)[:, 0])

@@ -153,7 +153,8 @@ def load_model(
     `timm:NAME` takes the weights from the file `weights`, downloads them with timm, or initializes them
     (`pretrained=False`). `hf:ID` is a folder or a hub id; the path of a folder saved by transformers needs no `hf:`.
     `hub:OWNER/NAME` is a saved folder on the hub. Names of attnrx models give fresh weights; `lvvit:SIZE` accepts a
-    published weight file. A module of the user's own needs a `reader`; `factory` creates it again, by default its class.
+    published weight file. A module of the user's own needs a `reader`; `factory`, by default its class,
+    creates it again.
     """
     if isinstance(source, nn.Module):
         return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)

@@ -275,7 +275,7 @@ def require_equal_logits(
     if not difference <= limit:  # also true for NaN
         with evaluating(models):
             outputs = [_outputs_of_blocks(model, blocks(model), attention, images) for model in models]
-        where, reason = _first_difference(*outputs, epsilon**0.5, because)
+        where, reason = _first_difference(outputs[0], outputs[1], epsilon**0.5, because)
         raise NotSupported(
             f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
             f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"

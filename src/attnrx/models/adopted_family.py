@@ -164,8 +164,8 @@ class AdoptedFamily(Family):
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._own_attention(adopted))
         because = (
-            "its attention computes something else than plain softmax attention, or its heads, its scale or the order of "
-            "its projections are not those that were read"
+            "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
+            "of its projections are not those that were read"
         )
         self._require_equal((self.model_type(model, origin), adopted), because)
         self._require_rebuilt(adopted)
@@ -271,6 +271,7 @@ class AdoptedFamily(Family):
             "std": list(origin.std),
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
+            "buffer_dtypes": _unsaved_dtypes(model),
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
@@ -279,6 +280,10 @@ class AdoptedFamily(Family):
         origin = Origin(description["architecture"], description["arguments"], **facts)
         created = self.create(origin)
         self.restore_buffers_(created)
+        for name, dtype in description.get("buffer_dtypes", {}).items():
+            owner, _, buffer = name.removeprefix("source.").rpartition(".")
+            module = created.get_submodule(owner)
+            module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
         adopted = self.model_type(created, origin)
         layers, specs = self.layers(adopted.source), description["attention"]
         if len(layers) != len(specs):
@@ -443,6 +448,19 @@ class AdoptedFamily(Family):
     def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
         paths = self.paths(models[1].source)
         require_equal_logits(models, because, lambda model: self.layers(model.source), paths.attention)
+
+
+def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:
+    """Returns the floating-point types of the buffers that are not saved with the weights, by their names.
+
+    A model creates such buffers anew when it is loaded, in its default type, which `model.half()` may have changed.
+    """
+    unsaved = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return {
+        name: str(buffer.dtype).removeprefix("torch.")
+        for name, buffer in unsaved.items()
+        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
+    }
 
 
 def _params(module: nn.Module) -> int:

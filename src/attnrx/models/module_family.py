@@ -20,14 +20,13 @@ Factory = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How a module is read and created anew: `factory(**arguments)` returns it with any weights.
+    """How a module is read and created anew: `factory(**reader.arguments)` returns it with any weights.
 
-    `name` is "module:class" of the class, by which a saved model finds its factory again.
+    `name` is "module:class" of its class, by which a saved model finds it again.
     """
 
     reader: Reader
     factory: Factory
-    arguments: Mapping[str, Any]
     name: str
 
 
@@ -48,12 +47,10 @@ class ModuleFamily(ReaderFamily):
     def __init__(self, factory: Factory | None = None):
         self.factory = factory
 
-    def read(self, model: nn.Module, reader: Reader, arguments: Mapping[str, Any] | None = None) -> Adopted:
-        """Adopts a model; `arguments` are those of its factory, by default its class."""
+    def read(self, model: nn.Module, reader: Reader) -> Adopted:
+        """Adopts a model whose parts the reader names."""
         kind = type(model)
-        blueprint = Blueprint(
-            reader, self.factory or kind, dict(arguments or {}), f"{kind.__module__}:{kind.__qualname__}"
-        )
+        blueprint = Blueprint(reader, self.factory or kind, f"{kind.__module__}:{kind.__qualname__}")
         return self.adopt(_with_blueprint(copy.copy(model), blueprint))  # a shallow copy: the model stays as it is
 
     def adopts(self, model: nn.Module) -> bool:
@@ -67,23 +64,23 @@ class ModuleFamily(ReaderFamily):
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         blueprint = _blueprint(model)
-        reader, arguments = blueprint.reader, {"reader": to_dict(blueprint.reader), "arguments": blueprint.arguments}
+        reader = blueprint.reader
         try:
-            arguments = json.loads(json.dumps(arguments))
-        except TypeError as error:
+            described = json.loads(json.dumps(to_dict(reader)))
+        except (TypeError, InvalidInput) as error:
             raise NotSupported(f"the arguments of {blueprint.name} cannot be saved as JSON ({error}).") from error
         shape = image_shape(stated.get("input_shape") or reader.input_shape)
-        return Origin(blueprint.name, arguments, shape, reader.mean, reader.std)
+        return Origin(blueprint.name, {"reader": described}, shape, reader.mean, reader.std)
 
     def create(self, origin: Origin) -> nn.Module:
         reader: Reader = from_dict(origin.arguments["reader"], (Reader,), "reader")
-        factory, arguments = self.factory or _imported(origin.architecture), dict(origin.arguments["arguments"])
+        factory, arguments = self.factory or _imported(origin.architecture), dict(reader.arguments)
         try:
             model = factory(**arguments)
         except TypeError as error:
             raise InvalidInput(
                 f"{origin.architecture} could not be created again with {arguments}: {error}. Give its arguments, "
-                "attnrx.load(model, reader=..., arguments={...}), or a factory that needs none."
+                "attnrx.Reader(arguments={...}, ...), or a factory that needs none: attnrx.load(..., factory=...)."
             ) from error
         unsaved = list(_unsaved(model))
         if unsaved:  # buffers that are not in the weights are computed by the module itself
@@ -91,7 +88,7 @@ class ModuleFamily(ReaderFamily):
                 computed = factory(**arguments)
             for owner, name in unsaved:
                 model.get_submodule(owner)._buffers[name] = computed.get_submodule(owner)._buffers[name]
-        return _with_blueprint(model, Blueprint(reader, factory, arguments, origin.architecture))
+        return _with_blueprint(model, Blueprint(reader, factory, origin.architecture))
 
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)

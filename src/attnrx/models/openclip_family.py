@@ -38,7 +38,7 @@ class OpenClipFamily(ReaderFamily):
 
     def reader(self, source: nn.Module) -> Reader:
         theirs: Any = source
-        pooling = {"tok": "class", "avg": "mean"}.get(theirs.pool_type, theirs.pool_type)
+        pooling = {"tok": "class", "avg": "mean"}.get(theirs.pool_type, str(theirs.pool_type))
         # The mean before the last norm.
         pooling = "mean without a norm" if theirs.final_ln_after_pool and pooling == "mean" else pooling
         return Reader(

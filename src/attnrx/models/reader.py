@@ -1,8 +1,8 @@
 """Reads a Vision Transformer by the paths of its parts: the base of torchvision's, open_clip's and users' models."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -23,14 +23,15 @@ class Reader:
     `blocks` is the list of blocks. In a block are `attention`, `norm_before` (the norm before the attention; None if
     there is none) and `mlp`, which holds its two linear maps `maps` (None: another kind of MLP, which is not
     compressed). In the attention are `projections`: one map to query, key and value, and the output map; or the four
-    maps. They are not used for `nn.MultiheadAttention`. `heads` is the number of heads, or the attribute of the attention
-    that holds it; `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights`: whether the attention
+    maps; `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attribute of the attention that
+    holds it; `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights`: whether the attention
     returns a pair, whose second element is None here.
 
     `patches` is the convolution that makes the patch tokens, `norm` the norm after the last block, `head` the module
-    after it (None if there is none). `prefix_tokens` are before the patches, the class token first. `pooling` is what the
-    head receives: "class", "mean" (of the patches, after the norm), or another name, for which tokens are not pruned.
-    `mean` and `std` are those of the image normalization, one value per channel.
+    after it (None if there is none). `prefix_tokens` are before the patches, the class token first. `pooling` is what
+    the head receives: "class", "mean" (of the patches, after the norm), or another name, for which tokens are not
+    pruned. `mean` and `std` are those of the image normalization, one value per channel. `arguments` are those with
+    which the class, or the factory, creates the model again: JSON values.
     """
 
     input_shape: tuple[int, int, int]
@@ -50,6 +51,7 @@ class Reader:
     pooling: str = "class"
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         if len(self.projections) not in (2, 4):

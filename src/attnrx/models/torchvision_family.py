@@ -16,7 +16,7 @@ from attnrx.models.unsupported_features import Refusal
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.shapes import Tensor
 
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 # The arguments of VisionTransformer that the model stores as attributes; the other three are those of its blocks.
 ARGUMENTS = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "num_classes", "representation_size")
 
@@ -42,7 +42,8 @@ class TorchvisionFamily(ReaderFamily):
             patches="conv_proj",
             norm="encoder.ln",
             head="heads",
-            **IMAGENET,
+            mean=MEAN,
+            std=STD,
         )
 
     def load(self, name: str, weights: Path | str | None = None, pretrained: bool | None = None) -> Adopted:
@@ -91,8 +92,7 @@ class TorchvisionFamily(ReaderFamily):
         shape = image_shape(stated.get("input_shape") or reader.input_shape)
         if shape != reader.input_shape:
             raise InvalidInput(f"this VisionTransformer takes images of {reader.input_shape}, not of {shape}.")
-        mean, std = (tuple(stated.get(field) or IMAGENET[field]) for field in ("mean", "std"))
-        return Origin("VisionTransformer", arguments, shape, mean, std)
+        return Origin("VisionTransformer", arguments, shape, stated.get("mean") or MEAN, stated.get("std") or STD)
 
     def create(self, origin: Origin) -> nn.Module:
         if origin.architecture != "VisionTransformer":
