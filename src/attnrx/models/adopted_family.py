@@ -184,7 +184,11 @@ class AdoptedFamily(Family):
         model = self.initialized(name, **arguments)
         if not next(model.parameters()).is_meta:
             return self.adopt(model).eval()
-        self.require_supported(model)  # its logits cannot be checked
+        return self.outline(model)
+
+    def outline(self, model: nn.Module) -> Adopted:
+        """Adopts a model on the meta device, in place; its logits cannot be checked."""
+        self.require_supported(model)
         adopted = self.model_type(model, self._stated(model, {}))
         self._install_(adopted, self._own_attention(adopted))
         return adopted
