@@ -37,9 +37,11 @@ OTHER_CLASSES = (
 )
 INTRODUCTION = """# Supported models
 
-`python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it. `attnrx.load` proves in addition that the copy returns the outputs
-of the model on random images. The axes are those of a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1` and
-`fc2`) and `tokens`. A model of any other library is read by a `Reader` ([Use a model of your own](how-to/own_model.md)).
+`python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it.
+`attnrx.load` proves in addition that the copy returns the outputs of the model on random images. The axes are those of
+a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1`
+and `fc2`) and `tokens`. A model of any other library is read by a `Reader`
+([Use a model of your own](how-to/own_model.md)).
 """
 
 

@@ -7,6 +7,8 @@
 # Of any other one, a `Reader` states where its parts are. The model may be any `torch.nn.Module`:
 
 # %%
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -89,8 +91,8 @@ print(f"{finding.claim}: {finding.value:.1f} {finding.unit}")
 # %% [markdown]
 # ## Save and load
 #
-# A folder holds the weights, the name of the class, its arguments and the reader: never code, and nothing is imported or
-# called by a name in a file. `rx.load` finds the class if it has been imported; otherwise give it as `factory`.
+# A folder holds the weights, the name of the class, its arguments and the reader: never code, and nothing is imported
+# or called by a name in a file. `rx.load` finds the class if it has been imported; otherwise give it as `factory`.
 
 # %%
 rx.save(slim, "runs/own-model")
@@ -104,16 +106,14 @@ with torch.no_grad():
 # A reader that does not fit is refused, and the message names what was not found, or the first block that differs:
 
 # %%
-from dataclasses import replace
-
 try:
     rx.load(mine, reader=replace(reader, scale=1.0), factory=MyViT)
 except rx.AttnrxError as error:
     print(str(error).partition("cannot be adopted: ")[2])
 
 # %% [markdown]
-# - An attention module that is called with other arguments than the tokens (masks, positions) raises `NotSupported` when
-#   it is called; `nn.MultiheadAttention` with `batch_first=True` is read without `projections`.
+# - An attention module may be called with the tokens alone: masks and positions raise `NotSupported`.
+# - `nn.MultiheadAttention` with `batch_first=True` is read without `projections`.
 # - Blocks must be called with the tokens as their first argument, [batch, tokens, width].
 # - `pooling` is "class" or "mean"; with any other name the model works, and tokens are not pruned.
 # - `maps=None` states an MLP of another kind (gated, experts): it is left as it is.
