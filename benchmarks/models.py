@@ -109,10 +109,8 @@ def of_torchvision() -> Iterator[tuple[int, Outcome]]:
 def of_open_clip() -> Iterator[tuple[int, Outcome]]:
     """Yields the image towers; one that wraps a model of timm is read as that model."""
     open_clip: Any = importlib.import_module("open_clip")
-    build = importlib.import_module("open_clip.model")._build_vision_tower
     for name in open_clip.list_models():
-        config = open_clip.get_model_config(name)
-        tower = build(config["embed_dim"], config["vision_cfg"])
+        tower = LIBRARIES["open_clip"].initialized(name)
         trunk = getattr(tower, "trunk", None)
         if trunk is None:
             yield 1, outcome_of(LIBRARIES["open_clip"], tower)

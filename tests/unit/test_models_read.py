@@ -167,9 +167,10 @@ def test_other_parts_of_libraries_are_refused_by_name() -> None:
         OPEN_CLIP.adopt(pooled)
     with pytest.raises(NotSupported, match="CustomResidualAttentionBlock has no reader"):
         OPEN_CLIP.adopt(of_open_clip(qk_norm=True))
-    open_clip = pytest.importorskip("open_clip")
     with torch.device("meta"):
-        tower = open_clip.create_model("ViT-B-16-SigLIP", load_weights=False).visual
+        built = rx.models.build_model("open_clip:ViT-B-32-quickgelu")
+        tower = OPEN_CLIP.initialized("ViT-B-16-SigLIP")
+    assert OPEN_CLIP.costs(built).params == 87_849_216  # of the image tower of CLIP ViT-B/32
     with pytest.raises(NotSupported, match=r"attnrx\.load\(model\.visual\.trunk\)"):
         OPEN_CLIP.adopt(tower)
 

@@ -53,12 +53,15 @@ class OpenClipFamily(ReaderFamily):
         )
 
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
-        factory = _open_clip("")
-        if name not in factory.list_models():
-            raise UnknownName("open_clip model", name, factory.list_models())
+        """Returns the image tower alone; `arguments` override fields of its configuration."""
+        library, models = _open_clip(""), _open_clip(".model")
+        if name not in library.list_models():
+            raise UnknownName("open_clip model", name, library.list_models())
+        config = library.get_model_config(name)
+        fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return factory.create_model(name, load_weights=False, **arguments).visual
+            return models._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields towers of other libraries, attentional pooling, and other blocks than ResidualAttentionBlock."""
