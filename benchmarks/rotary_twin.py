@@ -33,8 +33,8 @@ ARGUMENTS = {
     "rope_rotate_half": True,
     "rope_grid_indexing": "ij",
 }
-IMAGES, FIT_STEPS, FIT_BATCH = 32, 60, 6  # of the fit of every layer
-BATCH, RATE, HIDDEN = 16, 2e-4, 1.0
+IMAGES, FIT_STEPS, FIT_BATCH = 48, 120, 8  # of the fit of every layer
+BATCH, RATE, HIDDEN = 16, 4e-5, 1.0
 
 
 def started(weights: Path) -> nn.Module:
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--label-column")
     parser.add_argument("--test-column")
     parser.add_argument("--out", type=Path, default=Path("runs/rotary_twin"))
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

@@ -11,12 +11,22 @@ from torch import nn
 from attnrx.models import family_of
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.huggingface_family import HuggingFaceFamily
+from attnrx.models.module_family import ModuleFamily
+from attnrx.models.openclip_family import OpenClipFamily
+from attnrx.models.reader import Reader
 from attnrx.models.timm_family import TimmFamily
+from attnrx.models.torchvision_family import TorchvisionFamily
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
 
-TIMM, HF = TimmFamily(), HuggingFaceFamily()
+TIMM, HF, TORCHVISION, OPEN_CLIP, MODULE = (
+    TimmFamily(),
+    HuggingFaceFamily(),
+    TorchvisionFamily(),
+    OpenClipFamily(),
+    ModuleFamily(),
+)
 SMALL: dict[str, Any] = {
     "img_size": 16,
     "patch_size": 8,
@@ -35,6 +45,24 @@ CONFIG = {
     "num_labels": 5,
     "layer_norm_eps": 1e-6,
 }
+BIASES_PER_LAYER = {"use_relative_position_bias": True, "layer_scale_init_value": 0.1}
+ONE_BIAS = {"use_shared_relative_position_bias": True, "layer_scale_init_value": 0.0}
+# What the classes with other inputs or outputs need besides CONFIG.
+FIELDS: dict[str, dict[str, Any]] = {
+    "ViTMAEModel": {"mask_ratio": 0.0},
+    "Siglip2VisionModel": {"num_patches": 4},
+    "YolosForObjectDetection": {"image_size": (16, 24), "num_detection_tokens": 3},
+    "DPTForDepthEstimation": {
+        "backbone_out_indices": [0, 1],
+        "neck_hidden_sizes": [4, 6],
+        "reassemble_factors": [2, 1],
+        "fusion_hidden_size": 8,
+        "is_hybrid": False,
+        "neck_ignore_stages": [],
+    },
+    "ASTForAudioClassification": {"num_mel_bins": 12, "max_length": 20, "time_stride": 4, "frequency_stride": 2},
+    "VideoMAEForVideoClassification": {"num_frames": 4},
+}
 
 
 def shaken(model: nn.Module) -> Any:
@@ -52,12 +80,101 @@ def of_timm(name: str, **changes: Any) -> Any:
 
 def of_hf(kind: str, **changes: Any) -> Any:
     cls = getattr(transformers, kind)
-    fields = {**CONFIG, **changes}
+    fields = {**CONFIG, **FIELDS.get(kind, {}), **changes}
     if kind.startswith("Dinov2"):
         fields.pop("intermediate_size")
     if kind in ("CLIPForImageClassification", "SiglipForImageClassification"):  # of the vision and the text tower
         fields = {"vision_config": fields, "num_labels": fields.pop("num_labels")}
     return shaken(cls(cls.config_class(**fields)))
+
+
+def of_torchvision(**changes: Any) -> Any:
+    models = pytest.importorskip("torchvision.models")
+    fields = {
+        "image_size": 16,
+        "patch_size": 8,
+        "num_layers": 2,
+        "num_heads": 3,
+        "hidden_dim": 12,
+        "mlp_dim": 48,
+        "num_classes": 5,
+    }
+    return shaken(models.VisionTransformer(**{**fields, **changes}))
+
+
+def of_open_clip(**changes: Any) -> Any:
+    towers = pytest.importorskip("open_clip.transformer", reason="open_clip_torch is not installed")
+    size = {"image_size": 16, "patch_size": 8, "width": 12, "layers": 2, "heads": 3, "mlp_ratio": 4.0, "output_dim": 7}
+    changes["act_layer"] = getattr(towers, changes.get("act_layer", ""), nn.GELU)
+    return shaken(towers.VisionTransformer(**{**size, **changes}))
+
+
+class OwnAttention(nn.Module):
+    """Attention with other names than those of any library, and another scale."""
+
+    def __init__(self, width: int, heads: int, temperature: float = 1.25):
+        super().__init__()
+        self.heads, self.temperature = heads, temperature
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        batch, count, width = tokens.shape
+        query, key, value = (
+            part(tokens).view(batch, count, self.heads, -1).transpose(1, 2)
+            for part in (self.to_q, self.to_k, self.to_v)
+        )
+        weights = (query @ key.mT / self.temperature).softmax(-1)
+        return self.mix((weights @ value).transpose(1, 2).reshape(batch, count, width))
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = OwnAttention(width, heads)
+        self.ffn = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = tokens + self.attend(self.first(tokens))
+        return tokens + self.ffn(self.second(tokens))
+
+
+class OwnViT(nn.Module):
+    """A user's own Vision Transformer, with positions that are no part of its weights."""
+
+    def __init__(self, width: int = 12, depth: int = 2, heads: int = 3, classes: int = 5):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 8, 8)
+        self.cls = nn.Parameter(torch.zeros(1, 1, width))
+        self.places: torch.Tensor
+        self.register_buffer("places", torch.arange(5.0 * width).view(1, 5, width) / 64, persistent=False)
+        self.stages = nn.ModuleList(OwnBlock(width, heads) for _ in range(depth))
+        self.final = nn.LayerNorm(width)
+        self.classify = nn.Linear(width, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.stem(images).flatten(2).mT
+        tokens = torch.cat([self.cls.expand(tokens.shape[0], -1, -1), tokens], dim=1) + self.places
+        for block in self.stages:
+            tokens = block(tokens)
+        return self.classify(self.final(tokens)[:, 0])
+
+
+OWN = Reader(
+    input_shape=(3, 16, 16),
+    blocks="stages",
+    attention="attend",
+    projections=("to_q", "to_k", "to_v", "mix"),
+    heads="heads",
+    scale=0.8,
+    norm_before="first",
+    mlp="ffn",
+    maps=("0", "2"),
+    patches="stem",
+    norm="final",
+    head="classify",
+)
 
 
 VIT, BEIT = "vit_tiny_patch16_224", "beit_base_patch16_224"
@@ -117,6 +234,27 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
     "hf clip": (HF, partial(of_hf, "CLIPForImageClassification")),
     "hf siglip tower": (HF, partial(of_hf, "SiglipVisionModel")),
     "hf siglip": (HF, partial(of_hf, "SiglipForImageClassification")),
+    "hf siglip2 tower": (HF, partial(of_hf, "Siglip2VisionModel")),
+    "hf mae": (HF, partial(of_hf, "ViTMAEModel")),
+    "hf dinov3": (HF, partial(of_hf, "DINOv3ViTModel", num_register_tokens=2)),
+    "hf dinov3, gated MLP": (HF, partial(of_hf, "DINOv3ViTModel", use_gated_mlp=True)),
+    "hf beit": (HF, partial(of_hf, "BeitForImageClassification", **BIASES_PER_LAYER)),
+    "hf beit, one bias": (HF, partial(of_hf, "BeitForImageClassification", **ONE_BIAS)),
+    "hf beit, class token": (HF, partial(of_hf, "BeitModel", use_mean_pooling=False, **BIASES_PER_LAYER)),
+    "hf data2vec": (HF, partial(of_hf, "Data2VecVisionForImageClassification", **{**BIASES_PER_LAYER, **ONE_BIAS})),
+    "hf yolos": (HF, partial(of_hf, "YolosForObjectDetection", use_mid_position_embeddings=True)),
+    "hf dpt": (HF, partial(of_hf, "DPTForDepthEstimation")),
+    "hf ast": (HF, partial(of_hf, "ASTForAudioClassification")),
+    "torchvision": (TORCHVISION, of_torchvision),
+    "torchvision, two linear maps after": (TORCHVISION, partial(of_torchvision, representation_size=8)),
+    "open_clip": (OPEN_CLIP, partial(of_open_clip, act_layer="QuickGELU")),
+    "open_clip, mean pooled": (OPEN_CLIP, partial(of_open_clip, pool_type="avg", no_ln_pre=True)),
+    "open_clip, mean before the norm": (
+        OPEN_CLIP,
+        partial(of_open_clip, pool_type="avg", final_ln_after_pool=True, ls_init_value=0.1),
+    ),
+    "own": (MODULE, lambda: shaken(OwnViT())),
+    "hf videomae": (HF, partial(of_hf, "VideoMAEForVideoClassification")),
 }
 
 
@@ -124,7 +262,7 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
 def adopted_once(name: str) -> tuple[AdoptedFamily, Any, Any]:
     family, make = CASES[name]
     model = make()
-    return family, model, family.adopt(model)
+    return family, model, family.read(model, OWN) if isinstance(family, ModuleFamily) else family.adopt(model)
 
 
 @cache

@@ -26,6 +26,7 @@ _HOMES = {
     "Evidence": "attnrx.evidence",
     "Finding": "attnrx.evidence",
     "Prescription": "attnrx.prescription",
+    "Reader": "attnrx.models",
     "Spectrum": "attnrx.spectrum",
     "TrainingConfig": "attnrx.training",
     "ViTConfig": "attnrx.models",
@@ -77,6 +78,7 @@ __all__ = [
     "Evidence",
     "Finding",
     "Prescription",
+    "Reader",
     "Shrunk",
     "Spectrum",
     "TrainingConfig",
@@ -144,7 +146,7 @@ if TYPE_CHECKING:
     from attnrx.diagnosis import Diagnosis
     from attnrx.errors import AttnrxError
     from attnrx.evidence import Evidence, Finding
-    from attnrx.models import ViTConfig, use_backend
+    from attnrx.models import Reader, ViTConfig, use_backend
     from attnrx.prescription import Prescription
     from attnrx.reports import write_report
     from attnrx.shrinking import Shrunk, shrink

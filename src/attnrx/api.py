@@ -1,6 +1,6 @@
 """The public functions of the workflow: load -> diagnose -> prescribe -> realize -> verify -> save."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from attnrx.model_data import adapt_preprocessing, images_for
 from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra, measure_divergence
 from attnrx.models import (
     FAMILIES,
+    Reader,
     described_tokens,
     family_of,
     load_model,
@@ -59,12 +60,15 @@ __all__ = [
 ]
 
 
-def load(
+def load(  # noqa: PLR0913  (keywords)
     source: str | Path | nn.Module,
     seed: int = 0,
     weights: str | Path | None = None,
     pretrained: bool | None = None,
     trust: bool = False,
+    *,
+    reader: Reader | None = None,
+    factory: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
     """Loads or builds a model.
 
@@ -73,9 +77,12 @@ def load(
     - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub;
     - `timm:NAME`, with the weights of the file `weights` or those that timm downloads;
     - `hf:ID` or a transformers folder;
+    - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
     - a configuration name such as `svda:cifar10` (fresh weights);
     - `lvvit:SIZE` (fresh weights, or those of the published file `weights`);
-    - a module; a model of another library is converted;
+    - a module; a model of another library is converted, and so is a module of your own whose parts a `reader` names.
+      `factory(**reader.arguments)` creates that module again, by default its class; a saved folder of such a model
+      needs the `factory` only where the class has not been imported;
     - a file written by `export`: the returned module runs it with its runtime. An AOTInductor package is native code
       and needs `trust=True`.
     """
@@ -83,7 +90,7 @@ def load(
         raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
     if isinstance(source, str | Path) and is_exported(source):
         return load_exported(source, trust)
-    return load_model(source, seed, weights, pretrained)
+    return load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
 
 
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:

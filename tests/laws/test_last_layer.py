@@ -17,6 +17,8 @@ from pretrained import CASES, TIMM, adopted_once, of_timm
 
 # Models that pool all patches, or by attention; of the classifiers of DINOv2 the class token and the mean.
 POOLING = ("vit, norms after", "vit, no class token", "vit, mean pooled", "hf clip", "hf siglip", "hf siglip tower")
+POOLING += ("open_clip, mean pooled", "open_clip, mean before the norm")
+POOLING += ("hf beit", "hf beit, one bias", "hf data2vec", "hf yolos", "hf dpt", "hf videomae", "hf siglip2 tower")
 POOLING += ("hf ijepa", "hf ijepa, backbone", "hf dinov2", "hf dinov2, gated MLP", "hf dinov2, registers")
 POOLING += tuple(name for name, (family, make) in CASES.items() if family is TIMM and family.pooling(make()) != "class")
 ANSWERING = {name: name not in POOLING for name in CASES}
@@ -36,7 +38,7 @@ def seen_by_the_last_mlp(model: Any) -> Iterator[list[int]]:
     """Counts the tokens by a function that replaces the MLP's own, which nobody can tell from it."""
     seen: list[int] = []
     family: Any = family_of(model)
-    mlp = family.layers(model.source)[-1].mlp
+    mlp = family.layers(model.source)[-1].get_submodule(family.paths(model.source).mlp[0])
     own = mlp.forward
 
     def counting(tokens: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,11 @@ from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.checkpoint import load_weights, save_weights
-from attnrx.models.huggingface_readers import reader_of
+from attnrx.models.huggingface_readers import READERS, reader_of
 from attnrx.models.low_rank_linear import LowRankLinear
+from attnrx.models.module_family import ModuleFamily
+from attnrx.models.token_hooks import attach_tokens_
+from attnrx.tokens import parse_policy
 from pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 from test_cli import record
 
@@ -42,9 +45,15 @@ def images(family: AdoptedFamily, model: nn.Module, count: int = 3) -> torch.Ten
     return torch.randn(count, *family.input_shape(model), generator=generator, dtype=torch.float64)
 
 
+def of_library(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The arguments with which a model of transformers takes a batch."""
+    reader = reader_of(model)
+    return reader.input.arguments(batch, reader.body_of(model).config)
+
+
 def logits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        given = model(batch)
+        given = model(**of_library(model, batch)) if type(model).__name__ in READERS else model(batch)
     return given if isinstance(given, torch.Tensor) else reader_of(model).answer_of(given)
 
 
@@ -53,7 +62,7 @@ def test_logits_stay(case: tuple[AdoptedFamily, Any, Any]) -> None:
     batch = images(family, adopted)
     torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
     assert family.matches(adopted) and not family.matches(model)
-    assert family.adopts(model) and not family.adopts(adopted)
+    assert family.adopts(model) != isinstance(family, ModuleFamily) and not family.adopts(adopted)
     assert len(family.attention(adopted)) == 2
     assert not any(module.training for module in adopted.modules())
     for parameter in adopted.parameters():  # the parts of a fused projection no longer share a storage
@@ -63,7 +72,10 @@ def test_logits_stay(case: tuple[AdoptedFamily, Any, Any]) -> None:
 
 def test_a_description_rebuilds_the_model(case: tuple[AdoptedFamily, Any, Any]) -> None:
     family, _, adopted = case
-    adopted.origin = replace(adopted.origin, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    channels = family.input_shape(adopted)[0]
+    mean, std = (0.1, 0.2, 0.3, 0.4) * channels, (0.4, 0.5, 0.6, 0.7) * channels
+    mean, std = mean[:channels], std[:channels]
+    adopted.origin = replace(adopted.origin, mean=mean, std=std)
     description = json.loads(json.dumps(family.describe(adopted)))
     with torch.device("meta"):
         twin = family.build(description)
@@ -71,7 +83,7 @@ def test_a_description_rebuilds_the_model(case: tuple[AdoptedFamily, Any, Any]) 
     twin.load_state_dict(adopted.state_dict(), strict=True, assign=True)
     batch = images(family, adopted)
     assert torch.equal(logits(twin.eval(), batch), logits(adopted, batch))
-    assert family.normalization(twin) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert family.normalization(twin) == (mean, std)
     assert family.describe(twin) == description
 
 
@@ -112,7 +124,7 @@ def test_low_rank_mlps_are_described_rebuilt_and_priced(case: tuple[AdoptedFamil
     family, _, adopted = case
     if not family.mlp(adopted):
         first: Any = family.layers(adopted.source)[0]
-        assert type(first.mlp).__name__ in ("GluMlp", "SwiGLU", "SwiGLUPacked", "Dinov2SwiGLUFFN")
+        assert type(first.mlp).__name__ in ("GluMlp", "SwiGLU", "SwiGLUPacked", "Dinov2SwiGLUFFN", "DINOv3ViTGatedMLP")
         with pytest.raises(NotSupported, match="no MLPs of two linear maps"):
             family.set_mlp_(adopted, 0, 0, nn.Linear(2, 2))
         return
@@ -172,10 +184,13 @@ REFUSED: dict[str, tuple[AdoptedFamily, Callable[[], nn.Module], str]] = {
     "parallel": (TIMM, partial(of_timm, "vit_base_patch16_xp_224"), "attention and MLP in parallel"),
     "side by side": (TIMM, partial(of_timm, "vit_small_patch16_18x2_224"), "several parallel attention modules"),
     "dropout": (TIMM, partial(of_timm, VIT, attn_drop_rate=0.1), "attn_drop_rate=0"),
+    "hf masked patches": (HF, partial(of_hf, "ViTMAEModel", mask_ratio=0.5), "load it with mask_ratio=0.0"),
+    "hf backbone": (HF, partial(of_hf, "DPTForDepthEstimation", backbone_config={"model_type": "dinov2"}), "DPT whose"),
+    "hf dropout, nested": (HF, partial(of_hf, "YolosForObjectDetection", hidden_dropout_prob=0.1), "dropout inside"),
     "hf dropout": (HF, partial(of_hf, "ViTForImageClassification", attention_probs_dropout_prob=0.1), "dropout inside"),
 }
 # Plain softmax attention in a class without a reader: the refusal must not blame the attention.
-PLAIN_ATTENTION = ("ViTMAEModel", "VideoMAEModel", "ViTMAEForPreTraining")
+PLAIN_ATTENTION = ("VideoMAEModel", "ViTMAEForPreTraining", "TimesformerModel")
 # On the meta device: these architectures are large, and refusing looks at no weights.
 OTHERS = {
     "vit_tiny_r_s16_p8_224": "the patch embedding HybridEmbed",
@@ -265,6 +280,13 @@ def test_masks_and_attention_weights_are_refused() -> None:
     model.config.output_attentions = True
     with pytest.raises(NotSupported, match="output_attentions=True"):
         HF.adopt(model)
+
+
+@pytest.mark.parametrize("name", ["hf yolos", "hf dpt", "hf videomae", "hf siglip2 tower"])
+def test_tokens_are_not_pruned_where_the_answer_needs_all_of_them(name: str) -> None:
+    family, _, adopted = adopted_once(name)
+    with pytest.raises(NotSupported, match=f"{adopted.origin.architecture} pools its tokens by"):
+        attach_tokens_(copy.deepcopy(adopted), family, parse_policy("tome:1@every"))
 
 
 def test_wrong_images_and_statistics_are_refused() -> None:

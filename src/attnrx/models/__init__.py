@@ -15,6 +15,7 @@ from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_
 from attnrx.models.input_validation import InputValidation
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, lvvit_config
+from attnrx.models.module_family import Factory, ModuleFamily
 from attnrx.models.observation_hooks import (
     block_names,
     counted_by_spec,
@@ -25,16 +26,24 @@ from attnrx.models.observation_hooks import (
     parameter_blocks,
     recording_blocks,
 )
+from attnrx.models.openclip_family import OpenClipFamily
+from attnrx.models.reader import Reader
 from attnrx.models.timm_family import TimmFamily
 from attnrx.models.token_hooks import attach_tokens_, described_tokens, reduction_of, require_all_tokens, shape_of
 from attnrx.models.token_reduction import TokenReduction
+from attnrx.models.torchvision_family import TorchvisionFamily
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
 from attnrx.models.vit import SCENARIOS, VisionTransformer, ViTConfig, ViTFamily, named_config
 from attnrx.serialization.hub import download
 
 # The families of other libraries, by the prefix of a model name.
-LIBRARIES: dict[str, AdoptedFamily] = {"timm": TimmFamily(), "hf": HuggingFaceFamily()}
-FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values())
+LIBRARIES: dict[str, AdoptedFamily] = {
+    "timm": TimmFamily(),
+    "hf": HuggingFaceFamily(),
+    "torchvision": TorchvisionFamily(),
+    "open_clip": OpenClipFamily(),
+}
+FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values(), ModuleFamily())
 
 
 # The names of attnrx models.
@@ -53,6 +62,7 @@ __all__ = [
     "LVViT",
     "LVViTConfig",
     "LowRankLinear",
+    "Reader",
     "TokenReduction",
     "Transformer",
     "TransformerConfig",
@@ -103,7 +113,8 @@ def family_of(model: nn.Module) -> Family:
         )
     raise NotSupported(
         f"{type(model).__module__}.{type(model).__name__} is not supported; "
-        f"use {', '.join(model_names())}, timm:NAME, hf:ID or a folder saved by attnrx."
+        f"use {', '.join(model_names())}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by "
+        "attnrx. For a model of your own state where its parts are: attnrx.load(model, reader=attnrx.Reader(...))."
     )
 
 
@@ -122,40 +133,54 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     if library in LIBRARIES:
         return LIBRARIES[library].fresh(own, **changes)
     if name not in _OWN:
-        raise UnknownName("model", name, (*model_names(), "timm:NAME", "hf:ID"))
+        raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
     if library == "lvvit":
         return initialize_(LVViT(lvvit_config(own, **changes)), seed, strength)
     return initialize_(VisionTransformer(named_config(library, own, **changes)), seed, strength)
 
 
 def load_model(
-    source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
+    source: str | Path | nn.Module,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    *,
+    reader: Reader | None = None,
+    factory: Factory | None = None,
 ) -> nn.Module:
     """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
 
     `timm:NAME` takes the weights from the file `weights`, downloads them with timm, or initializes them
     (`pretrained=False`). `hf:ID` is a folder or a hub id; the path of a folder saved by transformers needs no `hf:`.
     `hub:OWNER/NAME` is a saved folder on the hub. Names of attnrx models give fresh weights; `lvvit:SIZE` accepts a
-    published weight file.
+    published weight file. A module of the user's own needs a `reader`; `factory`, by default its class,
+    creates it again.
     """
     if isinstance(source, nn.Module):
-        return _adopt_if_foreign(source)
+        return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
     library, _, name = str(source).partition(":")
-    if library == "timm":
-        return TimmFamily().load(name, weights, pretrained)
+    with_weights = {"timm": TimmFamily(), "torchvision": TorchvisionFamily()}
+    if library in with_weights:
+        return with_weights[library].load(name, weights, pretrained)
     if library == "lvvit" and weights is not None and not pretrained:
         return LVViTFamily().load(name, weights)
     if weights is not None or pretrained is not None:
         raise InvalidInput(
-            f"load({str(source)!r}) takes no weights or pretrained; timm:NAME takes both, lvvit:SIZE takes weights."
+            f"load({str(source)!r}) takes no weights or pretrained; timm:NAME and torchvision:NAME take both, "
+            "lvvit:SIZE takes weights."
         )
     if library == "hub":
-        return load_weights(download(name), FAMILIES)
+        return _load_folder(download(name), factory)
     if library == "hf":
         return HuggingFaceFamily().load(name)
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
-    return HuggingFaceFamily().load(source) if is_transformers_folder(source) else load_weights(source, FAMILIES)
+    return HuggingFaceFamily().load(source) if is_transformers_folder(source) else _load_folder(source, factory)
+
+
+def _load_folder(folder: Path | str, factory: Factory | None) -> nn.Module:
+    families = tuple(ModuleFamily(factory) if isinstance(each, ModuleFamily) else each for each in FAMILIES)
+    return load_weights(folder, families)
 
 
 def _adopt_if_foreign(model: nn.Module) -> nn.Module:

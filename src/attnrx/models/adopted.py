@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -269,26 +269,71 @@ def _reordered(norm: nn.Module, order: Int[Tensor, "directions"]) -> nn.Module:
     return copied
 
 
-def require_equal_logits(first: Adopted, second: Adopted, because: str) -> None:
+def require_equal_logits(
+    models: tuple[Adopted, Adopted], because: str, blocks: Callable[[Adopted], Sequence[nn.Module]], attention: str
+) -> None:
     """Raises NotSupported unless both models return the same logits for the same random images, up to rounding.
 
+    The message names the first block whose output differs; `blocks` returns those of a model, and `attention` is the
+    path of the attention in a block. `because` is the reason where the outputs of the attention differ too.
     The limit is the square root of the machine epsilon, relative to the largest logit: rounding is far below it, and a
     missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
     softmax in float32.
     """
+    first, second = models
     parameter = next(first.parameters())
     if parameter.is_meta:
         raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
     generator = torch.Generator().manual_seed(0)
     shape = (2, *first.origin.input_shape)
     images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
-    with evaluating((first, second)):
+    with evaluating(models):
         expected, actual = first(images), second(images)
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     limit = epsilon**0.5 * max(1.0, float(expected.abs().max()))
     difference = float((expected - actual).abs().max())
     if not difference <= limit:  # also true for NaN
+        with evaluating(models):
+            outputs = [_outputs_of_blocks(model, blocks(model), attention, images) for model in models]
+        where, reason = _first_difference(outputs[0], outputs[1], epsilon**0.5, because)
         raise NotSupported(
-            f"{first.origin.architecture} cannot be adopted: {because}. On random images the logits differ by "
-            f"{difference:.3g}; rounding explains at most {limit:.3g}."
+            f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
+            f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"
         )
+
+
+def _outputs_of_blocks(
+    model: Adopted, blocks: Sequence[nn.Module], attention: str, images: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns the output of the attention of every block, and that of the block."""
+    found: dict[nn.Module, Tensor] = {}
+
+    def record(module: nn.Module, args: object, output: Any) -> None:
+        found[module] = output[0] if isinstance(output, tuple) else output
+
+    parts = [(block.get_submodule(attention), block) for block in blocks]
+    with ExitStack() as hooks:
+        for part in {part for pair in parts for part in pair}:
+            hooks.enter_context(part.register_forward_hook(record))
+        model(images)
+    return [(found[part], found[block]) for part, block in parts]
+
+
+def _first_difference(
+    expected: Sequence[tuple[Tensor, Tensor]], actual: Sequence[tuple[Tensor, Tensor]], limit: float, because: str
+) -> tuple[str, str]:
+    """Returns where the outputs of the blocks first differ by more than `limit` times the largest, and why."""
+    for number, pairs in enumerate(zip(expected, actual, strict=False), 1):
+        attention, block = (
+            [float((one - other).abs().max()), float(one.abs().max())] for one, other in zip(*pairs, strict=True)
+        )
+        if not block[0] <= limit * max(1.0, block[1]):
+            size = f"by {block[0]:.3g}, and its largest output is {block[1]:.3g}"
+            where = f"The first block that differs is block {number} of {len(expected)}, {size}."
+            if not attention[0] <= limit * max(1.0, attention[1]):
+                return where, because
+            return where, "the MLP or a norm of a block computes something else, while its attention is equal"
+    return (
+        f"The outputs of all {len(expected)} blocks are equal.",
+        "the parts after the blocks differ, or the head uses other tokens",
+    )

@@ -33,10 +33,11 @@ class ModelPaths:
     """Where the parts of a model are.
 
     `attention` is the path of the attention in a layer; `patches`, the convolution of the patch embedding, and `norm`,
-    the norm after the last layer, are paths in the body. `mlps` are the classes of MLPs with two linear maps, fc1 and
-    fc2, and an activation between them; others are not compressed. `heads` are the paths, in the source, of the
-    classifiers and the norm before them, `classifiers` those of the classifiers, `pooled` those that run on one pooled
-    token instead of all tokens; paths that a model lacks are skipped.
+    the norm after the last layer, are paths in the body. `mlp` are the paths, in a layer, of the modules that form its
+    MLP, and `mlps` the classes of the first of them whose two linear maps, at `maps`, have an activation between them;
+    others are not compressed. `heads` are the paths, in the source, of the classifiers and the norm before them,
+    `classifiers` those of the classifiers, `pooled` those of norms that run on one pooled token instead of all tokens;
+    paths that a model lacks are skipped. The classifiers run on `head_tokens` tokens.
     """
 
     attention: str
@@ -46,6 +47,9 @@ class ModelPaths:
     heads: tuple[str, ...]
     classifiers: tuple[str, ...]
     pooled: tuple[str, ...] = ()
+    mlp: tuple[str, ...] = ("mlp",)
+    maps: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    head_tokens: int = 1
 
 
 class AdoptedFamily(Family):
@@ -104,7 +108,7 @@ class AdoptedFamily(Family):
         return None
 
     @abstractmethod
-    def norm_before(self, layer: nn.Module) -> str | None:
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
         """Returns the path, inside a block, of the norm before its attention; used by the last-layer class-token
         shortcut.
         """
@@ -161,8 +165,11 @@ class AdoptedFamily(Family):
         adopted = self.model_type(copy.deepcopy(model), origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._own_attention(adopted))
-        because = "its attention computes something else than plain softmax attention"
-        require_equal_logits(self.model_type(model, origin), adopted, because)
+        because = (
+            "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
+            "of its projections are not those that were read"
+        )
+        self._require_equal((self.model_type(model, origin), adopted), because)
         self._require_rebuilt(adopted)
         return adopted
 
@@ -179,7 +186,11 @@ class AdoptedFamily(Family):
         model = self.initialized(name, **arguments)
         if not next(model.parameters()).is_meta:
             return self.adopt(model).eval()
-        self.require_supported(model)  # its logits cannot be checked
+        return self.outline(model)
+
+    def outline(self, model: nn.Module) -> Adopted:
+        """Adopts a model on the meta device, in place; its logits cannot be checked."""
+        self.require_supported(model)
         adopted = self.model_type(model, self._stated(model, {}))
         self._install_(adopted, self._own_attention(adopted))
         return adopted
@@ -207,10 +218,10 @@ class AdoptedFamily(Family):
                     layer.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
                     packed_(part)
-            _fuse_mlp_(layer, paths.mlps)
+            _fuse_mlp_(layer, paths)
         if layers and self.pooling(source) == "class":
-            norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
-            adopted.last = LastLayer(layers[-1], paths.attention, norm, after, prefix)
+            norm, prefix = self.norm_before(source, layers[-1]), self.prefix_tokens(source)
+            adopted.last = LastLayer(layers[-1], paths.attention, norm, self.last_norm(source), prefix)
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -232,16 +243,28 @@ class AdoptedFamily(Family):
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         source = self._adopted(model).source
-        mlps, known = [layer.get_submodule("mlp") for layer in self.layers(source)], self.paths(source).mlps
-        if not all(isinstance(mlp, FusedMLP) or type(mlp).__name__ in known for mlp in mlps):
-            return ()
-        return tuple((mlp.get_submodule(LINEAR_MAPS[0]), mlp.get_submodule(LINEAR_MAPS[1])) for mlp in mlps)
+        maps = zip(self.layers(source), self._maps(source), strict=False)  # no maps where a layer has another MLP
+        return tuple((layer.get_submodule(first), layer.get_submodule(second)) for layer, (first, second) in maps)
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        if not self.mlp(model):
+        source = self._adopted(model).source
+        maps = self._maps(source)
+        if not maps:
             raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
-        mlp, name = self.layers(self._adopted(model).source)[layer].mlp, LINEAR_MAPS[which]
-        setattr(mlp, name, linear.train(getattr(mlp, name).training))
+        block, name = self.layers(source)[layer], maps[layer][which]
+        block.set_submodule(name, linear.train(block.get_submodule(name).training))
+
+    def _maps(self, source: nn.Module) -> tuple[tuple[str, str], ...]:
+        """Returns the paths, in every layer, of the two maps of its MLP; () where a layer has another kind."""
+        paths = self.paths(source)
+        fused = f"{paths.mlp[0]}.{LINEAR_MAPS[0]}", f"{paths.mlp[0]}.{LINEAR_MAPS[1]}"
+        found = []
+        for layer in self.layers(source):
+            mlp = layer.get_submodule(paths.mlp[0])
+            if not isinstance(mlp, FusedMLP) and type(mlp).__name__ not in paths.mlps:
+                return ()
+            found.append(fused if isinstance(mlp, FusedMLP) else paths.maps)
+        return tuple(found)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
@@ -254,6 +277,7 @@ class AdoptedFamily(Family):
             "std": list(origin.std),
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
+            "buffer_dtypes": _unsaved_dtypes(model),
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
@@ -262,6 +286,10 @@ class AdoptedFamily(Family):
         origin = Origin(description["architecture"], description["arguments"], **facts)
         created = self.create(origin)
         self.restore_buffers_(created)
+        for name, dtype in description.get("buffer_dtypes", {}).items():
+            owner, _, buffer = name.removeprefix("source.").rpartition(".")
+            module = created.get_submodule(owner)
+            module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
         adopted = self.model_type(created, origin)
         layers, specs = self.layers(adopted.source), description["attention"]
         if len(layers) != len(specs):
@@ -309,7 +337,13 @@ class AdoptedFamily(Family):
 
     def positions(self, adopted: Adopted) -> int:
         """Returns the number of patches of an image."""
-        (height, width), (down, right) = adopted.origin.input_shape[1:], self.patches(adopted.source).stride
+        return self.num_patches(adopted.source, adopted.origin.input_shape)
+
+    def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
+        """Returns the number of patches of an image of this shape; raises InvalidInput where they do not tile it."""
+        (height, width), (down, right) = input_shape[1:], self.patches(source).stride
+        if height % down or width % right:
+            raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
         return (height // down) * (width // right)
 
     def costs(
@@ -337,31 +371,39 @@ class AdoptedFamily(Family):
             )
         positions = self.positions(adopted)
         token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
-        heads = [module for name, module in source.named_modules() if name in paths.heads]
-        attended = self.tokens_of_head(source, token_costs.tokens[-1])
-        classifier = sum(_params(module) for module in heads)
+        classifier = sum(_params(module) for module in self._heads(source))
         before = _params(source) - classifier - sum(_params(layer) for layer in layers)
+        mlps = [[layer.get_submodule(name) for name in paths.mlp] for layer in layers]
         changes = list(zip(maps, ranks, strict=True)) or [((), ())] * len(layers)
         return ModelCosts(
             patches=PartCosts(before, positions * self.patches(source).weight.numel()),
             layers=tuple(
                 replace(
                     layer_costs(spec, own, 0),
-                    mlp=_mlp_costs(layer.get_submodule("mlp"), own, *change),
-                    layer_norms=PartCosts(
-                        _params(layer) - _params(layer.get_submodule("mlp")) - _projections(own_attention)
-                    ),
+                    mlp=_mlp_costs(mlp, own, *change),
+                    layer_norms=PartCosts(_params(layer) - sum(map(_params, mlp)) - _projections(own_attention)),
                 )
-                for layer, own_attention, spec, change, own in zip(
-                    layers, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
+                for layer, mlp, own_attention, spec, change, own in zip(
+                    layers, mlps, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
                 )
             ),
             classifier=PartCosts(classifier),
-            classifier_macs=sum(_head_macs(head, attended) for head in heads),
+            classifier_macs=self.head_macs(adopted, token_costs.tokens[-1]),
             predictors=token_costs.predictors,
             predictor_norm_features=token_costs.norm_features,
             outer_norm_features=self._outer_norm_features(source, positions, token_costs.tokens),
         )
+
+    def _heads(self, source: nn.Module) -> list[nn.Module]:
+        """Returns the classifiers and the norms before them."""
+        names = self.paths(source).heads
+        return [module for name, module in source.named_modules() if name in names]
+
+    def head_macs(self, adopted: Adopted, tokens: int) -> int:
+        """Returns the MACs of the classifiers on one image, whose last layer has this many tokens."""
+        source = adopted.source
+        attended = self.tokens_of_head(source, tokens)
+        return self.paths(source).head_tokens * sum(_head_macs(head, attended) for head in self._heads(source))
 
     def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
         """Returns the features of the norms outside the layers and inside their MLPs, times the tokens of each."""
@@ -370,7 +412,8 @@ class AdoptedFamily(Family):
         total = sum(
             math.prod(getattr(part, "normalized_shape", (0,))) * count
             for layer, count in zip(self.layers(source), tokens, strict=True)
-            for part in layer.get_submodule("mlp").modules()
+            for name in self.paths(source).mlp
+            for part in layer.get_submodule(name).modules()
         )
         for name, module in source.named_modules():
             shape = getattr(module, "normalized_shape", None)
@@ -387,9 +430,7 @@ class AdoptedFamily(Family):
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         origin = self.origin(model, stated)
-        (height, width), (down, right) = origin.input_shape[1:], self.patches(model).stride
-        if height % down or width % right:
-            raise InvalidInput(f"{origin.architecture}: patches of {down} x {right} do not tile {height} x {width}.")
+        self.num_patches(model, origin.input_shape)  # raises an error where the patches do not tile an image
         return origin
 
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
@@ -412,7 +453,24 @@ class AdoptedFamily(Family):
         if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}.")
         rebuilt.load_state_dict(adopted.state_dict(), assign=True)
-        require_equal_logits(adopted, rebuilt, because)
+        self._require_equal((adopted, rebuilt), because)
+
+    def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
+        paths = self.paths(models[1].source)
+        require_equal_logits(models, because, lambda model: self.layers(model.source), paths.attention)
+
+
+def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:
+    """Returns the floating-point types of the buffers that are not saved with the weights, by their names.
+
+    A model creates such buffers anew when it is loaded, in its default type, which `model.half()` may have changed.
+    """
+    unsaved = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return {
+        name: str(buffer.dtype).removeprefix("torch.")
+        for name, buffer in unsaved.items()
+        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
+    }
 
 
 def _params(module: nn.Module) -> int:
@@ -443,22 +501,26 @@ def _head_macs(head: nn.Module, tokens: int) -> int:
     return total
 
 
-def _mlp_costs(mlp: nn.Module, tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...]) -> PartCosts:
-    """Returns the costs of an MLP with its `maps`, if given, in these ranks (None: one matrix)."""
+def _mlp_costs(
+    mlp: Sequence[nn.Module], tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...]
+) -> PartCosts:
+    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix)."""
     saved = 0
     for linear, rank in zip(maps, ranks, strict=True):
         inputs, outputs = linear.in_features, linear.out_features
         saved += _matrices(linear) - (inputs * outputs if rank is None else rank * (inputs + outputs))
-    return PartCosts(_params(mlp) - saved, tokens * (_matrices(mlp) - saved))
+    return PartCosts(sum(map(_params, mlp)) - saved, tokens * (sum(map(_matrices, mlp)) - saved))
 
 
-def _fuse_mlp_(layer: nn.Module, mlps: tuple[str, ...]) -> None:
-    """Replaces the library's MLP by one with the same parts, if it has no other ones."""
-    mlp = getattr(layer, "mlp", None)
-    if mlp is None or type(mlp).__name__ not in mlps:
+def _fuse_mlp_(layer: nn.Module, paths: ModelPaths) -> None:
+    """Replaces the library's MLP by one with the same parts, if it is one module without other ones."""
+    name, *others = paths.mlp
+    mlp = layer.get_submodule(name)
+    if others or type(mlp).__name__ not in paths.mlps:
         return
-    parts = {name: part for name, part in mlp.named_children() if type(part) is not nn.Identity}
-    activation = [part for name, part in parts.items() if name not in LINEAR_MAPS]
+    first, second = (path.removeprefix(f"{name}.") for path in paths.maps)
+    parts = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}
+    activation = [part for child, part in parts.items() if child not in (first, second)]
     if len(parts) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
-        fused = FusedMLP(parts[LINEAR_MAPS[0]], activation[0], parts[LINEAR_MAPS[1]])
-        layer.set_submodule("mlp", fused.train(mlp.training))
+        fused = FusedMLP(parts[first], activation[0], parts[second])
+        layer.set_submodule(name, fused.train(mlp.training))

@@ -4,26 +4,30 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.attention import Attention
+from attnrx.attention import Attention, Positions
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
+from attnrx.kernels.cached_weights import CachedWeights
+from attnrx.models.adopted import HALVES, Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
-from attnrx.models.huggingface_readers import READERS, VISION_PARTS, reader_of
+from attnrx.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.models.token_hooks import reduction_of
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
-from attnrx.shapes import ImageBatch, Tensor, TokenBatch
+from attnrx.shapes import Float, ImageBatch, Tensor, TokenBatch
 
-PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding")
+PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
-CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
+HEADS = ("classifier", "cls_classifier", "distillation_classifier")
+CLASSIFIERS = (*HEADS, "classifier.dense")
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -36,39 +40,42 @@ def is_transformers_folder(folder: Path | str) -> bool:
 class HuggingFaceModel(Adopted):
     """A Vision Transformer of transformers with attnrx attention.
 
-    Called with images it returns the logits or the embedding, as every model here; called with `pixel_values=...` it
-    returns the output of transformers, so that it runs in pipelines and trainers of transformers.
+    Called with images it returns the logits or the embedding, as every model here; called with `pixel_values=...`, or
+    `input_values=...` for spectrograms, it returns the output of transformers, so that it runs in its pipelines and
+    trainers.
     """
 
     def forward(
         self,
         images: ImageBatch | None = None,
         *,
-        pixel_values: ImageBatch | None = None,
+        pixel_values: Tensor | None = None,
+        input_values: Tensor | None = None,
         labels: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Returns logits for images; for `pixel_values`, the output of transformers, with a loss where labels are
-        given.
+        """Returns logits for images; for the input of transformers, its output, with a loss where labels are given.
 
         Raises:
             InvalidInput: Both or neither were given, or images of another shape.
         """
-        if images is not None and pixel_values is None and labels is None:
+        named = {"pixel_values": pixel_values, "input_values": input_values, "labels": labels}
+        given = {name: value for name, value in named.items() if value is not None}
+        if images is not None and not given:
             return super().forward(images)
-        if images is not None or pixel_values is None:
-            raise InvalidInput("give images, or pixel_values=... (with labels=... or not) as transformers does.")
-        reader, optional = reader_of(self.source), {} if labels is None else {"labels": labels}
+        name: Any = self.source.main_input_name
+        if images is not None or name not in given:
+            raise InvalidInput(f"give images, or {name}=... (with labels=... or not) as transformers does.")
         if options.get("output_hidden_states", self.config.output_hidden_states):
-            return self._with_hidden_states(pixel_values, {**optional, **options})
-        with self.restoring(() if reader.answer == "logits" else (self._depth - 1,)):
-            return self.source(pixel_values=pixel_values, **optional, **options)
+            return self._with_hidden_states({**given, **options})
+        with self.restoring(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
+            return self.source(**given, **options)
 
-    def _with_hidden_states(self, images: ImageBatch, options: dict[str, Any]) -> Any:
+    def _with_hidden_states(self, options: dict[str, Any]) -> Any:
         """Returns the output of transformers with the tokens of all patches after every block."""
         as_tuple = not options.pop("return_dict", self.config.return_dict)
         with self.restoring(range(self._depth)):
-            output = self.source(pixel_values=images, return_dict=True, **options)
+            output = self.source(return_dict=True, **options)
         for module in self.source.modules():
             for hook in module._forward_hooks.values():
                 if getattr(hook, "__name__", "") == "output_capturing_hook":
@@ -78,14 +85,16 @@ class HuggingFaceModel(Adopted):
         if reader.answer == "logits" and reader.pooling != "class" and reduction_of(self) is not None:
             # The mean over restored patches is not the one that the classifier takes.
             with self.restoring(()):
-                answer = self.source(pixel_values=images, return_dict=True, **options | {"output_hidden_states": False})
+                answer = self.source(return_dict=True, **options | {"output_hidden_states": False})
             for name in {"loss", "logits"} & answer.keys():
                 output[name] = answer[name]
         return output.to_tuple() if as_tuple else output
 
     def _last_tokens(self, images: Tensor) -> Tensor:
+        reader = reader_of(self.source)
+        body = reader.body_of(self.source)
         with self.restoring((self._depth - 1,)):
-            return reader_of(self.source).body_of(self.source)(pixel_values=images).last_hidden_state
+            return body(**reader.input.arguments(images, body.config)).last_hidden_state
 
     @property
     def _depth(self) -> int:
@@ -110,28 +119,74 @@ class HuggingFaceModel(Adopted):
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits or the embedding, without the outputs that attnrx attention does not provide."""
-        output = self.source(pixel_values=images, output_attentions=False, return_dict=True)
-        return reader_of(self.source).answer_of(output)
+        reader = reader_of(self.source)
+        inputs = reader.input.arguments(images, reader.body_of(self.source).config)
+        return reader.answer_of(self.source(**inputs, output_attentions=False, return_dict=True))
+
+    @cached_property
+    def dense_head_macs(self) -> int:
+        """The MACs of a DPT's neck and head, which are convolutions over the patches of several layers."""
+        source: Any = self.source
+        config, shape = source.config, self.origin.input_shape
+        tokens = 1 + reader_of(source).input.num_patches(config, shape)
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            neck, head = type(source.neck)(config), type(source.head)(config)
+            head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
+        return counter.get_total_flops() // 2
+
+
+class WindowBias(nn.Module):
+    """A relative position bias of transformers for images of the model's size, cached while its table is the same."""
+
+    def __init__(self, source: nn.Module):
+        super().__init__()
+        self.source = source
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def forward(self, *window: Any, **options: Any) -> Float[Tensor, "1 heads tokens tokens"]:
+        """Returns the bias; the library's layers pass the window, which is that of the model."""
+        source: Any = self.source
+        return self._kept((), (source.relative_position_bias_table,), lambda: source(source.window_size))
 
 
 class HuggingFaceAttention(Adapter):
     """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
 
+    returns_weights = True
+
     def forward(
-        self, hidden_states: TokenBatch, attention_mask: Tensor | None = None, **options: Any
-    ) -> tuple[TokenBatch, None]:
+        self,
+        hidden_states: TokenBatch,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        relative_position_bias: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[TokenBatch, None] | TokenBatch:
         """Returns the attention output; raises NotSupported for masks and requests for the attention weights.
 
-        During export, transformers passes an explicit mask that includes every token; it is ignored.
+        In a layer with a bias per pair of tokens, the mask is that bias. During export, transformers passes an explicit
+        mask that includes every token; it is ignored.
         """
-        if attention_mask is not None and not torch.compiler.is_exporting():
+        biased = self.attention.spec.pair_bias
+        if attention_mask is not None and not biased and not torch.compiler.is_exporting():
             raise NotSupported("attention_mask is not supported in an adopted model.")
         if options.get("output_attentions"):
             raise NotSupported(
                 "output_attentions=True: an adopted model returns no attention weights. Observe its layers with "
                 "attnrx.models.observation_hooks instead."
             )
-        return self.mixed(hidden_states), None
+        biases = (attention_mask, relative_position_bias) if biased else ()
+        mixed = self.mixed(hidden_states, self._positions(position_embeddings, biases))
+        return (mixed, None) if self.returns_weights else mixed
+
+    def _positions(
+        self, embeddings: tuple[Tensor, Tensor] | None, biases: tuple[Tensor | None, ...]
+    ) -> Positions | None:
+        if embeddings is None:
+            return self.positions(None, _no_rotation, *biases) if biases else None
+        cos, sin = embeddings
+        pairs = slice(0, cos.shape[-1] // 2)  # both halves of a row have the same angles
+        return self.positions(cos, lambda cos: (cos[None, :, None, pairs], sin[None, :, None, pairs]), *biases)
 
 
 class HuggingFaceFamily(AdoptedFamily):
@@ -145,11 +200,21 @@ class HuggingFaceFamily(AdoptedFamily):
     def paths(self, source: nn.Module) -> ModelPaths:
         reader = reader_of(source)
         norm, head, pooler = (f"{reader.body}.{name}".strip(".") for name in (reader.norm, "head", "pooler"))
-        heads = (*CLASSIFIERS, "visual_projection", norm, head, pooler)
+        heads = (*HEADS, *reader.heads, "fc_norm", "visual_projection", norm, head, pooler)
         # The norm of a tower with a class token is applied to that token only.
-        pooled = (f"{head}.layernorm", *((norm,) if reader.word == "CLIP" else ()))
+        pooled = (f"{head}.layernorm", f"{pooler}.layernorm", "classifier.layernorm", "fc_norm")
+        pooled += (norm,) if reader.word == "CLIP" else ()
         return ModelPaths(
-            reader.attention, reader.patches, reader.norm, (f"{reader.word}MLP",), heads, CLASSIFIERS, pooled
+            attention=reader.attention,
+            patches=reader.patches,
+            norm=reader.norm,
+            mlps=(f"{reader.word}{reader.mlp_class}",),
+            heads=heads,
+            classifiers=CLASSIFIERS,
+            pooled=pooled,
+            mlp=reader.mlp,
+            maps=reader.maps,
+            head_tokens=getattr(source.config, reader.head_tokens) if reader.head_tokens else 1,
         )
 
     def output_kind(self, model: nn.Module) -> str:
@@ -212,29 +277,25 @@ class HuggingFaceFamily(AdoptedFamily):
         if name not in READERS or not self.adopts(model):
             yield Refusal(f"the class {name} has no reader", f"Of transformers, attnrx adopts {', '.join(READERS)}.")
             return
-        config: Any = model.config
-        if config.output_attentions:
-            yield Refusal("a configuration with output_attentions=True (attnrx attention returns no attention weights)")
+        reader, unread = reader_of(model), tuple(unread_settings(model.config))
+        yield from unread
+        if unread:  # such a model may lack the parts that the reader names
+            return
         for layer in self.layers(model):
-            attention: Any = getattr(layer, reader_of(model).attention)
-            if type(attention).__name__ != f"{reader_of(model).word}Attention":
+            attention: Any = getattr(layer, reader.attention)
+            if type(attention).__name__ != f"{reader.word}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
-            yield from changed_linears(attention, _projections(attention))
-            if getattr(attention, "attention_dropout", 0) or getattr(attention, "dropout", 0):
-                name = (
-                    "attention_probs_dropout_prob" if hasattr(attention, "attention_dropout") else "attention_dropout"
-                )
-                yield Refusal(f"dropout inside attention (load it with {name}=0.0)")
+            yield from changed_linears(attention, reader.projections)
+            yield from _dropouts(attention)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""
         name, config = type(model).__name__, model.config
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
-        reader, embedding = reader_of(model), self.body(model).get_submodule("embeddings")
-        size: Any = getattr(embedding, "patch_embeddings", embedding).image_size
-        own = image_shape((self.patches(model).in_channels, *((size, size) if isinstance(size, int) else size)))
+        reader = reader_of(model)
+        own = image_shape(reader.input.shape(self.body(model).config))
         shape = image_shape(stated.get("input_shape") or own)
         if shape != own and not (reader.resizes and shape[0] == own[0]):
             raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
@@ -246,16 +307,39 @@ class HuggingFaceFamily(AdoptedFamily):
         if origin.architecture not in READERS:
             raise UnknownName("class of transformers", origin.architecture, READERS)
         kind = _transformers(origin.architecture)
-        model = kind(kind.config_class.from_dict(dict(origin.arguments)))
-        for module in model.modules():  # not in the weights, so that those of a model on the meta device would be lost
-            positions = module._buffers.get("position_ids")
-            if positions is not None and positions.is_meta:
-                module.position_ids = torch.arange(positions.shape[1], device="cpu")[None]
-        return model
+        return kind(kind.config_class.from_dict(dict(origin.arguments)))
+
+    def restore_buffers_(self, source: nn.Module) -> None:
+        for module in source.modules():
+            unsaved = [name for name in module._non_persistent_buffers_set if module.get_buffer(name).is_meta]
+            if unsaved:
+                with torch.device("cpu"):
+                    computed = type(module)(module.config)
+                for name in unsaved:
+                    module._buffers[name] = computed.get_buffer(name)
+
+    def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
+        return reader_of(source).input.num_patches(self.body(source).config, input_shape)
+
+    def head_macs(self, adopted: Adopted, tokens: int) -> int:
+        if isinstance(adopted, HuggingFaceModel) and reader_of(adopted.source).answer == "depth":
+            return adopted.dense_head_macs
+        return super().head_macs(adopted, tokens)
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """Returns the norm after the last layer; an identity where a model has none."""
+        named = dict(self.body(source).named_modules())
+        return named.get(reader_of(source).norm) or nn.Identity()
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         super()._install_(adopted, attention)
-        for layer in self.layers(adopted.source):
+        reader, source = reader_of(adopted.source), adopted.source
+        for name, module in list(source.named_modules()):
+            if type(module).__name__ == f"{reader.word}RelativePositionBias":
+                source.set_submodule(name, WindowBias(module).train(module.training))
+        for layer in self.layers(source):
+            adapter: Any = layer.get_submodule(reader.attention)
+            adapter.returns_weights = reader.returns_weights
             mask = inspect.signature(layer.forward).parameters.get("attention_mask")
             if mask is not None and mask.default is inspect.Parameter.empty:
                 layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
@@ -267,12 +351,24 @@ class HuggingFaceFamily(AdoptedFamily):
         return reader_of(source).body_of(source)
 
     def own(self, source: nn.Module, attention: nn.Module) -> Attention:
-        theirs: Any = attention
-        towers = hasattr(theirs, "num_heads")  # of CLIP and SigLIP
-        heads, scale = (theirs.num_heads, theirs.scale) if towers else (theirs.num_attention_heads, theirs.scaling)
-        linears: list[nn.Linear] = [getattr(theirs, name) for name in _projections(theirs)]
+        reader, body = reader_of(source), self.body(source)
+        config: Any = body.config
+        linears: list[Any] = [attention.get_submodule(name) for name in reader.projections]
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return assembled(weights, biases, heads, scale)
+        heads = config.num_attention_heads
+        names = "use_relative_position_bias", "use_shared_relative_position_bias"
+        return assembled(
+            weights,
+            biases,
+            heads,
+            (weights[0].shape[0] // heads) ** -0.5,
+            rotary=HALVES if hasattr(body, "rope_embeddings") else None,
+            pair_bias=any(getattr(config, name, False) for name in names),
+        )
+
+    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+        """Returns the bias that an attention module computes itself (Data2Vec); BEiT's layers pass theirs as a mask."""
+        return dict(attention.named_modules()).get("attention.relative_position_bias")
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
@@ -282,7 +378,7 @@ class HuggingFaceFamily(AdoptedFamily):
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
-    def norm_before(self, layer: nn.Module) -> str | None:
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
         return next((name for name in NORMS_BEFORE if hasattr(layer, name)), None)
 
     def prefix_tokens(self, source: nn.Module) -> int:
@@ -294,7 +390,7 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def pooling(self, source: nn.Module) -> str:
         """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
-        return reader_of(source).pooling
+        return reader_of(source).pooling_of(source.config)
 
 
 def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -305,8 +401,20 @@ def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
 _without_mask.by_image = True  # type: ignore[attr-defined]
 
 
-def _projections(attention: nn.Module) -> tuple[str, ...]:
-    return "q_proj", "k_proj", "v_proj", "o_proj" if hasattr(attention, "o_proj") else "out_proj"
+def _no_rotation(embedding: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("a layer without rotary positions has no rotation")
+
+
+def _dropouts(attention: nn.Module) -> Iterator[Refusal]:
+    """Yields a refusal for dropout inside attention, whose rate is an attribute or that of a module."""
+    parts: list[Any] = list(attention.modules())
+    rates = [getattr(part, name, 0.0) for part in parts for name in ("attention_dropout", "dropout", "dropout_prob")]
+    rates += [part.p for part in parts if isinstance(part, nn.Dropout)]
+    if any(isinstance(rate, float) and rate for rate in rates):
+        config = next(part.config for part in parts if hasattr(part, "config"))
+        names = "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"
+        found = [f"{name}=0.0" for name in names if getattr(config, name, 0)]
+        yield Refusal(f"dropout inside attention (load it with {', '.join(found)})")
 
 
 def _class_of(config: Any) -> Any:

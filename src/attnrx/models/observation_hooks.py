@@ -116,12 +116,15 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Returns the path of the block around every attention layer: the layer's path up to its last number."""
+    """Returns the path of the block around every attention layer: the layer's path up to its last number, or up to its
+    last name that ends with a number.
+    """
     paths = {id(module): name for name, module in model.named_modules()}
     names = []
     for layer in family.attention(model):
         parts = paths[id(layer)].split(".")
         numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        numbers = numbers or [position for position, part in enumerate(parts) if part[-1:].isdigit()]
         if not numbers:
             raise NotSupported(
                 f"the attention layer {'.'.join(parts)!r} is in no numbered block, so its block cannot be named."

@@ -358,7 +358,7 @@ class TimmFamily(AdoptedFamily):
         table = getattr(module, "relative_position_bias_table", None)
         return LibraryBias(module) if table is None else TableBias(table, module.relative_position_index)
 
-    def norm_before(self, layer: nn.Module) -> str | None:
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
         """Returns the first norm, unless the block is post-norm."""
         return None if type(layer).__name__ in POST_NORM else "norm1"
 

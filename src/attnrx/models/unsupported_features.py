@@ -38,7 +38,7 @@ def features(model: nn.Module) -> Iterator[Refusal]:
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
     """Yields the projections that are not a plain nn.Linear: adapters, quantization, parametrizations."""
     for name in names:
-        kind = type(getattr(module, name))
+        kind = type(module.get_submodule(name))
         if kind is not nn.Linear:
             yield Refusal(
                 f"the projection {name} is a {kind.__name__}, not a plain Linear",

@@ -25,7 +25,7 @@ from attnrx.rules.by_strength import (
 from attnrx.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx.rules.rule import And, ByLayer, Or, Rule, option_fields, rule_name
 from attnrx.rules.shared import FusionOwner, FusionRank, SharedRank
-from attnrx.serialization.text_parsing import Language, Reader, Token, share
+from attnrx.serialization.text_parsing import Language, TextReader, Token, share
 from attnrx.tokens import TokenPolicy, parse_policy
 
 # Every rule by its name in text; the last three are controls, which match another rule.
@@ -123,7 +123,7 @@ def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | 
     return found, TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
 
 
-class _Reader(Reader):
+class _Reader(TextReader):
     """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
 
     language = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)

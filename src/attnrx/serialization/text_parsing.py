@@ -37,7 +37,7 @@ class Language:
     error: type[InvalidInput]
 
 
-class Reader:
+class TextReader:
     """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule."""
 
     language: ClassVar[Language]
@@ -89,7 +89,7 @@ class Reader:
 Kinds = tuple[type, ...]  # the allowed types of a value
 
 
-class KnobReader(Reader):
+class KnobReader(TextReader):
     """Reads knobs in brackets, `(knob=value,knob=value)`, for the fields of a dataclass."""
 
     def read_knobs(self, name: Token, knobs: Mapping[str, Any]) -> dict[str, Any]:

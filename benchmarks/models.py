@@ -1,0 +1,166 @@
+"""Writes docs/models.md: which models of timm, transformers, torchvision and open_clip attnrx adopts, on which axes.
+
+python benchmarks/models.py [PAGE]
+
+Every architecture is created on the meta device, without weights, and read by its family. The proof on random images,
+which `attnrx.load` makes of every model, is not made here. A library that is not installed is left out.
+"""
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.errors import AttnrxError
+from attnrx.models import LIBRARIES
+from attnrx.models.adopted_family import AdoptedFamily
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+AXES = ("qk", "vo", "hidden", "tokens")
+# Classes of transformers beside those that attnrx adopts, so that the page states why they are refused.
+OTHER_CLASSES = (
+    "SwinForImageClassification",
+    "SegformerForSemanticSegmentation",
+    "TimesformerForVideoClassification",
+    "PvtForImageClassification",
+    "LevitForImageClassification",
+    "MobileViTForImageClassification",
+)
+INTRODUCTION = """# Supported models
+
+`python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it.
+`attnrx.load` proves in addition that the copy returns the outputs of the model on random images. The axes are those of
+a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1`
+and `fc2`) and `tokens`. A model of any other library is read by a `Reader`
+([Use a model of your own](how-to/own_model.md)).
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of one architecture: its class, and the axes that work or why it is refused."""
+
+    kind: str
+    axes: tuple[str, ...]
+    reason: str = ""
+
+
+def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
+    """Returns the axes of a model on the meta device, or the refusal of its family."""
+    kind = type(model).__name__
+    try:
+        adopted = family.outline(model)
+    except AttnrxError as error:
+        return Outcome(kind, (), str(error).partition(" is not supported: ")[2] or str(error))
+    specs = [layer.spec for layer in family.attention(adopted)]
+    works = {
+        "qk": not any(spec.fixes_scores for spec in specs),
+        "vo": not any(spec.fixes_values for spec in specs),
+        "hidden": bool(family.mlp(adopted)),
+        "tokens": family.pooling(adopted.source) in ("class", "mean"),
+    }
+    return Outcome(kind, tuple(axis for axis in AXES if works[axis]))
+
+
+def of_timm() -> Iterator[tuple[int, Outcome]]:
+    """Yields every architecture with pretrained weights that has attention, with the number of its weight files."""
+    timm: Any = importlib.import_module("timm")
+    tags = Counter(name.partition(".")[0] for name in timm.list_models(pretrained=True))
+    for module in timm.list_modules():
+        if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
+            continue
+        for name in set(timm.list_models(module=module)) & tags.keys():
+            model = timm.create_model(name)
+            if any("Att" in type(part).__name__ for part in model.modules()):
+                yield tags[name], outcome_of(LIBRARIES["timm"], model)
+
+
+def of_transformers() -> Iterator[tuple[int, Outcome]]:
+    """Yields the classes with a reader, in their default configuration, and OTHER_CLASSES."""
+    transformers: Any = importlib.import_module("transformers")
+    readers = importlib.import_module("attnrx.models.huggingface_readers").READERS
+    for name in (*readers, *OTHER_CLASSES):
+        kind = getattr(transformers, name)
+        changes = {"mask_ratio": 0.0} if name == "ViTMAEModel" else {}
+        config = kind.config_class(**changes)
+        if name == "DPTForDepthEstimation":
+            config.is_hybrid = False
+        yield 1, outcome_of(LIBRARIES["hf"], kind(config))
+
+
+def of_torchvision() -> Iterator[tuple[int, Outcome]]:
+    """Yields the image classifiers with attention."""
+    models: Any = importlib.import_module("torchvision.models")
+    for name in models.list_models(module=models):
+        model = models.get_model(name)
+        if any("Att" in type(module).__name__ for module in model.modules()):
+            yield 1, outcome_of(LIBRARIES["torchvision"], model)
+
+
+def of_open_clip() -> Iterator[tuple[int, Outcome]]:
+    """Yields the image towers; one that wraps a model of timm is read as that model."""
+    open_clip: Any = importlib.import_module("open_clip")
+    for name in open_clip.list_models():
+        tower = LIBRARIES["open_clip"].initialized(name)
+        trunk = getattr(tower, "trunk", None)
+        if trunk is None:
+            yield 1, outcome_of(LIBRARIES["open_clip"], tower)
+        else:
+            found = outcome_of(LIBRARIES["timm"], trunk)
+            yield 1, Outcome(f"{found.kind} of timm (visual.trunk)", found.axes, found.reason)
+
+
+SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[tuple[int, Outcome]]]]] = {
+    "timm": ("timm", "weight files", of_timm),
+    "transformers": ("transformers", "classes", of_transformers),
+    "torchvision": ("torchvision", "architectures", of_torchvision),
+    "open_clip": ("open_clip_torch", "configurations", of_open_clip),
+}
+
+
+def section(library: str, package: str, unit: str, found: list[tuple[int, Outcome]]) -> str:
+    """Returns the section of one library: its counts, and a table of its classes."""
+    total = sum(count for count, _ in found)
+    adopted = sum(count for count, outcome in found if not outcome.reason)
+    rows: dict[Outcome, int] = defaultdict(int)
+    for count, outcome in found:
+        rows[outcome] += count
+    lines = [
+        f"## {library}",
+        "",
+        f"{adopted} of {total} {unit} with attention are adopted ({package} {version(package)}).",
+        "",
+        f"| class | {unit} | {' | '.join(AXES)} | refused because |",
+        f"|---|--:|{':-:|' * len(AXES)}---|",
+    ]
+    for outcome, count in sorted(rows.items(), key=lambda row: (bool(row[0].reason), row[0].kind, -row[1])):
+        marks = " | ".join("yes" if axis in outcome.axes else "" for axis in AXES)
+        lines.append(f"| {outcome.kind} | {count} | {marks} | {outcome.reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(page: Path) -> None:
+    parts = [INTRODUCTION]
+    for library, (package, unit, read) in SOURCES.items():
+        try:
+            importlib.import_module(library)
+        except ModuleNotFoundError:
+            print(f"{library} is not installed: its section is left out")
+            continue
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            parts.append(section(library, package, unit, list(read())))
+    page.write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE)

@@ -1,0 +1,119 @@
+"""Use a model of your own: five lines say where its parts are, and the copy is proved on random images."""
+
+# %% [markdown]
+# # Use a model of your own
+#
+# attnrx knows the Vision Transformers of timm, transformers, torchvision and open_clip ([which ones](../models.md)).
+# Of any other one, a `Reader` states where its parts are. The model may be any `torch.nn.Module`:
+
+# %%
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+import attnrx as rx
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, tokens):
+        parts = (
+            part(tokens).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        return self.output(nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = SelfAttention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens):
+        tokens = tokens + self.attention(self.norm1(tokens))
+        return tokens + self.mlp(self.norm2(tokens))
+
+
+class MyViT(nn.Module):
+    def __init__(self, width=32, depth=4, heads=4, classes=10):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.class_token = nn.Parameter(torch.randn(1, 1, width))
+        self.places = nn.Parameter(torch.randn(1, 17, width))
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, images):
+        tokens = self.patches(images).flatten(2).mT
+        tokens = torch.cat([self.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1) + self.places
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.head(self.norm(tokens)[:, 0])
+
+
+torch.manual_seed(0)
+mine = MyViT(depth=3).eval()
+
+# %% [markdown]
+# ## The reader
+#
+# All names are paths: `blocks` in the model, `attention`, `norm_before` and `mlp` in a block, `projections` in the
+# attention, `maps` in the MLP. The arguments are those with which the class is created again when a saved model is
+# loaded.
+
+# %%
+reader = rx.Reader(
+    input_shape=(3, 32, 32), blocks="layers", patches="patches", norm="norm", head="head", prefix_tokens=1,
+    attention="attention", projections=("query", "key", "value", "output"), heads="heads",
+    norm_before="norm1", mlp="mlp", maps=("0", "2"), arguments={"depth": 3},
+)  # fmt: skip
+model = rx.load(mine, reader=reader, factory=MyViT)
+images = 2 * torch.rand(64, 3, 32, 32) - 1
+with torch.no_grad():
+    print(f"the copy differs by less than 1e-5: {bool((model(images) - mine(images)).abs().max() < 1e-5)}")
+
+# %% [markdown]
+# `rx.load` changes a copy. It has compared the logits of both on random images before it returns. All verbs take it:
+
+# %%
+diagnosis = rx.diagnose(model, images)
+slim = rx.realize(model, rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.5 tokens=tome:2@every"))
+evidence = rx.verify(slim, model, images, [rx.checks.Costs()])
+finding = evidence.findings[0]
+print(f"{finding.claim}: {finding.value:.1f} {finding.unit}")
+
+# %% [markdown]
+# ## Save and load
+#
+# A folder holds the weights, the name of the class, its arguments and the reader: never code, and nothing is imported
+# or called by a name in a file. `rx.load` finds the class if it has been imported; otherwise give it as `factory`.
+
+# %%
+rx.save(slim, "runs/own-model")
+again = rx.load("runs/own-model", factory=MyViT)
+with torch.no_grad():
+    print(f"bit for bit: {torch.equal(again(images), slim(images))}")
+
+# %% [markdown]
+# ## What can go wrong
+#
+# A reader that does not fit is refused, and the message names what was not found, or the first block that differs:
+
+# %%
+try:
+    rx.load(mine, reader=replace(reader, scale=1.0), factory=MyViT)
+except rx.AttnrxError as error:
+    print(str(error).partition("cannot be adopted: ")[2])
+
+# %% [markdown]
+# - An attention module may be called with the tokens alone: masks and positions raise `NotSupported`.
+# - `nn.MultiheadAttention` with `batch_first=True` is read without `projections`.
+# - Blocks must be called with the tokens as their first argument, [batch, tokens, width].
+# - `pooling` is "class" or "mean"; with any other name the model works, and tokens are not pruned.
+# - `maps=None` states an MLP of another kind (gated, experts): it is left as it is.

@@ -1,0 +1,92 @@
+"""How images, spectrograms and videos enter the models of transformers: one class per kind of input."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Tensor
+
+
+class ImageInput:
+    """Images of channels, height and width, cut into patches by the model."""
+
+    def shape(self, config: Any) -> tuple[int, int, int]:
+        """Returns the shape of one input in attnrx: three numbers, the first of which are the channels."""
+        return config.num_channels, *_pair(config.image_size)
+
+    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+        """Returns the arguments of the model of transformers for inputs of this shape."""
+        return {"pixel_values": images}
+
+    def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:
+        """Returns the number of patch tokens of one input."""
+        (_, height, width), (down, right) = shape, _pair(config.patch_size)
+        if height % down or width % right:
+            raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
+        return (height // down) * (width // right)
+
+
+class OrderedImageInput(ImageInput):
+    """Images whose patches the model would shuffle by random noise (ViTMAE): increasing noise keeps their order."""
+
+    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+        count = self.num_patches(config, (images.shape[1], images.shape[2], images.shape[3]))
+        noise = torch.arange(count, device=images.device, dtype=images.dtype)
+        return {"pixel_values": images, "noise": noise.expand(len(images), -1)}
+
+
+class PatchInput(ImageInput):
+    """Images that are cut into patches before they enter the model (SigLIP 2), as its image processor does it."""
+
+    def shape(self, config: Any) -> tuple[int, int, int]:
+        side = math.isqrt(config.num_patches) * config.patch_size
+        return config.num_channels, side, side
+
+    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+        size = config.patch_size
+        cut = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # batch, channels, down, size, right, size
+        grid = torch.tensor([cut.shape[2], cut.shape[4]], device="cpu")
+        patches = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        return {
+            "pixel_values": patches,
+            "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.long, device=images.device),
+            "spatial_shapes": grid.expand(len(images), -1),
+        }
+
+
+class SpectrogramInput(ImageInput):
+    """Spectrograms [batch, 1, time, mel bins], with patches that may overlap (AST)."""
+
+    def shape(self, config: Any) -> tuple[int, int, int]:
+        return 1, config.max_length, config.num_mel_bins
+
+    def arguments(self, images: Float[Tensor, "batch 1 time mel"], config: Any) -> dict[str, Tensor]:
+        return {"input_values": images[:, 0]}
+
+    def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:
+        _, time, bins = shape
+        sides = (time, config.time_stride), (bins, config.frequency_stride)
+        return math.prod((side - config.patch_size) // stride + 1 for side, stride in sides)
+
+
+class VideoInput(ImageInput):
+    """Videos whose frames are one after the other along the channels: [batch, frames * channels, height, width]."""
+
+    def shape(self, config: Any) -> tuple[int, int, int]:
+        return config.num_frames * config.num_channels, *_pair(config.image_size)
+
+    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+        return {"pixel_values": images.unflatten(1, (config.num_frames, config.num_channels))}
+
+    def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:
+        return config.num_frames // config.tubelet_size * super().num_patches(config, shape)
+
+
+def _pair(size: int | Iterable[int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    first, second = size
+    return int(first), int(second)

@@ -1,0 +1,143 @@
+"""The family of open_clip's image towers."""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.models.adopted import Adopted, Origin, image_shape
+from attnrx.models.adopted_family import ModelPaths
+from attnrx.models.reader import Reader, ReaderFamily
+from attnrx.models.unsupported_features import Refusal
+
+# The mean and standard deviation of CLIP's images (OPENAI_DATASET_MEAN and _STD of open_clip).
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# The activations and norms of the towers, by the names of their classes.
+ACTIVATIONS = ("GELU", "QuickGELU")
+NORMS = ("LayerNorm", "LayerNormFp32")
+
+
+class OpenClipModel(Adopted):
+    """An image tower of open_clip with attnrx attention; it returns the projected embedding."""
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        found = self.source(images)
+        return found[0] if isinstance(found, tuple) else found
+
+
+class OpenClipFamily(ReaderFamily):
+    """`open_clip:NAME` with fresh weights, e.g. `open_clip:ViT-B-32`, and the module `visual` of such a model."""
+
+    name = "open_clip"
+    library = "open_clip"
+    model_type = OpenClipModel
+
+    def reader(self, source: nn.Module) -> Reader:
+        theirs: Any = source
+        pooling = {"tok": "class", "avg": "mean"}.get(theirs.pool_type, str(theirs.pool_type))
+        # The mean before the last norm.
+        pooling = "mean without a norm" if theirs.final_ln_after_pool and pooling == "mean" else pooling
+        return Reader(
+            input_shape=(3, *theirs.image_size),
+            blocks="transformer.resblocks",
+            norm_before="ln_1",
+            maps=("c_fc", "c_proj"),
+            patches="conv1",
+            norm="ln_post",
+            head=None,
+            pooling=pooling,
+        )
+
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        """Returns the image tower alone; `arguments` override fields of its configuration."""
+        library, models = _open_clip(""), _open_clip(".model")
+        if name not in library.list_models():
+            raise UnknownName("open_clip model", name, library.list_models())
+        config = library.get_model_config(name)
+        fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return models._build_vision_tower(config["embed_dim"], fields, quick_gelu)
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields towers of other libraries, attentional pooling, and other blocks than ResidualAttentionBlock."""
+        name = type(model).__name__
+        if hasattr(model, "trunk"):
+            yield Refusal("a tower around a model of timm", "Adopt that model: attnrx.load(model.visual.trunk).")
+            return
+        if hasattr(model, "visual"):
+            yield Refusal("a model of two towers", "Adopt the image tower: attnrx.load(model.visual).")
+            return
+        if name != "VisionTransformer":
+            yield Refusal(f"the class {name} has no reader", "Of open_clip, attnrx adopts VisionTransformer.")
+            return
+        theirs: Any = model
+        if theirs.attn_pool is not None:
+            yield Refusal("attentional pooling (attn_pool)")
+        for block in self.layers(model):
+            if type(block).__name__ != "ResidualAttentionBlock":
+                yield Refusal(f"the block {type(block).__name__} has no reader")
+                return
+        kinds = type(theirs.transformer.resblocks[0].mlp.gelu).__name__, type(theirs.ln_post).__name__
+        if kinds[0] not in ACTIVATIONS or kinds[1] not in NORMS:
+            yield Refusal(f"the activation {kinds[0]} or the norm {kinds[1]} of another library")
+        yield from super().refusals(model)
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Reads the arguments of the class from the model; mean and std are those of CLIP, unless stated."""
+        theirs: Any = model
+        block = theirs.transformer.resblocks[0]
+        scale = getattr(block.ls_1, "gamma", None)
+        arguments = {
+            "image_size": list(theirs.image_size),
+            "patch_size": list(theirs.patch_size),
+            "width": theirs.transformer.width,
+            "layers": theirs.transformer.layers,
+            "heads": block.attn.num_heads,
+            "mlp_ratio": block.mlp.c_fc.out_features / block.mlp.c_fc.in_features,
+            "ls_init_value": None if scale is None else 1.0,
+            "output_dim": theirs.output_dim,
+            "no_ln_pre": isinstance(theirs.ln_pre, nn.Identity),
+            "pool_type": theirs.pool_type,
+            "final_ln_after_pool": theirs.final_ln_after_pool,
+            "act_layer": type(block.mlp.gelu).__name__,
+            "norm_layer": type(theirs.ln_post).__name__,
+        }
+        own = self.reader(model).input_shape
+        shape = image_shape(stated.get("input_shape") or own)
+        if shape != own:
+            raise InvalidInput(f"this tower takes images of {own}, not of {shape}.")
+        return Origin("VisionTransformer", arguments, shape, stated.get("mean") or MEAN, stated.get("std") or STD)
+
+    def create(self, origin: Origin) -> nn.Module:
+        if origin.architecture != "VisionTransformer":
+            raise UnknownName("class of open_clip", origin.architecture, ("VisionTransformer",))
+        towers, arguments = _open_clip(".transformer"), dict(origin.arguments)
+        for field, names in (("act_layer", ACTIVATIONS), ("norm_layer", NORMS)):
+            name = arguments[field]
+            if name not in names:
+                raise UnknownName(f"{field} of open_clip", name, names)
+            arguments[field] = nn.GELU if name == "GELU" else getattr(towers, name)
+        return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        paths = super().paths(source)
+        return replace(paths, pooled=(paths.norm,)) if source.final_ln_after_pool else paths
+
+    def head_macs(self, adopted: Adopted, tokens: int) -> int:
+        """Returns the MACs of the projection, which is a parameter and no module."""
+        projection: Any = adopted.source.proj
+        return 0 if projection is None else projection.numel()
+
+
+def _open_clip(module: str) -> Any:
+    try:
+        return importlib.import_module(f"open_clip{module}")
+    except ModuleNotFoundError as error:
+        raise NotSupported(
+            f"models of open_clip need the package open_clip_torch ({error}): pip install open_clip_torch."
+        ) from error

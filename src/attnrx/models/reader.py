@@ -1,0 +1,228 @@
+"""Reads a Vision Transformer by the paths of its parts: the base of torchvision's, open_clip's and users' models."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models.adopted import Adapter, Adopted, RotationCache, assembled
+from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.models.observation_hooks import evaluating
+from attnrx.models.unsupported_features import Refusal, changed_linears, features
+from attnrx.shapes import Tensor, TokenBatch
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Where the parts of a Vision Transformer are, by their paths.
+
+    `blocks` is the list of blocks. In a block are `attention`, `norm_before` (the norm before the attention; None if
+    there is none) and `mlp`, which holds its two linear maps `maps` (None: another kind of MLP, which is not
+    compressed). In the attention are `projections`: one map to query, key and value, and the output map; or the four
+    maps; `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attribute of the attention that
+    holds it; `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights`: whether the attention
+    returns a pair, whose second element is None here.
+
+    `patches` is the convolution that makes the patch tokens, `norm` the norm after the last block, `head` the module
+    after it (None if there is none). `prefix_tokens` are before the patches, the class token first. `pooling` is what
+    the head receives: "class", "mean" (of the patches, after the norm), or another name, for which tokens are not
+    pruned. `mean` and `std` are those of the image normalization, one value per channel. `arguments` are those with
+    which the class, or the factory, creates the model again: JSON values.
+    """
+
+    input_shape: tuple[int, int, int]
+    blocks: str = "blocks"
+    attention: str = "attn"
+    projections: tuple[str, ...] = ("qkv", "proj")
+    heads: int | str = "num_heads"
+    scale: float | None = None
+    returns_weights: bool = False
+    norm_before: str | None = "norm1"
+    mlp: str = "mlp"
+    maps: tuple[str, str] | None = ("fc1", "fc2")
+    patches: str = "patch_embed.proj"
+    norm: str = "norm"
+    head: str | None = "head"
+    prefix_tokens: int = 1
+    pooling: str = "class"
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if len(self.projections) not in (2, 4):
+            raise InvalidInput(
+                f"projections={self.projections}: give (query_key_value, output) or (query, key, value, output)."
+            )
+
+    def required(self) -> tuple[str, ...]:
+        """Returns the paths, in the model, of modules that it must have."""
+        return (self.patches, self.norm, self.blocks, *(() if self.head is None else (self.head,)))
+
+
+class ReaderAttention(Adapter):
+    """attnrx attention in the place of an attention module that is called with tokens, or as nn.MultiheadAttention."""
+
+    returns_weights = False
+
+    def forward(
+        self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
+    ) -> TokenBatch | tuple[TokenBatch, None]:
+        """Returns the attention output; raises NotSupported for masks and for keys or values of other tokens."""
+        if any(side is not None and side is not tokens for side in (key, value)):
+            raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
+        masks = [name for name in ("attn_mask", "key_padding_mask", "mask") if options.get(name) is not None]
+        if masks or options.get("is_causal"):
+            raise NotSupported(f"attention masks ({', '.join(masks) or 'is_causal'}) are not supported.")
+        mixed = self.mixed(tokens)
+        return (mixed, None) if self.returns_weights else mixed
+
+
+class ReaderFamily(AdoptedFamily):
+    """Models that a `Reader` describes; a subclass returns it, and how such a model is created."""
+
+    adapter_type = ReaderAttention
+
+    @abstractmethod
+    def reader(self, source: nn.Module) -> Reader:
+        """Returns where the parts of a model are."""
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields paths that the model lacks, and attention that is not read."""
+        yield from features(model)
+        reader, named = self.reader(model), dict(model.named_modules())
+        lacking = [path for path in reader.required() if path not in named]
+        if lacking:
+            yield Refusal(f"it has no module {', '.join(lacking)}")
+            return
+        if not isinstance(named[reader.patches], nn.Conv2d):
+            kind = type(named[reader.patches]).__name__
+            yield Refusal(f"{reader.patches} is a {kind}, not the convolution that makes the patch tokens")
+        for index, block in enumerate(self.layers(model)):
+            inside = dict(block.named_modules())
+            maps = () if reader.maps is None else tuple(f"{reader.mlp}.{name}" for name in reader.maps)
+            norms = () if reader.norm_before is None else (reader.norm_before,)
+            missing = [path for path in (reader.attention, *norms, reader.mlp, *maps) if path not in inside]
+            if missing:
+                yield Refusal(f"block {index} ({type(block).__name__}) has no module {', '.join(missing)}")
+                continue
+            yield from _unread(inside[reader.attention], reader)
+            yield from changed_linears(block, maps)
+
+    def adopt(self, model: nn.Module, *args: Any, **stated: Any) -> Adopted:
+        adopted = super().adopt(model, *args, **stated)
+        found: list[int] = []
+        images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
+        block = self.layers(adopted.source)[0]
+        with evaluating((adopted,)), block.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[1])):
+            adopted(images)
+        prefix, patches = self.prefix_tokens(adopted.source), self.positions(adopted)
+        if found != [prefix + patches]:
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: its blocks receive {found[0]} tokens, and "
+                f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
+            )
+        return adopted
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        reader = self.reader(source)
+        layers = self.layers(source)
+        kinds = {type(layer.get_submodule(reader.mlp)).__name__ for layer in layers if reader.maps is not None}
+        first, second = reader.maps or ("", "")
+        head = () if reader.head is None else (reader.head,)
+        linears = [
+            f"{name}.{path}".strip(".")
+            for name in head
+            for path, module in source.get_submodule(name).named_modules()
+            if isinstance(module, nn.Linear)
+        ]
+        return ModelPaths(
+            attention=reader.attention,
+            patches=reader.patches,
+            norm=reader.norm,
+            mlps=tuple(kinds),
+            heads=(reader.norm, *head),
+            classifiers=tuple(linears[-1:]),
+            mlp=(reader.mlp,),
+            maps=(f"{reader.mlp}.{first}", f"{reader.mlp}.{second}"),
+        )
+
+    def output_kind(self, model: nn.Module) -> str:
+        return "logits" if self.heads(model) else "embedding"
+
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        return tuple(source.get_submodule(self.reader(source).blocks).children())
+
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+        reader, theirs = self.reader(source), attention
+        if isinstance(theirs, nn.MultiheadAttention):
+            weights, biases = (
+                [theirs.in_proj_weight, theirs.out_proj.weight],
+                [theirs.in_proj_bias, theirs.out_proj.bias],
+            )
+        else:
+            linears: list[Any] = [theirs.get_submodule(name) for name in reader.projections]
+            weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        if len(weights) == 2:
+            weights = [*weights[0].chunk(3), weights[1]]
+            biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
+        heads = _heads(theirs, reader)
+        return assembled(weights, biases, heads, reader.scale or (weights[0].shape[0] // heads) ** -0.5)
+
+    def adapter(self, own: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        adapter = super().adapter(own, attention, rotations, prefix)
+        assert isinstance(adapter, ReaderAttention)
+        adapter.returns_weights = isinstance(attention, nn.MultiheadAttention)
+        return adapter
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        super()._install_(adopted, attention)
+        for adapter in self._adapters(adopted):
+            assert isinstance(adapter, ReaderAttention)
+            adapter.returns_weights |= self.reader(adopted.source).returns_weights
+
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
+        return self.reader(source).norm_before
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        return self.reader(source).prefix_tokens
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        return self.prefix_tokens(source) > 0
+
+    def pooling(self, source: nn.Module) -> str:
+        return self.reader(source).pooling
+
+
+def _heads(attention: nn.Module, reader: Reader) -> int:
+    name = "num_heads" if isinstance(attention, nn.MultiheadAttention) else reader.heads
+    return name if isinstance(name, int) else int(getattr(attention, name))
+
+
+def _unread(attention: nn.Module, reader: Reader) -> Iterator[Refusal]:
+    """Yields why an attention module cannot be read."""
+    kind = type(attention).__name__
+    if isinstance(attention, nn.MultiheadAttention):
+        if not attention.batch_first:
+            yield Refusal("an nn.MultiheadAttention with batch_first=False", "Create it with batch_first=True.")
+        if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+            yield Refusal("an nn.MultiheadAttention with other widths of keys and values, or with added keys")
+        if attention.dropout:
+            yield Refusal("dropout inside attention (create it with dropout=0)")
+        return
+    inside = dict(attention.named_modules())
+    missing = [name for name in reader.projections if name not in inside]
+    if missing:
+        yield Refusal(
+            f"the attention {kind} has no module {', '.join(missing)}", "State its projections in the reader."
+        )
+        return
+    yield from changed_linears(attention, reader.projections)
+    if isinstance(reader.heads, str) and not hasattr(attention, reader.heads):
+        yield Refusal(f"the attention {kind} has no attribute {reader.heads}", "State heads=NUMBER in the reader.")
+    if any(isinstance(part, nn.Dropout) and part.p for part in attention.modules()):
+        yield Refusal("dropout inside attention (create it without)")

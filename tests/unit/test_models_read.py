@@ -1,0 +1,209 @@
+"""Models of torchvision, open_clip and users: read by a reader, saved, loaded and refused by name."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from pretrained import (
+    MODULE,
+    OPEN_CLIP,
+    OWN,
+    TORCHVISION,
+    OwnViT,
+    adopted_once,
+    inputs,
+    of_hf,
+    of_open_clip,
+    of_torchvision,
+    shaken,
+)
+
+
+def logits(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(images)
+
+
+def test_a_model_of_ones_own_is_adopted_and_left_alone() -> None:
+    model = shaken(OwnViT())
+    before, attributes = str(model), set(vars(model))
+    adopted = rx.load(model, reader=OWN)
+    torch.testing.assert_close(logits(adopted, inputs(adopted)), logits(model, inputs(adopted)), rtol=0, atol=1e-12)
+    assert str(model) == before and set(vars(model)) == attributes
+    with pytest.raises(NotSupported, match=r"reader=attnrx\.Reader"):
+        rx.load(model)
+
+
+@pytest.mark.parametrize("factory", [None, lambda: OwnViT()])
+def test_a_smaller_model_of_ones_own_is_saved_and_loaded(
+    factory: Callable[[], nn.Module] | None, tmp_path: Path
+) -> None:
+    adopted = rx.load(shaken(OwnViT()), reader=OWN, factory=factory)
+    images = inputs(adopted, 8)
+    data = torch.utils.data.TensorDataset(images, torch.zeros(8, dtype=torch.long))
+    rules = "qk=total_rank:0.5 vo=uniform_rank:0.5 fc1=uniform_rank:0.5 tokens=tome:1@2"
+    small = rx.realize(adopted, rx.prescribe(rx.diagnose(adopted, data), rules))
+    rx.save(small, tmp_path)
+    again = rx.load(tmp_path, factory=factory)
+    assert torch.equal(logits(again, images), logits(small, images))
+    assert isinstance(rx.models.family_of(small).library_model(small), OwnViT)
+    moved = copy.deepcopy(small)
+    assert torch.equal(logits(moved, images), logits(small, images))
+
+
+def test_a_folder_names_a_class_and_runs_nothing(tmp_path: Path) -> None:
+    rx.save(rx.load(shaken(OwnViT()), reader=OWN), tmp_path)
+    script = "import sys, attnrx; attnrx.load(sys.argv[1])"
+    found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "the class pretrained:OwnViT of this model has not been imported" in found.stderr
+    origin = adopted_once("own")[2].origin
+    for name in ("os:system", "builtins:exec", "torch:nn", "pretrained:shaken"):
+        with pytest.raises(NotSupported, match="has not been imported"):
+            MODULE.create(replace(origin, architecture=name))
+
+
+def test_arguments_create_the_class_again() -> None:
+    wider = shaken(OwnViT(width=24))
+    with pytest.raises(NotSupported, match="changed after it was created"):
+        rx.load(wider, reader=OWN)
+    adopted = rx.load(wider, reader=replace(OWN, arguments={"width": 24}))
+    assert rx.models.family_of(adopted).attention(adopted)[0].spec.width == 24
+    with pytest.raises(InvalidInput, match=r"attnrx\.Reader\(arguments"):
+        rx.load(wider, reader=replace(OWN, arguments={"size": 24}))
+    with pytest.raises(NotSupported, match="cannot be saved as JSON"):
+        rx.load(wider, reader=replace(OWN, arguments={"width": nn.Identity()}))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "scale": ({"scale": None}, "its scale.*The first block that differs is block 1 of 2"),
+    "order": ({"projections": ("to_k", "to_v", "to_q", "mix")}, "the order of its projections"),
+    "projections": ({"projections": ("qkv", "mix")}, "the attention OwnAttention has no module qkv"),
+    "attention": ({"attention": "attn"}, r"block 0 \(OwnBlock\) has no module attn"),
+    "heads": ({"heads": "num_heads"}, "has no attribute num_heads"),
+    "maps": ({"maps": ("0", "1")}, "ffn.1 is a GELU"),
+    "head": ({"head": "nowhere"}, "it has no module nowhere"),
+    "patches": ({"patches": "stages"}, "not the convolution"),
+    "tokens": ({"prefix_tokens": 2}, "receive 5 tokens, and prefix_tokens=2"),
+    "shape": ({"input_shape": (3, 20, 16)}, "do not tile"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_reader_is_refused_by_name(name: str) -> None:
+    changes, message = WRONG[name]
+    with pytest.raises((NotSupported, InvalidInput), match=message):
+        rx.load(shaken(OwnViT()), reader=replace(OWN, **changes))
+
+
+def test_a_wrong_pooling_is_found() -> None:
+    class Mean(OwnViT):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            tokens = torch.cat([self.cls.expand(len(images), -1, -1), self.stem(images).flatten(2).mT], dim=1)
+            for block in self.stages:
+                tokens = block(tokens)
+            return self.classify(self.final(tokens).mean(1))
+
+    with pytest.raises(NotSupported, match=r"the head uses other tokens.*The outputs of all 2 blocks are equal"):
+        rx.load(shaken(Mean()), reader=OWN, factory=Mean)
+
+
+def test_the_first_block_that_differs_is_named_with_its_part() -> None:
+    for part, reason in (("attend", "its attention computes something else"), ("ffn", "the MLP or a norm")):
+        model = shaken(OwnViT(depth=3))
+        model.stages[1].get_submodule(part).register_forward_hook(lambda *given: 2 * given[-1])
+        with pytest.raises(NotSupported, match=f"{reason}.*first block that differs is block 2 of 3"):
+            rx.load(model, reader=replace(OWN, arguments={"depth": 3}))
+
+
+def test_attention_to_other_tokens_and_masks_are_refused() -> None:
+    adopted: Any = copy.deepcopy(adopted_once("torchvision")[2])
+    layer, tokens = adopted.source.encoder.layers[0].self_attention, torch.randn(2, 5, 12)
+    assert layer(tokens, tokens, tokens, need_weights=False)[1] is None
+    with pytest.raises(NotSupported, match="other tokens"):
+        layer(tokens, tokens + 1, tokens + 1)
+    with pytest.raises(NotSupported, match="attn_mask"):
+        layer(tokens, tokens, tokens, attn_mask=torch.ones(5, 5))
+
+
+def test_models_of_torchvision_are_loaded_by_name(tmp_path: Path) -> None:
+    models = pytest.importorskip("torchvision.models")
+    with torch.device("meta"):
+        built = rx.models.build_model("torchvision:vit_b_16")
+    assert rx.models.family_of(built).costs(built).params == 86_567_656  # as torchvision's documentation states
+    with pytest.raises(UnknownName, match="vit_b_16"):
+        rx.load("torchvision:vit_b_61")
+    with pytest.raises(NotSupported, match="the class SwinTransformer has no reader"):
+        rx.load("torchvision:swin_t", pretrained=False)
+    with pytest.raises(InvalidInput, match="choose one"):
+        rx.load("torchvision:vit_b_16", weights=tmp_path, pretrained=True)
+    torch.save(models.VisionTransformer(16, 8, 1, 3, 12, 24).state_dict(), tmp_path / "small.pth")
+    with pytest.raises(CheckpointError, match="do not fit"):
+        rx.load("torchvision:vit_b_32", weights=tmp_path / "small.pth")
+
+
+@pytest.mark.parametrize("name", ["torchvision", "open_clip", "open_clip, mean pooled"])
+def test_models_of_libraries_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    adopted = adopted_once(name)[2]
+    rx.save(adopted, tmp_path)
+    images = inputs(adopted)
+    assert torch.equal(logits(rx.load(tmp_path), images), logits(adopted, images))
+
+
+def test_other_parts_of_libraries_are_refused_by_name() -> None:
+    with pytest.raises(NotSupported, match="dropout inside attention"):
+        TORCHVISION.adopt(of_torchvision(attention_dropout=0.1))
+    pooled = of_open_clip(attentional_pool=True, attn_pooler_queries=4, attn_pooler_heads=3, output_dim=6)
+    with pytest.raises(NotSupported, match="attentional pooling"):
+        OPEN_CLIP.adopt(pooled)
+    with pytest.raises(NotSupported, match="CustomResidualAttentionBlock has no reader"):
+        OPEN_CLIP.adopt(of_open_clip(qk_norm=True))
+    with torch.device("meta"):
+        built = rx.models.build_model("open_clip:ViT-B-32-quickgelu")
+        tower = OPEN_CLIP.initialized("ViT-B-16-SigLIP")
+    assert OPEN_CLIP.costs(built).params == 87_849_216  # of the image tower of CLIP ViT-B/32
+    with pytest.raises(NotSupported, match=r"attnrx\.load\(model\.visual\.trunk\)"):
+        OPEN_CLIP.adopt(tower)
+
+
+MLPS = "fc1=uniform_rank:0.5 fc2=uniform_rank:0.5"
+DINOV3 = {"hidden_size": 24, "num_attention_heads": 3, "num_register_tokens": 4, "key_bias": False}
+TOWERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dinov3": (
+        lambda: of_hf("DINOv3ViTModel", **DINOV3),
+        f"qk=total_rank:0.75 vo=total_rank:0.5 {MLPS}",
+    ),
+    "clip": (
+        lambda: of_hf("CLIPVisionModelWithProjection", projection_dim=7),
+        f"qk=total_rank:0.5 vo=total_rank:0.5 {MLPS}",
+    ),
+    "own": (lambda: shaken(OwnViT()), "qk=total_rank:0.5 vo=total_rank:0.5"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", ["", " tokens=tome:1@2"])
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_goes_from_diagnosis_to_a_file_for_onnx(name: str, tokens: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    make, rules = TOWERS[name]
+    model = rx.load(make().float(), reader=OWN if name == "own" else None)
+    images = inputs(model, 16).float()
+    data = torch.utils.data.TensorDataset(images, torch.arange(16) % 4)
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, data), rules + tokens))
+    evidence = rx.verify(small, model, data)
+    assert any(finding.details.get("quantity") == "divergence" for finding in evidence.findings)
+    rx.save(small, tmp_path / "small")
+    loaded = rx.load(tmp_path / "small")
+    assert torch.equal(logits(loaded, images), logits(small, images))
+    exported = rx.export(small, tmp_path / "small.onnx")
+    torch.testing.assert_close(logits(exported, images[:4]), logits(small, images[:4]), rtol=1e-4, atol=1e-4)
