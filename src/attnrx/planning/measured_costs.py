@@ -178,17 +178,23 @@ def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
     return np.stack([*([others] * (depth - 1)), last])
 
 
-class _AfterStage(nn.Module):
-    """A block in its state after a stage with token reduction: every token has a size."""
+class _Called(nn.Module):
+    """A block with the arguments that its model passes beside the tokens, e.g. the rotations of rotary positions.
 
-    def __init__(self, block: nn.Module, reduction: TokenReduction):
+    With a `reduction` the block is in its state after a stage: every token has a size and the index of a patch.
+    """
+
+    def __init__(self, block: nn.Module, call: "_Call", reduction: TokenReduction | None = None):
         super().__init__()
-        self.block, self.reduction = block, reduction
+        self.block, self.call, self.reduction = block, call, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Any:
-        self.reduction.run.begin()
-        self.reduction.run.sizes = tokens.new_ones(tokens.shape[:2])
-        return self.block(tokens)
+        if self.reduction is not None:
+            run, count = self.reduction.run, tokens.shape[1] - self.reduction.shape.layout.prefix
+            run.begin()
+            run.sizes = tokens.new_ones(tokens.shape[:2])
+            run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
+        return self.block(tokens, *self.call.args, **self.call.kwargs)
 
 
 class _Timer:
@@ -202,22 +208,24 @@ class _Timer:
         self.family = family_of(space.model)
         self.prunes_tokens = TOKENS in space.axes and space.depth > AFTER
         self.layer = AFTER if self.prunes_tokens else 0
+        self.call = _recorded_call(space, timing)
         self.original = self._place(space.model, self.layer)
-        width, images = space.shape.width, _at_once(space, timing)
+        width, images = space.shape.width, self.call.images
         generator = torch.Generator().manual_seed(0)
         self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-timing.batch // images)
 
     def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
-        return self.timing.conditions.place(model.get_submodule(block_names(model, self.family)[layer]))
+        block = model.get_submodule(block_names(model, self.family)[layer])
+        return self.timing.conditions.place(_Called(block, self.call))
 
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)
         assert reducer is not None
         reduction = attach_tokens_(model, self.family, TokenPolicy(reducer, (AFTER,), (SOME,)))
         block = model.get_submodule(block_names(model, self.family)[layer])
-        return self.timing.conditions.place(_AfterStage(block, reduction))
+        return self.timing.conditions.place(_Called(block, self.call, reduction))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
@@ -285,26 +293,32 @@ def _identity(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tokens
 
 
-class _ChunkSize:
-    """A forward pre-hook that records the number of images per call of a block; `by_image` keeps chunking enabled."""
+class _Call:
+    """A forward pre-hook that records the number of images per call of a block, and its arguments beside the tokens.
+
+    `by_image` keeps chunking enabled.
+    """
 
     by_image = True
 
     def __init__(self):
         self.images = 0
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> None:
         self.images = max(self.images, len(args[0] if args else kwargs["hidden_states"]))
+        self.args, self.kwargs = args[1:], {name: own for name, own in kwargs.items() if name != "hidden_states"}
 
 
-def _at_once(space: Space, timing: TimingSettings) -> int:
+def _recorded_call(space: Space, timing: TimingSettings) -> _Call:
     family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
-    hook = _ChunkSize()
+    hook = _Call()
     model = copy.deepcopy(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
     model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(hook, with_kwargs=True)
     with conditions.held():
         model(conditions.place_images(timing.images(space)))
-    return hook.images
+    return hook
 
 
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:

@@ -5,11 +5,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, AttentionContext, Eager
+from attnrx.attention import Attention, AttentionContext, Eager, Positions
 from attnrx.attention.backends.backend import scores
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
@@ -74,9 +75,9 @@ def refine(
         with warnings.catch_warnings(), evaluating((reference, result.model)):
             if result.before:  # the first layer has warned
                 warnings.simplefilter("ignore", ScaleWarning)
-            inputs = _layer_inputs(reference, teacher, images, input_validation)
+            inputs, positions = _layer_inputs(reference, teacher, images, input_validation)
             result.notes = input_validation.notes()
-        before, after = _refine_layer_(student, teacher, inputs, knobs)
+        before, after = _refine_layer_(student, teacher, inputs, positions, knobs)
         result.before.append(before)
         result.after.append(after)
     return result
@@ -94,33 +95,40 @@ def _require_alike(reference: nn.Module, candidate: nn.Module) -> None:
 
 def _layer_inputs(
     model: nn.Module, layer: Attention, images: ImageSet, input_validation: InputValidation
-) -> Float[Tensor, "images tokens width"]:
+) -> tuple[Float[Tensor, "images tokens width"], Positions | None]:
+    """Returns the tokens that enter a layer, and their positions, which are those of every image."""
     weight = next(model.parameters())
     with _recording(layer) as found:
         for batch in images.batches(64, device=weight.device):
             model(input_validation.take(batch.images))
     if not found:
         raise InvalidInput("refine was given no calibration image; give a few, e.g. splits.train.take(64).")
-    return torch.cat(found)
+    return torch.cat([tokens for tokens, _ in found]), found[0][1]
 
 
 @contextmanager
-def _recording(layer: nn.Module) -> Iterator[list[Tensor]]:
-    found: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, given: found.append(given[0].detach()))
+def _recording(layer: nn.Module) -> Iterator[list[tuple[Tensor, Positions | None]]]:
+    found: list[tuple[Tensor, Positions | None]] = []
+
+    def record(_: nn.Module, given: tuple[Any, ...]) -> None:
+        found.append((given[0].detach(), given[2] if len(given) > 2 else None))
+
+    handle = layer.register_forward_pre_hook(record)
     try:
         yield found
     finally:
         handle.remove()
 
 
-def _refine_layer_(student: Attention, teacher: Attention, inputs: Tensor, knobs: Refinement) -> tuple[float, float]:
+def _refine_layer_(
+    student: Attention, teacher: Attention, inputs: Tensor, positions: Positions | None, knobs: Refinement
+) -> tuple[float, float]:
     """Refines one layer in place, and returns its divergence before and after."""
     order = [teacher.spec.heads.index(head) for head in student.spec.heads]
     parts = list(inputs.split(knobs.batch))
     with torch.no_grad():
-        targets = [_log_attention(teacher, part)[:, order].exp() for part in parts]
-        before = _mean_divergence(student, parts, targets)
+        targets = [_log_attention(teacher, part, positions)[:, order].exp() for part in parts]
+        before = _mean_divergence(student, parts, targets, positions)
     rows = [parameter for parameter in student.scores.parameters() if parameter.numel()]
     if not rows or before == 0:
         return before, before
@@ -135,14 +143,14 @@ def _refine_layer_(student: Attention, teacher: Attention, inputs: Tensor, knobs
     for _ in range(knobs.steps):
         chosen = int(torch.randint(len(parts), (), generator=generator))
         optimizer.zero_grad()
-        _divergence(student, parts[chosen], targets[chosen]).backward()
+        _divergence(student, parts[chosen], targets[chosen], positions).backward()
         optimizer.step()
         schedule.step()
     for parameter, flag in zip(rows, requires_grad, strict=True):
         parameter.grad = None
         parameter.requires_grad_(flag)
     with torch.no_grad():
-        after = _mean_divergence(student, parts, targets)
+        after = _mean_divergence(student, parts, targets, positions)
     if not after < before:  # also true for NaN
         student.scores.load_state_dict(original_state)
         return before, before
@@ -153,25 +161,30 @@ def _size(row: Tensor) -> float:
     return float(row.detach().double().square().mean().sqrt().clamp_min(1e-12))
 
 
-def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch heads queries keys"]:
+def _log_attention(
+    layer: Attention, tokens: Tensor, positions: Positions | None
+) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the log-attention of the layer; a head without directions has uniform attention."""
     eager = Eager()
     buckets, _ = eager.layout(layer.spec, AttentionContext.of(tokens))
-    found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets)}
+    found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets, positions)}
     length = tokens.shape[1]
     flat = tokens.new_zeros(tokens.shape[0], 1, length, length)
     logits = [found.get(bucket, flat.expand(-1, bucket.stop - bucket.start, -1, -1)) for bucket in buckets]
     return torch.log_softmax(torch.cat(logits, dim=1), dim=-1)
 
 
-def _divergence(layer: Attention, tokens: Tensor, target: Tensor) -> Float[Tensor, ""]:
-    logs = _log_attention(layer, tokens)
+def _divergence(layer: Attention, tokens: Tensor, target: Tensor, positions: Positions | None) -> Float[Tensor, ""]:
+    logs = _log_attention(layer, tokens, positions)
     terms = torch.xlogy(target, target) - target * logs
     return terms.sum(-1).mean()
 
 
-def _mean_divergence(layer: Attention, parts: list[Tensor], targets: list[Tensor]) -> float:
+def _mean_divergence(
+    layer: Attention, parts: list[Tensor], targets: list[Tensor], positions: Positions | None
+) -> float:
     total = sum(
-        float(_divergence(layer, part, target)) * len(part) for part, target in zip(parts, targets, strict=True)
+        float(_divergence(layer, part, target, positions)) * len(part)
+        for part, target in zip(parts, targets, strict=True)
     )
     return total / sum(len(part) for part in parts)
