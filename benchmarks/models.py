@@ -136,7 +136,7 @@ def section(library: str, package: str, unit: str, found: list[tuple[int, Outcom
     lines = [
         f"## {library}",
         "",
-        f"{adopted} of {total} {unit} with attention are adopted ({package} {version(package)}).",
+        f"{adopted} of {total} {unit} with attention are read ({package} {version(package)}).",
         "",
         f"| class | {unit} | {' | '.join(AXES)} | refused because |",
         f"|---|--:|{':-:|' * len(AXES)}---|",
