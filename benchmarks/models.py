@@ -60,7 +60,8 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
     try:
         adopted = family.outline(model)
     except AttnrxError as error:
-        return Outcome(kind, (), str(error).partition(" is not supported: ")[2] or str(error))
+        message = str(error).partition(" is not supported: ")[2] or str(error)
+        return Outcome(kind, (), message.partition(". ")[0].removesuffix("."))  # without the remedies
     specs = [layer.spec for layer in family.attention(adopted)]
     works = {
         "qk": not any(spec.fixes_scores for spec in specs),
@@ -100,10 +101,8 @@ def of_transformers() -> Iterator[tuple[int, Outcome]]:
 def of_torchvision() -> Iterator[tuple[int, Outcome]]:
     """Yields the image classifiers with attention."""
     models: Any = importlib.import_module("torchvision.models")
-    for name in models.list_models(module=models):
-        model = models.get_model(name)
-        if any("Att" in type(module).__name__ for module in model.modules()):
-            yield 1, outcome_of(LIBRARIES["torchvision"], model)
+    for name in models.list_models(module=models, include=["vit_*", "swin_*", "maxvit_*"]):
+        yield 1, outcome_of(LIBRARIES["torchvision"], models.get_model(name))
 
 
 def of_open_clip() -> Iterator[tuple[int, Outcome]]:
@@ -137,7 +136,7 @@ def section(library: str, package: str, unit: str, found: list[tuple[int, Outcom
     lines = [
         f"## {library}",
         "",
-        f"{adopted} of {total} {unit} with attention are adopted ({package} {version(package)}).",
+        f"{adopted} of {total} {unit} with attention are read ({package} {version(package)}).",
         "",
         f"| class | {unit} | {' | '.join(AXES)} | refused because |",
         f"|---|--:|{':-:|' * len(AXES)}---|",
