@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.attention import Attention
+from attnrx.attention import Attention, Positions
 from attnrx.data import Batch, ImageData
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import (
@@ -43,7 +43,7 @@ from attnrx.prescription import Basis
 from attnrx.progress import track
 from attnrx.rules import rewritten
 from attnrx.rules.metrics import directions_in, rotary_directions
-from attnrx.rules.rotary import COHERENCE, coherence_of
+from attnrx.rules.rotary import COHERENCE, coherence
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import require_finite_tensors
 from attnrx.shapes import Bool, Float, Int, Tensor
@@ -85,11 +85,10 @@ def diagnose(  # noqa: PLR0913  (keywords)
     to_perturb = panel.to_perturb(len(shown))
     observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     forward_pass = _Pass(model, panel, to_perturb, seed, observe_mlp)
-    coherences: list[Tensor | None] = [None] * len(attention)
     with (
         evaluating([model]),
         observing_mlp(model, family_of(model), forward_pass.observe_map),
-        _observing_rotations(attention, coherences),
+        forward_pass.rotations.receiving_positions(),
     ):
         for batch in track(
             shown.batches(batch_size, device=next(model.parameters()).device),
@@ -100,8 +99,7 @@ def diagnose(  # noqa: PLR0913  (keywords)
     if not forward_pass.images:
         raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
     measured = panel.readings()  # first: it raises for readings that are not finite
-    for own, coherence in zip(measured, coherences, strict=True):
-        own |= {} if coherence is None else {COHERENCE: coherence}
+    measured = [own | rotation for own, rotation in zip(measured, forward_pass.rotations.readings(), strict=True)]
     readings = [per_layer | layer.value_factors() for per_layer, layer in zip(measured, attention, strict=True)]
     layers = [LayerDiagnosis(*each) for each in zip(spectra, readings, forward_pass.map_diagnoses(), strict=True)]
     if observe_mlp:
@@ -120,20 +118,39 @@ def diagnose(  # noqa: PLR0913  (keywords)
     return Diagnosis(tuple(layers), model_fingerprint(model), about)
 
 
-@contextmanager
-def _observing_rotations(attention: Sequence[Attention], found: list[Tensor | None]) -> Iterator[None]:
-    """Stores the coherence of the rotation of every layer of the rotary form inside the context."""
+class _RotationWatch:
+    """Measures the coherence of the rotation of every layer of the rotary form."""
 
-    def observe(index: int, layer: Any, args: tuple[Any, ...]) -> None:
-        positions = args[2]
-        if found[index] is None and positions is not None and positions.cos is not None:
-            found[index] = coherence_of(positions, layer.spec.heads)
+    def __init__(self, attention: Sequence[Attention]):
+        self.attention = attention
+        self.positions: dict[int, Positions] = {}
+        self.sums: dict[int, Tensor] = {}
+        self.images = 0
 
-    with ExitStack() as hooks:
-        for index, layer in enumerate(attention):
-            if layer.spec.rotates:
-                hooks.enter_context(layer.register_forward_pre_hook(partial(observe, index)))
-        yield
+    @contextmanager
+    def receiving_positions(self) -> Iterator[None]:
+        """Receives the positions of every call of a layer inside the context."""
+
+        def receive(index: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
+            self.positions[index] = args[2]
+
+        with ExitStack() as hooks:
+            for index, layer in enumerate(self.attention):
+                if layer.spec.rotates:
+                    hooks.enter_context(layer.register_forward_pre_hook(partial(receive, index)))
+            yield
+
+    def observe(self, index: int, observation: Observation) -> None:
+        if index in self.positions:
+            found = coherence(observation.attention, self.positions[index], self.attention[index].spec.heads)
+            images = len(observation.attention)
+            self.sums[index] = self.sums.get(index, torch.zeros(())) + images * found
+            self.images += images if index == min(self.positions) else 0
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        """Returns the reading of every layer; empty for layers without rotation."""
+        layers = range(len(self.attention))
+        return [{COHERENCE: self.sums[index] / self.images} if index in self.sums else {} for index in layers]
 
 
 def measure_divergence(
@@ -287,6 +304,7 @@ class _Pass:
         self.images = 0
         self.num_halves = 0  # 1: a batch of original images, 2: its second half is perturbed, 0: no observed batch
         self.linears = self.family.mlp(model)
+        self.rotations = _RotationWatch(self.family.attention(model))
         self.watches = {
             (layer, which): MapWatch(linear.in_features, linear.out_features)
             for layer, pair in enumerate(self.linears if observe_mlp else ())
@@ -330,7 +348,12 @@ class _Pass:
 
     def _observe(self, images: Tensor, num_halves: int, observe: Callable[[int, Observation], None]) -> None:
         self.num_halves = num_halves
-        with observing(self.model, self.family, observe):
+
+        def observe_layer(index: int, observation: Observation) -> None:
+            observe(index, observation)
+            self.rotations.observe(index, observation)
+
+        with observing(self.model, self.family, observe_layer):
             self.model(images)
         self.num_halves = 0
 

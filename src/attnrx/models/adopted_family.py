@@ -286,15 +286,15 @@ class AdoptedFamily(Family):
         origin = Origin(description["architecture"], description["arguments"], **facts)
         created = self.create(origin)
         self.restore_buffers_(created)
-        for name, dtype in description.get("buffer_dtypes", {}).items():
-            owner, _, buffer = name.removeprefix("source.").rpartition(".")
-            module = created.get_submodule(owner)
-            module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
         adopted = self.model_type(created, origin)
         layers, specs = self.layers(adopted.source), description["attention"]
         if len(layers) != len(specs):
             raise InvalidInput(f"{origin.architecture} has {len(layers)} layers, but {len(specs)} are described.")
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
+        for name, dtype in description.get("buffer_dtypes", {}).items():
+            owner, _, buffer = name.rpartition(".")
+            module = adopted.get_submodule(owner)
+            module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
         for layer, pair in enumerate(description["mlp_ranks"]):
             for which, rank in enumerate(pair):
                 if rank is not None:
@@ -340,10 +340,8 @@ class AdoptedFamily(Family):
         return self.num_patches(adopted.source, adopted.origin.input_shape)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches of an image of this shape; raises InvalidInput where they do not tile it."""
+        """Returns the number of patches of an image of this shape; a border narrower than a patch is not read."""
         (height, width), (down, right) = input_shape[1:], self.patches(source).stride
-        if height % down or width % right:
-            raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
         return (height // down) * (width // right)
 
     def costs(
@@ -430,7 +428,11 @@ class AdoptedFamily(Family):
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         origin = self.origin(model, stated)
-        self.num_patches(model, origin.input_shape)  # raises an error where the patches do not tile an image
+        (height, width), (down, right) = origin.input_shape[1:], self.patches(model).stride
+        if stated.get("input_shape") and (height % down or width % right):
+            raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
+        if not self.num_patches(model, origin.input_shape):
+            raise InvalidInput(f"images of {height} x {width} have no patch of {down} x {right}.")
         return origin
 
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:

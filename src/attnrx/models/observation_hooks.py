@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
         yield
 
 
-def _capture_uniform(capture: AttentionCapture, layer: Attention, args: tuple[Tensor, ...], output: Tensor) -> None:
+def _capture_uniform(capture: AttentionCapture, layer: Attention, args: tuple[Any, ...], output: Tensor) -> None:
     spec, (batch, count) = layer.spec, output.shape[:2]
     uniform = output.new_full((batch, len(spec.heads), count, count), 1 / count)
     keys = output.new_ones(batch, count, max((*spec.ranks, 1)))

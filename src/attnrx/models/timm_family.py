@@ -187,7 +187,7 @@ class TimmAttention(Adapter):
         """Returns cosines and sines of timm's concatenated table, [(images, heads,) patches, sines and cosines]."""
         table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
         pairs = table.shape[-1] // 4
-        # A pair has its angle twice: side by side, or half a row apart.
+        # A pair has its angle twice: side by side, or in both halves of a row.
         chosen = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
         sin, cos = (side[..., chosen].transpose(1, 2) for side in table.chunk(2, -1))
         return cos, sin

@@ -185,7 +185,7 @@ def costs_of_tokens(
     return TokenCosts((tokens,) * len(specs))
 
 
-def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     """Reports a capture for a layer without heads, whose backend does not run."""
     batch, count = output.shape[:2]
     maps = output.new_zeros(batch, 0, count, count)

@@ -142,7 +142,7 @@ class TokenReduction(nn.Module):
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
 
-    def enter(self, tokens: TokenBatch) -> TokenBatch | None:
+    def enter(self, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
         """Returns the present tokens for a block that is called with restored ones; else None."""
         return None if self.run.restoration is None else self.run.restoration.enter()
 

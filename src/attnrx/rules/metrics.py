@@ -53,10 +53,7 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
     """
     if metric not in METRICS:
         raise UnknownName("metric", metric, (OWN, *METRICS))
-    if "qk" in layer.spectrum.fixed:
-        raise NotSupported(
-            f"metric={metric!r} would combine directions of a layer with a norm over all features of query and key."
-        )
+    _require_changeable(metric, layer)
     if layer.spectrum.has_norms:
         raise NotSupported(
             f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
@@ -79,7 +76,15 @@ def grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
 
 def rotary_directions(metric: str, layer: LayerDiagnosis) -> RotaryDirections:
     """Returns the forms of every head of a layer of rotary attention that are best at every rank in a metric."""
+    _require_changeable(metric, layer)
     return RotaryDirections(*grams_in(metric, layer), layer)
+
+
+def _require_changeable(metric: str, layer: LayerDiagnosis) -> None:
+    if "qk" in layer.spectrum.fixed:
+        raise NotSupported(
+            f"metric={metric!r} would combine directions of a layer with a norm over all features of query and key."
+        )
 
 
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
