@@ -56,7 +56,9 @@ def neighbours_kept(base: Int[Tensor, "images k"], other: Int[Tensor, "images k"
     return (base[:, :, None] == other[:, None, :]).any(-1).double().mean(1)
 
 
-def zero_shot(outputs: Float[Tensor, "images width"], texts: Float[Tensor, "classes width"]) -> Int[Tensor, "images"]:
+def zero_shot(
+    outputs: Float[Tensor, "images features"], texts: Float[Tensor, "classes width"]
+) -> Int[Tensor, "images"]:
     """Returns the class whose text embedding is most similar to the embedding, per image."""
     if outputs.shape[1] != texts.shape[1]:
         raise InvalidInput(

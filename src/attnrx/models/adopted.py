@@ -145,7 +145,7 @@ class Adopted(nn.Module):
         return chunked_forward(self, self._last_tokens, images, self._max_elements)
 
     def _last_tokens(self, images: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise NotSupported(f"{self.origin.architecture} has no method that returns the features of all patches.")
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits of images of the right shape."""

@@ -117,8 +117,8 @@ class AdoptedFamily(Family):
         """Returns the model without its classifier, in which the paths are."""
         return source
 
-    def patches(self, source: nn.Module) -> nn.Conv2d:
-        """Returns the convolution of the patch embedding."""
+    def patches(self, source: nn.Module) -> nn.Conv2d | nn.Conv3d | nn.Linear:
+        """Returns the convolution of the patch embedding, or the linear map of patches that come ready."""
         return self.body(source).get_submodule(self.paths(source).patches)  # type: ignore[return-value]
 
     def last_norm(self, source: nn.Module) -> nn.Module:
@@ -341,7 +341,8 @@ class AdoptedFamily(Family):
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         """Returns the number of patches of an image of this shape; a border narrower than a patch is not read."""
-        (height, width), (down, right) = input_shape[1:], self.patches(source).stride
+        patches: Any = self.patches(source)
+        (height, width), (down, right) = input_shape[1:], patches.stride
         return (height // down) * (width // right)
 
     def costs(
@@ -428,11 +429,14 @@ class AdoptedFamily(Family):
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         origin = self.origin(model, stated)
-        (height, width), (down, right) = origin.input_shape[1:], self.patches(model).stride
-        if stated.get("input_shape") and (height % down or width % right):
-            raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
+        height, width = origin.input_shape[1:]
+        convolution = self.body(model).get_submodule(self.paths(model).patches)
+        if stated.get("input_shape") and isinstance(convolution, nn.Conv2d):
+            down, right = convolution.stride
+            if height % down or width % right:
+                raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
         if not self.num_patches(model, origin.input_shape):
-            raise InvalidInput(f"images of {height} x {width} have no patch of {down} x {right}.")
+            raise InvalidInput(f"images of {height} x {width} are smaller than a patch of {origin.architecture}.")
         return origin
 
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
