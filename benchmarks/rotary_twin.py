@@ -10,7 +10,7 @@ outputs on the training images. Training is kept in the folder and goes on after
 
 import argparse
 import json
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import timm
@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import attnrx as rx
-from attnrx.models import family_of
 
 NAME = "vit_small_patch16_rope_ape_224"
 ARGUMENTS = {
@@ -104,6 +103,54 @@ def agreement(twin: nn.Module, teacher: nn.Module, images: torch.Tensor) -> floa
     return float(torch.cat(same).mean())
 
 
+class Training:
+    """The training of the twin: its state in a folder, the step that goes on, and the evaluation on test images."""
+
+    def __init__(self, folder: Path, weights: Path, test: torch.Tensor):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.record, self.test = folder / "twin.safetensors", folder / "twin.json", test
+        self.teacher = timm.create_model("vit_tiny_patch16_224").eval().requires_grad_(False)
+        self.teacher.load_state_dict(load_file(weights))
+        self.twin, self.done = started(weights).eval(), -1
+        if self.record.is_file():
+            self.twin.load_state_dict(load_file(self.file))
+            self.done = json.loads(self.record.read_text())["steps"]
+
+    def save(self, steps: int) -> None:
+        save_file(self.twin.state_dict(), self.file)
+        found = {"steps": steps, "agreement": agreement(self.twin, self.teacher, self.test), "images": len(self.test)}
+        self.record.write_text(json.dumps({**found, "name": NAME, "arguments": ARGUMENTS}))
+        print(found, flush=True)
+
+    def run(self, train: rx.data.ImageSet, steps: int) -> None:
+        """Trains all weights to the teacher's logits and block outputs."""
+        optimizer = torch.optim.AdamW(self.twin.parameters(), lr=RATE, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(self.done)
+        batches: Iterator[rx.data.Batch] = iter(())
+        for step in range(self.done, steps):
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * min(1, (step - self.done + 1) / 30) * max(0.02, 1 - step / steps)
+            batch = next(batches, None)
+            if batch is None:
+                batches = train.batches(BATCH, seed=int(torch.randint(1 << 30, (), generator=generator)))
+                batch = next(batches)
+            flipped = torch.rand((), generator=generator) < 0.5
+            loss = self.loss(batch.images.flip(-1) if flipped else batch.images)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if (step + 1) % 50 == 0 or step + 1 == steps:
+                self.save(step + 1)
+
+    def loss(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target, hidden = outputs(self.teacher, images)
+        logits, own = outputs(self.twin, images)
+        errors = [F.mse_loss(a, b) / b.square().mean() for a, b in zip(own, hidden, strict=True)]
+        divergence = F.kl_div(logits.log_softmax(-1), target.softmax(-1), reduction="batchmean")
+        return divergence + HIDDEN * torch.stack(errors).mean()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data")
@@ -111,58 +158,21 @@ def main() -> None:
     parser.add_argument("--label-column")
     parser.add_argument("--test-column")
     parser.add_argument("--out", type=Path, default=Path("runs/rotary_twin"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    reference = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
     named = {"label_column": given.label_column, "test_column": given.test_column}
     columns = rx.data.Columns(**{name: column for name, column in named.items() if column})
-    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=224, columns=columns), reference)
-    teacher = timm.create_model("vit_tiny_patch16_224").eval()
-    teacher.load_state_dict(load_file(given.weights))
-    teacher.requires_grad_(False)
-    twin, file, record = started(given.weights).eval(), given.out / "twin.safetensors", given.out / "twin.json"
+    teacher = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
+    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=224, columns=columns), teacher)
     test = torch.cat([batch.images for batch in splits.test.batches(100)])
-    done = json.loads(record.read_text())["steps"] if record.is_file() else -1
-    if done >= 0:
-        twin.load_state_dict(load_file(file))
-    else:
-        fit_layers_(twin, teacher, torch.cat([batch.images for batch in splits.train.take(IMAGES).batches(IMAGES)]))
-        done = 0
-        save_file(twin.state_dict(), file)
-        record.write_text(json.dumps({"steps": 0, "agreement": agreement(twin, teacher, test)}))
-        print(record.read_text(), flush=True)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(done)
-    train = splits.train
-    start = time.time()
-    batches = iter(())
-    for step in range(done, given.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (step - done + 1) / 30) * max(0.02, 1 - step / given.steps)
-        batch = next(batches, None)
-        if batch is None:
-            batches = train.batches(BATCH, seed=int(torch.randint(1 << 30, (), generator=generator)))
-            batch = next(batches)
-        images = batch.images.flip(-1) if torch.rand((), generator=generator) < 0.5 else batch.images
-        with torch.no_grad():
-            target, hidden = outputs(teacher, images)
-        logits, own = outputs(twin, images)
-        loss = F.kl_div(logits.log_softmax(-1), target.softmax(-1), reduction="batchmean")
-        loss = loss + HIDDEN * sum(
-            F.mse_loss(a, b) / b.square().mean() for a, b in zip(own, hidden, strict=True)
-        ) / len(own)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if (step + 1) % 50 == 0 or step + 1 == given.steps:
-            save_file(twin.state_dict(), file)
-            found = {"steps": step + 1, "agreement": agreement(twin, teacher, test), "loss": loss.item()}
-            record.write_text(json.dumps({**found, "images": len(test), "name": NAME, "arguments": ARGUMENTS}))
-            print(f"{time.time() - start:.0f} s: {found}", flush=True)
-    family = family_of(rx.load(f"timm:{NAME}", weights=file, **ARGUMENTS))
-    print(f"{file} is read by attnrx.load('timm:{NAME}', weights={str(file)!r}, **{ARGUMENTS}) as {family.name}")
+    training = Training(given.out, given.weights, test)
+    if training.done < 0:
+        images = torch.cat([batch.images for batch in splits.train.take(IMAGES).batches(IMAGES)])
+        fit_layers_(training.twin, training.teacher, images)
+        training.done = 0
+        training.save(0)
+    training.run(splits.train, given.steps)
 
 
 if __name__ == "__main__":

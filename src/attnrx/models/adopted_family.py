@@ -63,6 +63,8 @@ class AdoptedFamily(Family):
     """The package of the library."""
     model_type: type[Adopted]
     adapter_type: type[Adapter]
+    shapes_are_stated = False
+    """Whether the input shape is stated by the user instead of the model."""
 
     @abstractmethod
     def paths(self, source: nn.Module) -> "ModelPaths":
@@ -431,7 +433,9 @@ class AdoptedFamily(Family):
         origin = self.origin(model, stated)
         height, width = origin.input_shape[1:]
         convolution = self.body(model).get_submodule(self.paths(model).patches)
-        if stated.get("input_shape") and isinstance(convolution, nn.Conv2d):
+        # A library's model may leave a border unread; a shape that a user states may not.
+        is_stated = self.shapes_are_stated or stated.get("input_shape")
+        if is_stated and isinstance(convolution, nn.Conv2d):
             down, right = convolution.stride
             if height % down or width % right:
                 raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")

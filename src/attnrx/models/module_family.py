@@ -41,6 +41,8 @@ class ModuleFamily(ReaderFamily):
     loaded; otherwise the `factory` is used. Nothing is imported or called by a name in a file.
     """
 
+    shapes_are_stated = True
+
     name = library = "module"
     model_type = ModuleModel
 

@@ -1,0 +1,98 @@
+"""Divergence of prescriptions of rotary attention, on the twin that `rotary_twin.py` distils, and of its teacher.
+
+    python benchmarks/rotary.py DATA --weights W --twin runs/rotary_twin/twin.safetensors [--label-column L] ...
+
+Of the twin: all directions that `total_rank` keeps, slow pairs without rotation; whole rotated pairs by their energy;
+token merging. Of the teacher, which has no rotation, the same rules. KL in nats, mean over the test images, with the
+standard error.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import timm
+import torch
+from rotary_twin import ARGUMENTS, NAME
+from safetensors.torch import load_file
+from torch import nn
+
+import attnrx as rx
+from attnrx.diagnosis import Diagnosis
+from attnrx.models import family_of
+from attnrx.models.timm_family import TimmFamily
+from attnrx.realization.refinement import Refinement
+from attnrx.rules.rotary import COHERENCE
+
+CALIBRATION = 48
+REFINED = Refinement(steps=60, batch=4)
+
+
+def twin_of(file: Path) -> nn.Module:
+    """Returns the adopted twin, normalized as its teacher."""
+    model = timm.create_model(NAME, **ARGUMENTS)
+    model.load_state_dict(load_file(file))
+    return TimmFamily().adopt(model.eval(), mean=(0.5,) * 3, std=(0.5,) * 3).eval()
+
+
+def without_slow_pairs(diagnosis: Diagnosis) -> Diagnosis:
+    """Returns the diagnosis as if every pair rotated fast, so that pairs are kept or removed whole."""
+    layers = (
+        replace(layer, readings={**layer.readings, COHERENCE: torch.zeros_like(layer.reading(COHERENCE))})
+        for layer in diagnosis.layers
+    )
+    return replace(diagnosis, layers=tuple(layers))
+
+
+def logits(model: nn.Module, images: rx.data.ImageSet) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch.images) for batch in images.batches(50)])
+
+
+def score_macs(model: nn.Module) -> int:
+    return sum(layer.query_key.macs + layer.scores.macs for layer in family_of(model).costs(model).layers)
+
+
+def models(model: nn.Module, images: rx.data.ImageSet, rotary: bool) -> Iterator[tuple[str, nn.Module]]:
+    diagnosis = rx.diagnose(model, images.take(CALIBRATION), batch_size=16, moments=True)
+    for share in (0.75, 0.5):
+        small = rx.realize(model, rx.prescribe(diagnosis, f"qk=total_rank:{share}"))
+        yield f"qk=total_rank:{share}", small
+        yield f"qk=total_rank:{share}, refined", rx.refine(small, model, images.take(32), REFINED).model
+        if rotary:
+            for metric in ("activation", "mix"):
+                rule = f"qk=total_rank:{share},metric={metric}"
+                yield f"whole pairs, {rule}", rx.realize(model, rx.prescribe(without_slow_pairs(diagnosis), rule))
+    for policy in ("ward:13@every", "tome:13@every"):
+        yield policy, rx.realize(model, rx.prescribe(diagnosis, f"tokens={policy}"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data")
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--twin", type=Path, required=True)
+    parser.add_argument("--label-column")
+    parser.add_argument("--test-column")
+    given = parser.parse_args()
+    named = {"label_column": given.label_column, "test_column": given.test_column}
+    columns = rx.data.Columns(**{name: column for name, column in named.items() if column})
+    teacher = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
+    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=224, columns=columns), teacher)
+    pair = {"teacher": teacher, "twin": twin_of(given.twin)}
+    answers = {name: logits(model, splits.test) for name, model in pair.items()}
+    same = (answers["twin"].argmax(1) == answers["teacher"].argmax(1)).double().mean()
+    print(f"the twin agrees with its teacher on {100 * same:.1f} % of {len(splits.test)} images", flush=True)
+    print("| model | prescription | score MACs | KL | same class |\n|---|---|---|---|---|", flush=True)
+    for name, model in pair.items():
+        for rule, small in models(model, splits.train, rotary=name == "twin"):
+            found, whole = logits(small, splits.test), answers[name]
+            kl = (whole.softmax(-1) * (whole.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
+            error, kept = kl.std() / len(kl) ** 0.5, (found.argmax(1) == whole.argmax(1)).double().mean()
+            share = score_macs(small) / score_macs(model)
+            print(f"| {name} | {rule} | {share:.3f} | {kl.mean():.4f} ± {error:.4f} | {kept:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
