@@ -58,8 +58,10 @@ def exports(package: str) -> str:
 def families() -> str:
     """Returns a table of the model names."""
     rows = [f"| `{name}` | attnrx's own, random weights unless a file is given |" for name in rx.models.model_names()]
-    libraries = {"timm": "adopted from timm, with the same logits", "hf": "adopted from transformers, the same logits"}
-    rows += [f"| `{name}:NAME` | {libraries[name]} |" for name in rx.models.LIBRARIES]
+    rows += [
+        f"| `{name}:NAME` | adopted from {family.library}, with the same outputs |"
+        for name, family in rx.models.LIBRARIES.items()
+    ]
     return "\n".join(("| name | what it is |", "|---|---|", *rows))
 
 
