@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, Eager, Fused, Native, Positions, backend_of
+from attnrx.attention import Attention, AttentionContext, Eager, Fused, Native, Positions, backend_of
+from attnrx.attention.autotune import CANDIDATES, measured_record
 from attnrx.errors import InvalidInput
 from attnrx.spec import AttentionSpec
 
@@ -93,6 +94,14 @@ def test_backends_equal_the_reference(name: str, backend: str) -> None:
         expected = layer(tokens, None, positions)
         layer.backend = backend_of(backend)
         torch.testing.assert_close(layer(tokens, None, positions), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backends_are_measured_with_positions(name: str) -> None:
+    layer, tokens, _ = case(name, torch.float32)
+    with torch.no_grad():
+        record = measured_record(layer.spec, AttentionContext.of(tokens), CANDIDATES["cpu"])
+    assert all(trial["seconds"] is not None for trial in record["trials"].values())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from attnrx.attention.backends.backend import Backend, Eager
 from attnrx.attention.backends.explicit import Explicit
 from attnrx.attention.backends.generated import Flex, Ragged
 from attnrx.attention.factors import AttentionContext
+from attnrx.attention.positions import Positions
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.kernels.compilation import required_library
 from attnrx.runtime.hardware import Measurements, may_measure
@@ -70,7 +73,9 @@ def key_of(spec: AttentionSpec, context: AttentionContext) -> str:
     parts = (
         f"{spec.form} {spec.norms} width={spec.width} original={spec.original_rank}",
         f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}"
-        + ("" if spec.blocks is None else f" blocks={','.join(map(str, spec.blocks))}"),
+        + ("" if spec.blocks is None else f" blocks={','.join(map(str, spec.blocks))}")
+        + ("" if spec.pairs is None else f" pairs={','.join(str(len(own)) for own in spec.pairs)}")
+        + (" bias" if spec.pair_bias else ""),
         f"{context.images}x{context.tokens} {context.device} {str(context.dtype).removeprefix('torch.')}",
         f"threads={context.threads}",
     )
@@ -97,8 +102,12 @@ def measured_record(
         shape = (int(context.images), int(context.tokens), spec.width)
         tokens = torch.randn(shape).to(context.device, context.dtype)
         few = tokens[: min(len(tokens), 2)]
+        positions = _drawn_positions(spec, shape[1])
+        if positions is not None:
+            layer.register_forward_pre_hook(partial(_with_positions, positions))
         exact = Attention(spec, Eager()).to(context.device, torch.float64)
         exact.load_state_dict(layer.state_dict())
+        exact._forward_pre_hooks.update(layer._forward_pre_hooks)
         reference = exact(few.double())
         # The smallest limit is positive, because an output may be all zeros.
         allowed = ERROR * torch.finfo(context.dtype).eps * max(float(reference.abs().max()), 1e-30)
@@ -110,6 +119,23 @@ def measured_record(
         "backend": best,
         "trials": {name: {"seconds": seconds.get(name), "error": error} for name, error in errors.items()},
     }
+
+
+def _drawn_positions(spec: AttentionSpec, tokens: int) -> Positions | None:
+    """Returns random rotations and biases for a layer that needs them; None for others."""
+    heads = max(spec.heads, default=0) + 1
+    cos = sin = None
+    if spec.rotates:
+        angles = torch.randn(1, tokens, 1, spec.original_rank // 2)
+        cos, sin = angles.cos(), angles.sin()
+    bias = torch.randn(1, heads, tokens, tokens) if spec.pair_bias else None
+    return Positions(0, cos, sin, bias) if spec.rotates or spec.pair_bias else None
+
+
+def _with_positions(positions: Positions, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    parts = {name: getattr(positions, name) for name in ("cos", "sin", "bias")}
+    placed = {name: None if own is None else own.to(args[0]) for name, own in parts.items()}
+    return args[0], None, replace(positions, **placed)
 
 
 def _error(layer: Attention, make: Callable[[], Backend], tokens: TokenBatch, reference: Tensor) -> float | None:

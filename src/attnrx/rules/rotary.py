@@ -130,12 +130,8 @@ class _Head:
         left[:, rows], right[:, rows] = found.left[0, : choice.still], found.right[0, : choice.still] * mean
         pairs = self._fast(choice.slow)[: choice.rotated]
         pairs = pairs[self.pairs[self.rows_of[pairs, 0]].argsort()]
-        strength = (self.energy[pairs] / 2).clamp_min(0).sqrt()
-        strength = (
-            strength.clamp_min(FLOOR * max(float(self.energy.max().clamp_min(0).sqrt()), 1e-100))
-            if len(pairs)
-            else strength
-        )
+        most = float(self.energy.max().clamp_min(0).sqrt()) if len(pairs) else 0.0
+        strength = (self.energy[pairs] / 2).clamp_min(0).sqrt().clamp_min(FLOOR * max(most, 1e-100))
         kept = torch.cat([self.rows_of[pairs, 0], self.rows_of[pairs, 1]])
         strength = torch.cat([strength, strength])
         whole = torch.zeros(len(kept), self.size, dtype=torch.float64)

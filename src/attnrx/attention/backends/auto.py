@@ -84,7 +84,7 @@ class Native(Explicit):
         return any(spec.ranks) and any(spec.reads) and runs_on(context)
 
     def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        has_products = spec.form in ("dense", "rotary") and not spec.fixes_scores
+        has_products = not (spec.has_strengths or spec.shares_directions or spec.has_norms or spec.fixes_scores)
         return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 
     def of_joint(
