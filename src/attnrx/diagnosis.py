@@ -25,6 +25,7 @@ from attnrx.spectrum import Spectrum
 
 KIND, SCHEMA = "attnrx diagnosis", 2
 MAP_FIELDS = ("strength", "directions", "center")
+HIDDEN_FIELDS = ("weight", "bias", "covariance", "mean")
 
 LAYER = fields.Record(
     {
@@ -41,7 +42,7 @@ LAYER = fields.Record(
             2,
         ),
     },
-    {"fixed": fields.Items(fields.Choice(LAYER_MAPS), unique=True)},
+    {"hidden": fields.Items(fields.Text(), unique=True), "fixed": fields.Items(fields.Choice(LAYER_MAPS), unique=True)},
 )
 RECORD = fields.Record(
     {
@@ -81,12 +82,31 @@ class MapDiagnosis(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
+class HiddenDiagnosis(Displayed):
+    """The hidden units of an MLP: their strengths by metric, their moments, and the map that reads them.
+
+    "weights" is the product of the norms of the weights before and after a unit, "activation" the standard deviation
+    of a unit times the norm of the weights after it, and the square of "centered" the increase of the error in backward
+    elimination (`unit_losses`). Without the diagnostic `Moments` there is only "weights", and no covariance and mean.
+    """
+
+    strength: Mapping[str, Float[Tensor, "units"]]
+    weight: Float[Tensor, "outputs units"]
+    bias: Float[Tensor, "outputs"]
+    covariance: Float[Tensor, "units units"] | None = None
+    mean: Float[Tensor, "units"] | None = None
+
+
+@dataclass(frozen=True, repr=False)
 class LayerDiagnosis(Displayed):
-    """One layer: its spectrum, readings with the heads as first axis, and the diagnoses of its MLP maps if any."""
+    """One layer: its spectrum, readings with the heads as first axis, and the diagnoses of its MLP, if it is read: of
+    its two maps, and of its hidden units.
+    """
 
     spectrum: Spectrum
     readings: Mapping[str, Tensor]
     mlp: tuple[MapDiagnosis | None, ...] = ()
+    hidden: HiddenDiagnosis | None = None
 
     def reading(self, name: str) -> Tensor:
         """Returns one reading; raises InvalidInput with the available names for any other name."""
@@ -111,18 +131,11 @@ class Diagnosis(Displayed):
 
     def save(self, path: Path | str) -> Path:
         """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`)."""
-        tensors: dict[str, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            for field in ("query", "key", "strength", "used", "pairs"):
-                tensor = getattr(layer.spectrum, field)
-                if tensor is not None:
-                    tensors[f"layers.{index}.spectrum.{field}"] = tensor
-            for name, reading in layer.readings.items():
-                tensors[f"layers.{index}.readings.{name}"] = reading
-            for which, found in enumerate(layer.mlp):
-                for metric, directions in {} if found is None else found.metrics.items():
-                    for field in MAP_FIELDS:
-                        tensors[f"layers.{index}.mlp.{which}.{metric}.{field}"] = getattr(directions, field)
+        tensors = {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in _tensors(layer).items()
+        }
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -167,6 +180,21 @@ def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> N
     require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
 
 
+def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
+    """Returns the tensors of a layer by their names in the file."""
+    found: dict[str, Tensor | None] = {
+        f"spectrum.{field}": getattr(layer.spectrum, field) for field in ("query", "key", "strength", "used", "pairs")
+    }
+    found |= {f"readings.{name}": reading for name, reading in layer.readings.items()}
+    for which, maps in enumerate(layer.mlp):
+        for metric, directions in {} if maps is None else maps.metrics.items():
+            found |= {f"mlp.{which}.{metric}.{field}": getattr(directions, field) for field in MAP_FIELDS}
+    if layer.hidden is not None:
+        found |= {f"hidden.strength.{metric}": strength for metric, strength in layer.hidden.strength.items()}
+        found |= {f"hidden.{field}": getattr(layer.hidden, field) for field in HIDDEN_FIELDS}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
     spectrum = layer.spectrum
     per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
@@ -180,6 +208,7 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
         "mlp": [
             None if found is None else {"inputs": found.inputs, "metrics": sorted(found.metrics)} for found in layer.mlp
         ],
+        **({} if layer.hidden is None else {"hidden": sorted(layer.hidden.strength)}),
     }
 
 
@@ -201,7 +230,13 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         fixed=tuple(facts.get("fixed", ())),
     )
     maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
-    return LayerDiagnosis(spectrum, readings, maps)
+    hidden = None
+    if "hidden" in facts:
+        parts = below(f"layers.{index}.hidden.")
+        strength = {metric: parts[f"strength.{metric}"] for metric in facts["hidden"]}
+        stored = {name: parts[name] for name in HIDDEN_FIELDS if name in parts}
+        hidden = HiddenDiagnosis(strength, parts["weight"], parts["bias"], stored.get("covariance"), stored.get("mean"))
+    return LayerDiagnosis(spectrum, readings, maps, hidden)
 
 
 def _map(index: int, which: int, facts: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> MapDiagnosis | None:

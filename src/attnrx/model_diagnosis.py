@@ -12,7 +12,7 @@ from torch import nn
 
 from attnrx.attention import Attention, Positions
 from attnrx.data import Batch, ImageData
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import (
     Diagnostic,
     MapWatch,
@@ -20,9 +20,11 @@ from attnrx.diagnostics import (
     Panel,
     PerturbationResponse,
     RelevanceWatch,
+    hidden_diagnosis,
     singular_directions,
     suited_diagnostics,
 )
+from attnrx.diagnostics.redundancy import CentredMoment
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import DataError, FingerprintMismatch, InvalidInput
 from attnrx.model_data import images_for
@@ -101,7 +103,8 @@ def diagnose(  # noqa: PLR0913  (keywords)
     measured = panel.readings()  # first: it raises for readings that are not finite
     measured = [own | rotation for own, rotation in zip(measured, forward_pass.rotations.readings(), strict=True)]
     readings = [per_layer | layer.value_factors() for per_layer, layer in zip(measured, attention, strict=True)]
-    layers = [LayerDiagnosis(*each) for each in zip(spectra, readings, forward_pass.map_diagnoses(), strict=True)]
+    linears = forward_pass.map_diagnoses(), forward_pass.hidden_diagnoses()
+    layers = [LayerDiagnosis(*each) for each in zip(spectra, readings, *linears, strict=True)]
     if observe_mlp:
         layers = [_with_metrics(layer) for layer in layers]
     notes = forward_pass.input_validation.notes()
@@ -311,12 +314,15 @@ class _Pass:
             for which, linear in enumerate(pair)
             if isinstance(linear, nn.Linear)
         }
+        self.hidden = {layer: CentredMoment() for layer, which in self.watches if which == 1}
 
     def observe_map(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
         """Accumulates inputs and outputs of one map for the images that are not perturbed."""
         if (layer, which) in self.watches and self.num_halves:
             unperturbed = slice(len(inputs) // self.num_halves)
             self.watches[layer, which].observe(inputs[unperturbed], outputs[unperturbed])
+            if which == 1:
+                self.hidden[layer].add(inputs[unperturbed].flatten(0, -2))
 
     def map_diagnoses(self) -> list[tuple[MapDiagnosis | None, ...]]:
         """Returns the diagnoses of the maps per layer; () for models whose MLPs are not pairs of linear maps."""
@@ -325,6 +331,14 @@ class _Pass:
             tuple(self._map_diagnosis((layer, which), linear) for which, linear in enumerate(pair))
             for layer, pair in enumerate(pairs)
         ]
+
+    def hidden_diagnoses(self) -> list[HiddenDiagnosis | None]:
+        """Returns the diagnoses of the hidden units per layer; None for an MLP that is not two matrices."""
+        found: list[HiddenDiagnosis | None] = [None] * len(self.family.attention(self.model))
+        for layer, (first, second) in enumerate(self.linears):
+            if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
+                found[layer] = hidden_diagnosis(first, second, self.hidden.get(layer))
+        return found
 
     def _map_diagnosis(self, place: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):

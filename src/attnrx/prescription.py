@@ -9,7 +9,7 @@ import torch
 
 from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.maps import HEADS, LAYER_MAPS, OUTPUT_MAPS, TOKENS
+from attnrx.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.serialization.storage import (
     check_schema,
     read_json,
@@ -186,7 +186,31 @@ class HeadDecision(Displayed):
             )
 
 
-Decision = ScoreDecision | OutputDecision | HeadDecision
+@dataclass(frozen=True, repr=False)
+class HiddenDecision(Displayed):
+    """The decision about "hidden": which hidden units of the MLP stay, and the second linear map that reads them."""
+
+    keep: Bool[Tensor, "units"]
+    strength: Float[Tensor, "units"]
+    weight: Float[Tensor, "outputs kept"]
+    bias: Float[Tensor, "outputs"]
+    reasons: tuple[str, ...]
+
+    def __post_init__(self):
+        if (
+            self.keep.shape != self.strength.shape
+            or self.weight.shape != (len(self.bias), int(self.keep.sum()))
+            or len(self.reasons) != 1
+        ):
+            raise InvalidInput(
+                f"hidden: keep {tuple(self.keep.shape)} with {int(self.keep.sum())} kept units, strength "
+                f"{tuple(self.strength.shape)}, weight {tuple(self.weight.shape)} and bias {tuple(self.bias.shape)} "
+                f"disagree, or there are {len(self.reasons)} reasons instead of one."
+            )
+        _lay_out(self, "weight", "bias")
+
+
+Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,6 +241,12 @@ class LayerPrescription(Displayed):
         return found.keep if isinstance(found, HeadDecision) else torch.ones(len(self.qk.keep), dtype=torch.bool)
 
     @property
+    def hidden(self) -> HiddenDecision | None:
+        """The decision about "hidden", if any."""
+        found = self.decisions.get(HIDDEN)
+        return found if isinstance(found, HiddenDecision) else None
+
+    @property
     def qk(self) -> ScoreDecision:
         """The decision about "qk"."""
         found = self.decisions["qk"]
@@ -241,6 +271,8 @@ class LayerPrescription(Displayed):
             found["qk.pairs"] = basis.pairs
         for name, output in self.outputs.items():
             found |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
+        if self.hidden is not None:
+            found |= {f"{HIDDEN}.{field}": getattr(self.hidden, field) for field in ("weight", "bias")}
         return found
 
 
@@ -409,10 +441,11 @@ def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
     record = {"qk": _score_record(layer.qk)}
     record |= {name: _output_record(output) for name, output in layer.outputs.items()}
-    heads = layer.decisions.get(HEADS)
-    if isinstance(heads, HeadDecision):
-        keep, strength = torch.nonzero(heads.keep).flatten().tolist(), heads.strength.tolist()
-        record[HEADS] = {"keep": keep, "strength": strength, "why": heads.reasons[0]}
+    for name in UNIT_MAPS:
+        units = layer.decisions.get(name)
+        if isinstance(units, HeadDecision | HiddenDecision):
+            keep, strength = torch.nonzero(units.keep).flatten().tolist(), units.strength.tolist()
+            record[name] = {"keep": keep, "strength": strength, "why": units.reasons[0]}
     return record
 
 
@@ -453,15 +486,19 @@ def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> La
         if name in record:
             decisions[name] = _output(record[name], _beginning_with(f"{name}.", tensors))
     if HEADS in record:
-        decisions[HEADS] = _heads(record[HEADS])
+        decisions[HEADS] = HeadDecision(*_units(record[HEADS]), (record[HEADS]["why"],))
+    if HIDDEN in record:
+        refit = tensors[f"{HIDDEN}.weight"], tensors[f"{HIDDEN}.bias"]
+        decisions[HIDDEN] = HiddenDecision(*_units(record[HIDDEN]), *refit, (record[HIDDEN]["why"],))
     return LayerPrescription(decisions)
 
 
-def _heads(record: Mapping[str, Any]) -> HeadDecision:
+def _units(record: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns which units stay, and their strengths."""
     strength = torch.tensor(record["strength"], dtype=torch.float64)
     keep = torch.zeros(len(strength), dtype=torch.bool)
     keep[record["keep"]] = True
-    return HeadDecision(keep, strength, (record["why"],))
+    return keep, strength
 
 
 def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDecision:
@@ -513,24 +550,27 @@ def _require_units(output: Mapping[str, Any], where: str) -> None:
         Integer(0, directions).check(unit["rank"], below(path, "rank"))
 
 
-def _require_heads(heads: Mapping[str, Any], where: str) -> None:
-    """Checks that the kept heads exist."""
-    most = len(heads["strength"])
-    Items(Integer(0, most - 1), 0, most, unique=True).check(heads["keep"], below(where, "keep"))
+def _require_kept(units: Mapping[str, Any], where: str) -> None:
+    """Checks that the kept units exist."""
+    most = len(units["strength"])
+    Items(Integer(0, most - 1), 0, most, unique=True).check(units["keep"], below(where, "keep"))
 
 
 # `then` checks the lengths and ranges of these lists, which depend on the number of directions.
 RANK, LATER = Integer(0, MOST_DIRECTIONS), Items(Anything(), 0, MOST_DIRECTIONS)
 HEAD = Record({"rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
 UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
-STAYING = Record({"keep": LATER, "strength": Items(Number(), 0, MOST_HEADS), "why": Text()}, then=_require_heads)
+STAYING = {
+    name: Record({"keep": LATER, "strength": Items(Number(), 0, most), "why": Text()}, then=_require_kept)
+    for name, most in ((HEADS, MOST_HEADS), (HIDDEN, MOST_DIRECTIONS))
+}
 OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
 SCORES = Record(
     {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
     {"basis": Record({"shared": Flag()}, {"blocks": Items(RANK, 1, MOST_HEADS)})},
     then=_require_ranks,
 )
-LAYER = Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), HEADS: STAYING})
+LAYER = Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), **STAYING})
 POLICY = Record({"reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()})
 
 

@@ -24,6 +24,7 @@ from attnrx.decompositions.canonical import (
     water_filled,
 )
 from attnrx.decompositions.factored import FactoredTensor
+from attnrx.decompositions.hidden_units import compensated, unit_losses
 from attnrx.decompositions.least_squares import StrengthFit, elimination_losses
 from attnrx.decompositions.low_rank import (
     LowRank,
@@ -53,6 +54,7 @@ __all__ = [
     "balance",
     "block_terms",
     "break_even_rank",
+    "compensated",
     "cpd_epc",
     "deflate",
     "elimination_losses",
@@ -71,6 +73,7 @@ __all__ = [
     "svd_directions",
     "svd_llm",
     "tied_als",
+    "unit_losses",
     "water_fill",
     "water_filled",
     "water_filled_blocks",

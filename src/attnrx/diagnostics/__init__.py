@@ -9,7 +9,7 @@ from attnrx.diagnostics.panel import Panel
 from attnrx.diagnostics.perturbation import PerturbationResponse
 from attnrx.diagnostics.redundancy import Redundancy
 from attnrx.diagnostics.spectral_shape import SpectralShape
-from attnrx.diagnostics.watches import MapWatch, RelevanceWatch, singular_directions
+from attnrx.diagnostics.watches import MapWatch, RelevanceWatch, hidden_diagnosis, singular_directions
 from attnrx.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
@@ -34,6 +34,7 @@ __all__ = [
     "RelevanceWatch",
     "SpectralShape",
     "compare_diagnoses",
+    "hidden_diagnosis",
     "singular_directions",
     "suited_diagnostics",
 ]

@@ -3,9 +3,11 @@
 from collections import defaultdict
 
 import torch
+from torch import nn
 
+from attnrx.decompositions.hidden_units import unit_losses
 from attnrx.decompositions.low_rank import activation_aware, output_pca, plain_svd
-from attnrx.diagnosis import MapDirections
+from attnrx.diagnosis import HiddenDiagnosis, MapDirections
 from attnrx.diagnostics.redundancy import CentredMoment
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
@@ -55,6 +57,23 @@ def singular_directions(
     found = plain_svd(weight.detach().cpu())
     center = weight.new_zeros(len(weight)) if bias is None else bias
     return MapDirections(found.strength, found.second.mT.to(dtype).contiguous(), center.detach().cpu().to(dtype))
+
+
+def hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
+    """Returns the diagnosis of the hidden units between two linear maps; `moment` is that of the inputs of the second
+    one, if it was measured.
+    """
+    weight = second.weight.detach().cpu().double().clone()  # not the model's own memory
+    bias = weight.new_zeros(len(weight)) if second.bias is None else second.bias.detach().cpu().double().clone()
+    after = weight.norm(dim=0)
+    strength = {"weights": first.weight.detach().cpu().double().norm(dim=1) * after}
+    if moment is None or not moment.rows:
+        return HiddenDiagnosis(strength, weight, bias)
+    covariance = moment.value.cpu().double() / moment.rows
+    covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
+    strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
+    strength["centered"] = unit_losses(covariance, weight).sqrt()
+    return HiddenDiagnosis(strength, weight, bias, covariance, moment.mean.cpu().double())
 
 
 CLASS_ATTENTION, RECEIVED = "class_attention", "attention_received"

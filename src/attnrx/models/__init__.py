@@ -13,7 +13,7 @@ from attnrx.models.checkpoint import load_weights, require_model_folder, save_we
 from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.input_validation import InputValidation
-from attnrx.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
 from attnrx.models.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, lvvit_config
 from attnrx.models.module_family import Factory, ModuleFamily
 from attnrx.models.observation_hooks import (
@@ -76,6 +76,7 @@ __all__ = [
     "evaluating",
     "family_of",
     "head_features",
+    "hidden_units",
     "initialize_",
     "load_model",
     "lvvit_config",

@@ -13,12 +13,12 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.kernels.packed_linear import packed_
+from attnrx.kernels.packed_linear import PackedLinear, packed_
 from attnrx.maps import LINEAR_MAPS
 from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
 from attnrx.models.family import Family, MLPRanks
 from attnrx.models.fused_mlp import FusedMLP
-from attnrx.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
 from attnrx.models.unsupported_features import Refusal, model_name
 from attnrx.serialization.config import from_dict, to_dict
@@ -279,6 +279,7 @@ class AdoptedFamily(Family):
             "std": list(origin.std),
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
+            "hidden_units": list(hidden_units(self.mlp(model))),
             "buffer_dtypes": _unsaved_dtypes(model),
         }
 
@@ -297,12 +298,18 @@ class AdoptedFamily(Family):
             owner, _, buffer = name.rpartition(".")
             module = adopted.get_submodule(owner)
             module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
-        for layer, pair in enumerate(description["mlp_ranks"]):
+        created_units = hidden_units(self.mlp(adopted))
+        units = description.get("hidden_units", created_units)  # absent in files of earlier versions
+        for layer, (pair, hidden) in enumerate(zip(description["mlp_ranks"], units, strict=True)):
             for which, rank in enumerate(pair):
+                linear: Any = self.mlp(adopted)[layer][which]
+                inputs, outputs = (hidden, linear.out_features) if which else (linear.in_features, hidden)
+                has_bias = linear.bias is not None
                 if rank is not None:
-                    linear: Any = self.mlp(adopted)[layer][which]
-                    factors = LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
-                    self.set_mlp_(adopted, layer, which, factors)
+                    self.set_mlp_(adopted, layer, which, LowRankLinear(inputs, outputs, rank, has_bias))
+                elif hidden != created_units[layer]:
+                    # The second map has a bias after units were removed: the mean of what they gave.
+                    self.set_mlp_(adopted, layer, which, PackedLinear(inputs, outputs, bias=has_bias or which == 1))
         return adopted
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
@@ -353,8 +360,9 @@ class AdoptedFamily(Family):
         attention: tuple[AttentionSpec, ...] | None = None,
         mlp_ranks: MLPRanks | None = None,
         tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Returns the costs of the model, optionally with other specs, ranks and tokens in its layers.
+        """Returns the costs of the model, optionally with other specs, ranks, tokens and hidden units in its layers.
 
         All parameters before the first layer (tokens and position embeddings too) count as patches. Parameters of a
         layer outside attention and MLP (LayerScale too) count as its norms. The parameters therefore add up to those of
@@ -365,17 +373,18 @@ class AdoptedFamily(Family):
         paths = self.paths(source)
         specs = tuple(own.spec for own in self.attention(adopted)) if attention is None else attention
         ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
-        if len(specs) != len(layers) or len(ranks) != len(maps):
+        units = hidden_units(maps) if hidden is None else hidden
+        if len(specs) != len(layers) or len(ranks) != len(maps) or len(units) != len(maps):
             raise InvalidInput(
-                f"{len(specs)} attention specs and {len(ranks)} pairs of MLP ranks for {len(layers)} layers and "
-                f"{len(maps)} MLPs of two maps: give one for each."
+                f"{len(specs)} attention specs, {len(ranks)} pairs of MLP ranks and {len(units)} numbers of hidden "
+                f"units for {len(layers)} layers and {len(maps)} MLPs of two maps: give one for each."
             )
         positions = self.positions(adopted)
         token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
         classifier = sum(_params(module) for module in self._heads(source))
         before = _params(source) - classifier - sum(_params(layer) for layer in layers)
         mlps = [[layer.get_submodule(name) for name in paths.mlp] for layer in layers]
-        changes = list(zip(maps, ranks, strict=True)) or [((), ())] * len(layers)
+        changes = list(zip(maps, ranks, units, strict=True)) or [((), (), 0)] * len(layers)
         return ModelCosts(
             patches=PartCosts(before, positions * self.patches(source).weight.numel()),
             layers=tuple(
@@ -512,14 +521,21 @@ def _head_macs(head: nn.Module, tokens: int) -> int:
 
 
 def _mlp_costs(
-    mlp: Sequence[nn.Module], tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...]
+    mlp: Sequence[nn.Module], tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...], hidden: int
 ) -> PartCosts:
-    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix)."""
-    saved = 0
-    for linear, rank in zip(maps, ranks, strict=True):
-        inputs, outputs = linear.in_features, linear.out_features
-        saved += _matrices(linear) - (inputs * outputs if rank is None else rank * (inputs + outputs))
-    return PartCosts(sum(map(_params, mlp)) - saved, tokens * (sum(map(_matrices, mlp)) - saved))
+    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
+    `hidden` features between them.
+    """
+    saved, biases = 0, 0
+    for which, (linear, rank) in enumerate(zip(maps, ranks, strict=True)):
+        sides = [linear.in_features, linear.out_features]
+        if which == 0:
+            before, bias = sides[1], getattr(linear, "bias", None)
+            has_bias = bias is not None if rank_of(linear) is None else linear.second.bias is not None
+            biases = (before - hidden) * has_bias
+        sides[1 - which] = hidden
+        saved += _matrices(linear) - (math.prod(sides) if rank is None else rank * sum(sides))
+    return PartCosts(sum(map(_params, mlp)) - saved - biases, tokens * (sum(map(_matrices, mlp)) - saved))
 
 
 def _fuse_mlp_(layer: nn.Module, paths: ModelPaths) -> None:

@@ -113,8 +113,10 @@ class Family(ABC):
         attention: tuple[AttentionSpec, ...] | None = None,
         mlp_ranks: MLPRanks | None = None,
         tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        """Returns parameters and MACs in closed form, of the model or with these specs, ranks and tokens in its layers.
+        """Returns parameters and MACs in closed form, of the model or with other specs, ranks, tokens or numbers of
+        hidden units in its layers.
 
         Every layer is counted with its own number of tokens under `tokens`, or else under the policy attached to the
         model.

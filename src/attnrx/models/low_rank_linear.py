@@ -1,5 +1,8 @@
 """A linear map factored into two smaller ones."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import nn
 
 from attnrx.errors import InvalidInput
@@ -37,3 +40,9 @@ class LowRankLinear(nn.Module):
 def rank_of(linear: nn.Module) -> int | None:
     """Returns the rank of a factored map, or None."""
     return linear.rank if isinstance(linear, LowRankLinear) else None
+
+
+def hidden_units(mlps: Sequence[tuple[nn.Module, nn.Module]]) -> tuple[int, ...]:
+    """Returns the number of features between the two maps of every MLP."""
+    firsts: list[Any] = [first for first, _ in mlps]
+    return tuple(first.out_features for first in firsts)

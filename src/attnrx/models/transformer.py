@@ -36,7 +36,8 @@ class TransformerConfig(ABC):
     """The shape of the model and its input format; the defaults are those of the SVDA paper for CIFAR-10.
 
     `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
-    ranks of the two maps of every MLP (None: one matrix), or is empty. `mean` and `std` are the image normalization
+    ranks of the two maps of every MLP (None: one matrix), or is empty, and `hidden_units` the number of its hidden
+    units if some were removed. `mean` and `std` are the image normalization
     that the model was trained with.
     """
 
@@ -49,6 +50,7 @@ class TransformerConfig(ABC):
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     mlp_ranks: MLPRanks = ()
+    hidden_units: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not self.attention:
@@ -58,6 +60,8 @@ class TransformerConfig(ABC):
             raise InvalidInput(f"patch_size {self.patch_size} does not divide image_size {self.image_size}.")
         if self.mlp_ranks and len(self.mlp_ranks) != self.depth:
             raise InvalidInput(f"{len(self.mlp_ranks)} pairs of MLP ranks for {self.depth} layers: give one each.")
+        if self.hidden_units and len(self.hidden_units) != self.depth:
+            raise InvalidInput(f"{len(self.hidden_units)} hidden_units for {self.depth} layers: give one each.")
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise InvalidInput(
                 f"{len(self.mean)} means and {len(self.std)} stds for {self.channels} channels: give one each."
@@ -104,6 +108,10 @@ class TransformerConfig(ABC):
         """Returns the ranks of the two maps of one layer's MLP; None where the map is one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
+    def hidden_of(self, layer: int) -> int:
+        """Returns the number of hidden units of one layer's MLP."""
+        return self.hidden_units[layer] if self.hidden_units else self.hidden
+
     def with_layer(self: Config, index: int, spec: AttentionSpec) -> Config:
         return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
 
@@ -119,7 +127,7 @@ class TransformerConfig(ABC):
         return ModelCosts(
             patches=self.patch_costs(),
             layers=tuple(
-                layer_costs(spec, own, self.hidden, self.mlp_rank(index))
+                layer_costs(spec, own, self.hidden_of(index), self.mlp_rank(index))
                 for index, (spec, own) in enumerate(zip(attention, tokens.tokens, strict=True))
             ),
             classifier=norm_costs(self.width) + PartCosts((self.width + 1) * self.classes),
@@ -139,12 +147,11 @@ class Layer(nn.Module):
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
         spec, (first, second) = config.attention[index], config.mlp_rank(index)
+        hidden = config.hidden_of(index)
         self.attention_norm = nn.LayerNorm(spec.width)
         self.attention = Attention(spec)
         self.mlp_norm = nn.LayerNorm(spec.width)
-        self.mlp = FusedMLP(
-            _linear(spec.width, config.hidden, first), nn.GELU(), _linear(config.hidden, spec.width, second)
-        )
+        self.mlp = FusedMLP(_linear(spec.width, hidden, first), nn.GELU(), _linear(hidden, spec.width, second))
 
     def forward(self, tokens: TokenBatch) -> TokenBatch:
         tokens = tokens + self.attention(self.attention_norm(tokens))
@@ -223,7 +230,13 @@ class OwnFamily(Family, Generic[Config]):
         own.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
         ranks = [list(own.config.mlp_rank(index)) for index in range(own.config.depth)]
         ranks[layer][which] = rank_of(linear)
-        own.config = replace(own.config, mlp_ranks=tuple((first, second) for first, second in ranks))
+        units = [own.config.hidden_of(index) for index in range(own.config.depth)]
+        units[layer] = linear.in_features if which else linear.out_features  # type: ignore[assignment]
+        own.config = replace(
+            own.config,
+            mlp_ranks=tuple((first, second) for first, second in ranks),
+            hidden_units=() if set(units) == {own.config.hidden} else tuple(units),
+        )
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         return to_dict(self._own(model).config)
@@ -244,10 +257,12 @@ class OwnFamily(Family, Generic[Config]):
         attention: tuple[AttentionSpec, ...] | None = None,
         mlp_ranks: MLPRanks | None = None,
         tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
         config = self._own(model).config
         token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
         config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
+        config = config if hidden is None else replace(config, hidden_units=hidden)
         return config.costs(attention, token_costs)
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:

@@ -12,7 +12,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.maps import COST_PARTS, LINEAR_MAPS, TOKENS
 from attnrx.model_diagnosis import diagnosis_or_spectra
-from attnrx.models import family_of, rank_of, require_all_tokens
+from attnrx.models import family_of, hidden_units, rank_of, require_all_tokens
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
 from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps
@@ -92,8 +92,12 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
         )
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
+    hidden = tuple(
+        units if layer.hidden is None else int(layer.hidden.keep.sum())
+        for units, layer in zip(hidden_units(family.mlp(model)), prescription.layers, strict=False)
+    )
     policy = None if prescription.tokens is None else prescription.tokens.policy
-    return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy)
+    return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
 
 
 def prescribe_within(

@@ -1,4 +1,4 @@
-"""Realizes a decision about the values of a layer or a map of its MLP: reduces the features in between."""
+"""Realizes a decision about the values of a layer or its MLP: reduces the features in between."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.errors import InvalidInput
-from attnrx.models import LowRankLinear
-from attnrx.prescription import OutputDecision
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.kernels.packed_linear import PackedLinear
+from attnrx.models import Family, LowRankLinear
+from attnrx.prescription import HiddenDecision, OutputDecision
 from attnrx.realization.directions import value_features
 from attnrx.shapes import Float, Tensor
 
@@ -98,6 +99,40 @@ def mask_linear_(linear: nn.Linear, output: OutputDecision) -> None:
         raise InvalidInput("a map without a bias cannot hold the mean of its reduced outputs; use by='compress'.")
     linear.weight.copy_(second @ first)
     linear.bias.copy_(bias)
+
+
+def realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:
+    """Removes hidden units of one MLP, and refits its second linear map; by a mask with zeros in their place."""
+    first, second = family.mlp(model)[index]
+    if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
+        raise NotSupported(f"the MLP of layer {index} has factored maps; prescribe hidden on the original model.")
+    keep = hidden.keep.to(first.weight.device)
+    if len(keep) != first.out_features or len(hidden.bias) != second.out_features:
+        raise InvalidInput(
+            f"layers[{index}] of the prescription has {len(keep)} hidden units and {len(hidden.bias)} outputs, the "
+            f"model {first.out_features} and {second.out_features}."
+        )
+    weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
+    if by == "mask":
+        if second.bias is None:
+            raise InvalidInput("a second map without a bias cannot hold the mean of removed units; use by='compress'.")
+        second.weight.zero_()
+        second.weight[:, keep] = weight
+        second.bias.copy_(bias)
+        return
+    kept = int(keep.sum())
+    small = (
+        PackedLinear(first.in_features, kept, bias=first.bias is not None),
+        PackedLinear(kept, second.out_features),
+    )
+    for which, (linear, original) in enumerate(zip(small, (first, second), strict=True)):
+        linear.to(original.weight.device, original.weight.dtype).train(original.training)
+        family.set_mlp_(model, index, which, linear)
+    small[0].weight.copy_(first.weight[keep])
+    if first.bias is not None:
+        small[0].bias.copy_(first.bias[keep])
+    small[1].weight.copy_(weight)
+    small[1].bias.copy_(bias)
 
 
 def _factors(linear: nn.Linear, output: OutputDecision) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,13 @@ from attnrx.realization.directions import (
     mask_rewritten_,
 )
 from attnrx.realization.fitting import nearest_candidate, refitted
-from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
+from attnrx.realization.outputs import (
+    compress_values_,
+    compressed_linear,
+    mask_linear_,
+    mask_values_,
+    realize_hidden_,
+)
 from attnrx.shapes import Tensor
 
 
@@ -125,6 +131,8 @@ def _realized(
                 _mask_(family.attention(changed)[index], layer)
             else:
                 family.set_attention_(changed, index, _compressed(attention, layer, norms))
+            if layer.hidden is not None:
+                realize_hidden_(family, changed, index, layer.hidden, by)
             _realize_mlp_(family, changed, index, layer, by)
         if prescription.tokens is not None:
             realize_tokens_(changed, family, prescription.tokens, by, shape_of(model, family).heads)

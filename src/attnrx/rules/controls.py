@@ -66,7 +66,7 @@ def _of_kind(
         yield from _of_tokens(kind, prescription, draws, seed)
         return
     for draw in range(draws if kind == "random" else 1):
-        fixed = {HEADS} if rules.keys() != {HEADS} else set()
+        fixed = {HEADS} if rules.keys() != {HEADS} else set()  # other maps depend on the heads that stay
         controls = {name: rule if name in fixed else _control(kind, rule, seed + draw) for name, rule in rules.items()}
         yield prescribe_maps(diagnosis, {**controls, TOKENS: prescription.tokens})
 
@@ -104,4 +104,5 @@ def _same(one: Prescription, other: Prescription) -> bool:
 
 
 def _encodings(layer: LayerPrescription) -> list[Tensor]:
-    return [layer.outputs[name].encode for name in sorted(layer.outputs)]
+    hidden = [] if layer.hidden is None else [layer.hidden.keep]
+    return [*hidden, *(layer.outputs[name].encode for name in sorted(layer.outputs))]

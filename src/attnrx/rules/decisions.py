@@ -8,7 +8,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 import torch
 
 from attnrx.diagnostics.spectral_shape import energy
-from attnrx.maps import HEADS
+from attnrx.maps import HEADS, HIDDEN
 from attnrx.prescription import ScoreDecision
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.spectrum import Spectrum
@@ -100,7 +100,7 @@ def at_most(value: float) -> str:
 
 def _describe_kept(spectrum: Spectrum, keep: Tensor, head: int) -> str:
     rank, total = int(keep[head].sum()), int(spectrum.used[head].sum())
-    what = "heads" if spectrum.of == HEADS else "directions"
+    what = {HEADS: "heads", HIDDEN: "hidden units"}.get(spectrum.of, "directions")
     if not total:
         return f"has no {what}"
     if not rank:

@@ -1,15 +1,15 @@
-"""Applies rules to heads, vo, fc1 and fc2."""
+"""Applies rules to heads, vo, fc1, fc2 and hidden."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from attnrx.decompositions import Balanced, balance, elimination_losses, factor_directions, pays, read_out
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.decompositions import Balanced, balance, compensated, elimination_losses, factor_directions, pays, read_out
+from attnrx.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.errors import InvalidRule, UnknownName
-from attnrx.maps import HEADS, LINEAR_MAPS
-from attnrx.prescription import HeadDecision, OutputDecision, ScoreDecision
+from attnrx.maps import HEADS, HIDDEN, LINEAR_MAPS
+from attnrx.prescription import HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
 from attnrx.rules.decisions import keep_only
 from attnrx.rules.metrics import OWN
 from attnrx.rules.rule import Rule, inner_rules, metric_of
@@ -23,6 +23,11 @@ OUTPUT_METRICS = (CENTERED, WEIGHTS)
 # The metrics of heads. centered: the error of the layer's output on the data if the output projection is refitted to
 # the remaining heads, which is then done. weights: the norm of W_O W_V of the head. own: the norm of its strengths.
 HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
+# The metrics of hidden. centered: the error of the MLP's output on the data, in backward elimination with compensation.
+# activation: the standard deviation of a unit times the norm of the weights after it. In both the second linear map is
+# refitted to the kept units. weights: the product of the norms of the weights before and after a unit; no refit.
+ACTIVATION = "activation"
+HIDDEN_METRICS = (CENTERED, ACTIVATION, WEIGHTS)
 
 NEEDS = {
     CENTERED: ("output_covariance", "output_mean", "readout_gram"),
@@ -34,12 +39,16 @@ PAIRS = ("spectral_redundancy", "output_similarity")
 
 
 def output_metric(rule: Rule, of: str) -> str:
-    """Returns the metric of a rule for one of OUTPUT_MAPS or "heads": the one it states, or its default.
+    """Returns the metric of a rule for one of OUTPUT_MAPS or UNIT_MAPS: the one it states, or its default.
 
     Raises:
         UnknownName: The metric does not exist for this map.
     """
-    known, default = (HEAD_METRICS, _head_metric(rule)) if of == HEADS else (OUTPUT_METRICS, CENTERED)
+    known, default = OUTPUT_METRICS, CENTERED
+    if of == HEADS:
+        known, default = HEAD_METRICS, _head_metric(rule)
+    elif of == HIDDEN:
+        known = HIDDEN_METRICS
     metric = metric_of(rule) or default
     if metric not in known:
         raise UnknownName(f"metric of {of}", metric, known)
@@ -167,6 +176,40 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
     view = _view(diagnosis, spectra)
     decisions = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
     return [None if found is None else next(decisions) for found in maps]
+
+
+def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | None]:
+    """Returns the decision about the hidden units of every MLP; None where all stay.
+
+    For the rule an MLP is one unit whose directions are its hidden units.
+    """
+    metric = output_metric(rule, HIDDEN)
+    units = [layer.hidden for layer in diagnosis.layers]
+    found = [own for own in units if own is not None]
+    if len(found) < len(units):
+        raise InvalidRule(
+            f"hidden={rule} needs an MLP of two linear maps, each one matrix, in every layer, which the model does not "
+            "have; omit hidden."
+        )
+    if any(metric not in own.strength for own in found):
+        raise _needs_moments(HIDDEN, rule, "the moments of the hidden units")
+    strengths = [own.strength[metric][None] for own in found]
+    rows = [own.new_zeros(*own.shape, 0) for own in strengths]
+    spectra = [_spectrum(empty, empty, own, (0,), HIDDEN) for empty, own in zip(rows, strengths, strict=True)]
+    view = _view(diagnosis, spectra)
+    return [_decide_units(rule.decide(view, index), own, metric) for index, own in enumerate(found)]
+
+
+def _decide_units(decision: ScoreDecision, units: HiddenDiagnosis, metric: str) -> HiddenDecision | None:
+    keep, weight, bias = decision.keep[0], units.weight.double(), units.bias.double()
+    if bool(keep.all()):
+        return None
+    kept = weight[:, keep]
+    if metric != WEIGHTS:
+        assert units.covariance is not None and units.mean is not None
+        kept, mean = compensated(units.covariance, weight, keep), units.mean.double()
+        bias = bias + weight @ mean - kept @ mean[keep]
+    return HiddenDecision(keep, units.strength[metric], kept, bias, metric_reasons(decision, metric))
 
 
 def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:

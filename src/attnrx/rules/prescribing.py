@@ -1,13 +1,13 @@
 """Creates a prescription from a diagnosis and rules."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
-from attnrx.maps import HEADS, LINEAR_MAPS
+from attnrx.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
 from attnrx.prescription import (
     Decision,
     HeadDecision,
@@ -22,6 +22,7 @@ from attnrx.rules.metrics import OWN, rewritten, rotary_directions
 from attnrx.rules.outputs import (
     CENTERED,
     decide_heads,
+    decide_hidden,
     decide_linear,
     decide_values,
     limited_to_heads,
@@ -43,7 +44,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
     the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
     about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own; without it
-    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS). "tokens" needs
+    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), that
+    of "hidden" in one of HIDDEN_METRICS. "tokens" needs
     no reading, because tokens are selected for every image at run time. The prescription records the rules with their
     metrics, and all information of the diagnosis about its model and data.
     """
@@ -65,6 +67,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
         found["vo"] = decide_values(diagnosis, stated.get("vo"), heads)
     found |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
     found[HEADS] = heads
+    if HIDDEN in stated:
+        found[HIDDEN] = decide_hidden(diagnosis, stated[HIDDEN])
     layers = tuple(
         LayerPrescription({name: own for name, own in zip(found, decisions, strict=True) if own is not None})
         for decisions in zip(*found.values(), strict=True)
@@ -82,8 +86,14 @@ def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None])
     )
 
 
-def _require_changeable(diagnosis: Diagnosis, names: Iterable[str]) -> None:
-    """Raises NotSupported for maps of which nothing can be removed in some layer."""
+def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
+    """Raises NotSupported for maps of which nothing can be removed in some layer, or that exclude one another."""
+    linear = [name for name in LINEAR_MAPS if name in names]
+    if HIDDEN in names and linear:
+        raise NotSupported(
+            f"hidden and {' and '.join(linear)} in one prescription: the ranks of these maps depend on the units that "
+            "stay. Realize hidden first, then diagnose and prescribe the result."
+        )
     for index, layer in enumerate(diagnosis.layers):
         fixed = [name for name in names if name in layer.spectrum.fixed]
         if fixed:
@@ -157,7 +167,8 @@ def _require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
 
 
 def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
-    return bool(layer.outputs) or HEADS in layer.decisions or _changes_scores(spectrum, layer.qk)
+    units = any(name in layer.decisions for name in UNIT_MAPS)
+    return bool(layer.outputs) or units or _changes_scores(spectrum, layer.qk)
 
 
 def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
