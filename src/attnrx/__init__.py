@@ -43,6 +43,7 @@ _HOMES = {
     "push_to_hub": "attnrx.api",
     "realize": "attnrx.api",
     "refine": "attnrx.api",
+    "repair": "attnrx.api",
     "save": "attnrx.api",
     "shrink": "attnrx.shrinking",
     "Shrunk": "attnrx.shrinking",
@@ -98,6 +99,7 @@ __all__ = [
     "push_to_hub",
     "realize",
     "refine",
+    "repair",
     "rules",
     "save",
     "shrink",
@@ -139,6 +141,7 @@ if TYPE_CHECKING:
         push_to_hub,
         realize,
         refine,
+        repair,
         save,
         verify,
     )

@@ -35,6 +35,7 @@ from attnrx.planning.budget import Budget, prescribe_within
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.realization.refinement import refine
+from attnrx.realization.repair import repair
 from attnrx.reports import completed_card, model_card
 from attnrx.rules import RulesLike, control_prescriptions, parse_rules
 from attnrx.rules import prescribe_maps as prescribe_with
@@ -55,6 +56,7 @@ __all__ = [
     "push_to_hub",
     "realize",
     "refine",
+    "repair",
     "save",
     "verify",
 ]

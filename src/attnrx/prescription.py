@@ -608,7 +608,8 @@ REALIZED = Record(
         "norms": Choice(("renormalized", "exact", "refit")),
         "refine": Integer(0, 10**6),
         "calibration_images": Integer(1),
-    }
+    },
+    {"repair": Integer(0, 10**6)},
 )
 
 RECORD: Field = Record(

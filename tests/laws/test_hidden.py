@@ -94,7 +94,8 @@ def test_the_compensation_is_the_ridge_regression_on_the_data(subjects, form: st
     model, diagnosis, images = subjects[form]
     decided = rx.prescribe(diagnosis, "hidden=uniform_rank:0.5").layers[0].hidden
     assert decided is not None
-    second, found = family_of(model).mlp(model)[0][1], []
+    second: Any = family_of(model).mlp(model)[0][1]
+    found: list[tuple[Tensor, Tensor]] = []
     handle = second.register_forward_hook(lambda _, given, output: found.append((given[0], output)))
     model(images)
     handle.remove()

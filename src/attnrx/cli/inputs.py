@@ -101,25 +101,33 @@ def made(
     how: Mapping[str, Any],
     calibration: "rx.data.ImageSet | None" = None,
 ) -> "nn.Module":
-    """Realizes a prescription with the recorded settings `how`, and refines its queries and keys if they request it."""
-    found = rx.realize(model, prescription, by=how["by"], norms=how["norms"], calibration=calibration)
-    steps = how.get("refine", 0)
-    if not steps:
-        return found
+    """Realizes a prescription with the recorded settings `how`, and refines or repairs it if they request it."""
+    refined, repaired = how.get("refine", 0), how.get("repair", 0)
+    given = {"by": how["by"], "norms": how["norms"], "calibration": calibration}
+    if not (refined or repaired):
+        return rx.realize(model, prescription, **given)
     if how["by"] != "compress" or calibration is None:
+        requested = " and ".join(f"--{name}" for name in ("refine", "repair") if how.get(name))
         raise InvalidInput(
-            "--refine fits the query and key rows of compressed layers on images: give --by compress and --data NAME."
+            f"{requested} fits the weights of compressed layers on images: give --by compress and --data NAME."
         )
     from attnrx.realization.refinement import Refinement
+    from attnrx.realization.repair import Repair
 
-    images = calibration.take(min(REFINED_ON, len(calibration)))
-    return rx.refine(found, model, images, Refinement(steps)).model
+    fits = []
+    if refined:
+        few = calibration.take(min(REFINED_ON, len(calibration)))
+        fits.append(lambda found: rx.refine(found, model, few, Refinement(refined)).model)
+    if repaired:
+        fits.append(lambda found: rx.repair(found, model, calibration, Repair(repaired)).model)
+    return rx.realization.realize_fitted(model, prescription, fits, **given)
 
 
 def kind_of(how: Mapping[str, Any]) -> str | None:
     """Returns the kind of realization in one word; None if it is unknown."""
-    if how.get("refine"):
-        return "refined"
+    fitted = [word for name, word in (("refine", "refined"), ("repair", "repaired")) if how.get(name)]
+    if fitted:
+        return " and ".join(fitted)
     return "mask" if how.get("by") == "mask" else how.get("norms")
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.diagnosis import Diagnosis
 from attnrx.display import Displayed
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
-from attnrx.maps import LINEAR_MAPS, TOKENS
+from attnrx.maps import HIDDEN, LINEAR_MAPS, TOKENS
 from attnrx.models import family_of, shape_of
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
@@ -115,6 +115,14 @@ class Space(Displayed):
         return None if normed else "mix"
 
     @cached_property
+    def mlp_maps(self) -> tuple[str, ...]:
+        """The maps of the axis "mlp": the hidden units where they were measured, else the ranks of both maps."""
+        measured = all(
+            layer.hidden is not None and layer.hidden.covariance is not None for layer in self.diagnosis.layers
+        )
+        return (HIDDEN,) if measured else LINEAR_MAPS
+
+    @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
         """The spectra of the score directions in `metric`, per layer."""
         diagnosis = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
@@ -165,7 +173,7 @@ class Space(Displayed):
 
     def _prescribed(self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None) -> Prescription:
         tokens = None if policy is None else TokenPrescription.of(policy)
-        by_map = {name: rule for axis, rule in rules.items() for name in (LINEAR_MAPS if axis == "mlp" else (axis,))}
+        by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens})

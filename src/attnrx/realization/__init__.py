@@ -2,6 +2,15 @@
 
 from attnrx.realization.directions import compressed_spec
 from attnrx.realization.fitting import refitted
-from attnrx.realization.realizing import BY, NORMS, prescribed_tokens, realize, realize_tokens_
+from attnrx.realization.realizing import BY, NORMS, prescribed_tokens, realize, realize_fitted, realize_tokens_
 
-__all__ = ["BY", "NORMS", "compressed_spec", "prescribed_tokens", "realize", "realize_tokens_", "refitted"]
+__all__ = [
+    "BY",
+    "NORMS",
+    "compressed_spec",
+    "prescribed_tokens",
+    "realize",
+    "realize_fitted",
+    "realize_tokens_",
+    "refitted",
+]

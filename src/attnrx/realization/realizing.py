@@ -1,7 +1,9 @@
 """Realizes a prescription: ranks layer by layer, then the token policy."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,6 +120,23 @@ def realize(
     images = images_for(model, _require_refittable(prescription, calibration), "calibration")
     fits = (refitted(model, prescription, images), prescription.layers)
     return nearest_candidate([_realized(model, prescription, layers, by, norms) for layers in fits], model, images)
+
+
+def realize_fitted(
+    model: nn.Module, prescription: Prescription, fits: Sequence[Callable[[nn.Module], nn.Module]], **given: Any
+) -> nn.Module:
+    """Realizes all of a prescription but its tokens, applies the `fits`, which observe all tokens, then its tokens.
+
+    `given` are arguments of `realize`.
+    """
+    ranks, tokens = replace(prescription, tokens=None), prescription.tokens
+    changed = ranks.rules or prescription.tokens is None
+    found = realize(model, ranks, **given) if changed else copy.deepcopy(model)
+    for fit in fits:
+        found = fit(found)
+    if tokens is not None:
+        realize_tokens_(found, family_of(found), tokens, "compress", shape_of(model, family_of(model)).heads)
+    return found
 
 
 def _realized(

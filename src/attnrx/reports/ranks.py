@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.maps import LINEAR_MAPS
+from attnrx.maps import HIDDEN, LINEAR_MAPS
 from attnrx.models import family_of, rank_of
 from attnrx.prescription import LayerPrescription, Prescription
 
-SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
+SCORES, VALUES, MLP, UNITS = "Query and key", "Value and output", "MLP", "Hidden units"
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,16 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
     if any(name in layer.outputs for layer in layers for name in LINEAR_MAPS):
         found.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(_mlp(layers))))
     return tuple(found)
+
+
+def prescribed_units(prescription: Prescription) -> tuple[PathwayRanks, ...]:
+    """Returns the hidden units that stay in every layer; empty if all do."""
+    decided = [layer.hidden for layer in prescription.layers]
+    full = max((len(own.keep) for own in decided if own is not None), default=0)
+    rows = tuple(
+        (HeadRank(full, full) if own is None else HeadRank(int(own.keep.sum()), len(own.keep)),) for own in decided
+    )
+    return (PathwayRanks(UNITS, (HIDDEN,), rows),) if full else ()
 
 
 def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:

@@ -1,7 +1,7 @@
 """Methods: ways of compressing a model as text, and the compressors that make the model at any share."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +13,10 @@ from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
-from attnrx.models import family_of, shape_of
 from attnrx.planning.budget import costs_at, largest_share, least_share
-from attnrx.realization import realize_tokens_
+from attnrx.realization import realize_fitted
 from attnrx.realization.refinement import Refinement, refine
+from attnrx.realization.repair import Repair, repair
 from attnrx.rules import SHARE, Template
 from attnrx_lab.baselines import (
     BASELINES,
@@ -27,18 +27,21 @@ from attnrx_lab.baselines import (
     TorchPruningBaseline,
 )
 
+FITS = ("refine", "repair")
+
 
 @dataclass(frozen=True)
 class Method:
     """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
 
-    `refined` is the number of steps of a refinement of the queries and keys on the calibration images afterwards. A
-    `baseline` is one of BASELINES.
+    `refined` is the number of steps of a refinement of the queries and keys on the calibration images afterwards,
+    `repaired` that of a repair of the MLPs per block. A `baseline` is one of BASELINES.
     """
 
     name: str
     rules: str = ""
     refined: int = 0
+    repaired: int = 0
     baseline: str | None = None
 
     def __post_init__(self):
@@ -46,22 +49,26 @@ class Method:
             self.template  # noqa: B018, refuses maps that do not exist
         elif self.baseline not in BASELINES:
             raise UnknownName("baseline", self.baseline, BASELINES)
-        elif self.rules or self.refined:
-            raise InvalidInput(f"{self.name}: a baseline takes no rules and no refinement; make them methods.")
+        elif self.rules or self.refined or self.repaired:
+            raise InvalidInput(f"{self.name}: a baseline takes no rules and no fits; make them methods.")
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Parses `NAME=RULES [refine=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:BASELINE`."""
+        """Parses `NAME=RULES [refine=STEPS] [repair=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:NAME`."""
         name, _, rest = text.partition("=")
-        words = rest.split()
-        steps = [word.removeprefix("refine=") for word in words if word.startswith("refine=")]
-        rules = " ".join(word for word in words if not word.startswith("refine="))
-        if not name.strip() or not rules or len(steps) > 1 or not all(each.isdecimal() for each in steps):
-            raise InvalidInput(f"the method {text!r} is not NAME=RULES [refine=STEPS], e.g. mix=qk=total_rank:{SHARE}.")
+        words = [word.partition("=") for word in rest.split()]
+        fits = [(fit, steps) for fit, _, steps in words if fit in FITS]
+        rules = " ".join("".join(word) for word in words if word[0] not in FITS)
+        steps = dict(fits)
+        if not name.strip() or not rules or len(steps) < len(fits) or not all(map(str.isdecimal, steps.values())):
+            raise InvalidInput(
+                f"the method {text!r} is not NAME=RULES [refine=STEPS] [repair=STEPS], e.g. mix=qk=total_rank:{SHARE}."
+            )
+        refined, repaired = (int(steps.get(fit, 0)) for fit in FITS)
         if rules.startswith("baseline:"):
             baseline, _, rules = rules.removeprefix("baseline:").partition(" ")
-            return cls(name.strip(), rules, sum(map(int, steps)), baseline)
-        return cls(name.strip(), rules, sum(map(int, steps)))
+            return cls(name.strip(), rules, refined, repaired, baseline)
+        return cls(name.strip(), rules, refined, repaired)
 
     @property
     def template(self) -> Template:
@@ -129,15 +136,14 @@ class RuleCompressor(ModelCompressor):
             if not method.varies:
                 raise
             return bench.model
-        if not method.refined:
-            return realize(bench.model, found)
-        candidate = realize(bench.model, replace(found, tokens=None))
-        knobs = Refinement(steps=method.refined, seed=bench.seed)
-        candidate = refine(candidate, bench.model, bench.calibration, knobs).model
-        if found.tokens is not None:  # last, because refinement observes all tokens
-            family = family_of(candidate)
-            realize_tokens_(candidate, family, found.tokens, "compress", shape_of(bench.model, family).heads)
-        return candidate
+        fits: list[Callable[[nn.Module], nn.Module]] = []
+        if method.refined:
+            refinement = Refinement(steps=method.refined, seed=bench.seed)
+            fits.append(lambda made: refine(made, bench.model, bench.calibration, refinement).model)
+        if method.repaired:
+            settings = Repair(steps=method.repaired, seed=bench.seed)
+            fits.append(lambda made: repair(made, bench.model, bench.calibration, settings).model)
+        return realize_fitted(bench.model, found, fits) if fits else realize(bench.model, found)
 
 
 @dataclass(frozen=True)

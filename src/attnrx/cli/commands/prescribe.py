@@ -38,8 +38,8 @@ def add(parser: Parser) -> None:
         nargs="+",
         metavar="MAP=RULE",
         help="the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for "
-        "the MLP, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and |, e.g. "
-        "total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. "
+        "the MLP, hidden=RULE for its hidden units, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., "
+        "joined by & and |, e.g. total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. "
         f"POLICY: {POLICY}",
     )
     parser.add_argument(

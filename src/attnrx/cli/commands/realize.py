@@ -28,6 +28,10 @@ REFINE = (
     "optimize the query and key rows of every layer to match the original's attention, on --data without labels, in "
     "this many steps, e.g. 200"
 )
+REPAIR = (
+    "fit the MLPs of the compressed model, block by block, to the outputs of the original's blocks on --data without "
+    "labels, in this many steps per block after a least-squares fit, e.g. 300"
+)
 
 
 def add(parser: Parser) -> None:
@@ -37,8 +41,9 @@ def add(parser: Parser) -> None:
     option(parser, "--by", ("compress", "mask"), "delete the pruned directions, or set them to zero", "compress")
     option(parser, "--norms", ("renormalized", "exact", "refit"), NORMS, "renormalized")
     option(parser, "--refine", STEPS, REFINE, 0)
-    add_data(parser, "training images for --norms refit and --refine", required=False)
-    calibration = f"training images for --norms refit; the first {REFINED_ON} of them for --refine"
+    option(parser, "--repair", STEPS, REPAIR, 0)
+    add_data(parser, "training images for --norms refit, --refine and --repair", required=False)
+    calibration = f"training images for --norms refit and --repair; the first {REFINED_ON} of them for --refine"
     option(parser, "--calibration-images", COUNT, calibration, 512)
     add_device(parser)
 
@@ -48,7 +53,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     prescription = rx.Prescription.load(arguments.prescription)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
-    how = {name: getattr(arguments, name) for name in ("by", "norms", "refine", "calibration_images")}
+    how = {name: getattr(arguments, name) for name in ("by", "norms", "refine", "repair", "calibration_images")}
     slim = made(model, prescription, how, _calibration(model, arguments))
     prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
@@ -58,10 +63,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
-    if not arguments.refine and (arguments.by != "compress" or arguments.norms != "refit"):
+    fits = [name for name in ("--refine", "--repair") if getattr(arguments, name.removeprefix("--"))]
+    fits += ["--norms refit"] * (arguments.by == "compress" and arguments.norms == "refit")
+    if not fits:
         return None
     if arguments.data is None:
-        requested = "--refine" if arguments.refine else "--norms refit"
-        raise InvalidInput(f"{requested} is fitted on images, and --data names none; add --data NAME.")
+        requested = " and ".join(fits)
+        raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
     train = splits_argument(model, arguments).train
     return train.take(min(arguments.calibration_images, len(train)))

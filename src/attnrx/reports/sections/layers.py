@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.maps import LINEAR_MAPS
+from attnrx.maps import HIDDEN, LINEAR_MAPS
 from attnrx.prescription import LayerPrescription, ScoreDecision
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import LEVELS, HeatMap, spectrum_bars
 from attnrx.reports.numbers import MISSING, fixed, number, percent, plain, short
-from attnrx.reports.ranks import MLP, SCORES, VALUES, HeadRank, PathwayRanks, prescribed_ranks
+from attnrx.reports.ranks import MLP, SCORES, UNITS, VALUES, HeadRank, PathwayRanks, prescribed_ranks, prescribed_units
 from attnrx.reports.sections.section import Figure, Section
 from attnrx.shapes import Bool, Float, Tensor
 
@@ -21,11 +21,12 @@ DENSE = 9  # from this many columns on the cells of heat maps are small and show
 OPEN_PANELS = 32  # with more panels of spectra only the first layer is unfolded initially
 
 # The maps of a pathway in the keys of spectra; "fc" stands for both maps of the MLP.
-KEYS = {SCORES: "qk", VALUES: "vo", MLP: "fc"}
+KEYS = {SCORES: "qk", VALUES: "vo", MLP: "fc", UNITS: HIDDEN}
 PATHWAYS = {
     SCORES: "Directions in which a head scores pairs of tokens.",
     VALUES: "Value dimensions of a head.",
     MLP: "Ranks of the two maps; a map that is not factorized is marked “all”.",
+    UNITS: "Hidden units of the MLP; the second map is refitted to those that stay.",
 }
 SHARED = "A cell across a layer is the number of directions shared by all its heads."
 
@@ -84,6 +85,8 @@ def changes(content: ReportContent) -> Section | None:
     prescription, found = content.prescription, content.ranks
     if not found and prescription is not None:
         found = prescribed_ranks(prescription, content.diagnosis)
+    if prescription is not None:
+        found = (*found, *prescribed_units(prescription))
     found = tuple(pathway for pathway in found if pathway.kept < pathway.full)
     tokens = None if prescription is None else prescription.tokens
     if not found and tokens is None:
@@ -106,8 +109,8 @@ def changes(content: ReportContent) -> Section | None:
 
 
 def _facts(pathway: PathwayRanks) -> Iterator[tuple[str, str]]:
-    share = percent(1 - pathway.kept / max(pathway.full, 1))
-    yield pathway.name, f"{share} of the ranks removed, {number(pathway.kept)} of {number(pathway.full)} kept"
+    share, what = percent(1 - pathway.kept / max(pathway.full, 1)), "units" if pathway.name == UNITS else "ranks"
+    yield pathway.name, f"{share} of the {what} removed, {number(pathway.kept)} of {number(pathway.full)} kept"
     heads = sum(part.rank is None for layer in pathway.layers for part in layer)
     if heads and pathway.name == SCORES:
         total = sum(len(layer) for layer in pathway.layers)
@@ -288,7 +291,7 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
             energies, used = strength.square(), (strength > 0) | keep
             if diagnosis is not None and name == "qk":
                 energies, used = _score_energies(diagnosis.layers[index], layer.qk)
-            is_linear = name in LINEAR_MAPS
+            is_linear = name in (*LINEAR_MAPS, HIDDEN)
             for unit, *own in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
                 title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
                 found[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *own)
@@ -318,3 +321,5 @@ def _decided(layer: LayerPrescription) -> Iterator[tuple[str, Tensor, Tensor]]:
         # The kept directions are the strongest ones.
         order = own.strength.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         yield name, own.strength, order < torch.tensor(own.ranks)[:, None]
+    if layer.hidden is not None:
+        yield HIDDEN, layer.hidden.strength[None], layer.hidden.keep[None]
