@@ -335,7 +335,7 @@ class _Pass:
     def hidden_diagnoses(self) -> list[HiddenDiagnosis | None]:
         """Returns the diagnoses of the hidden units per layer; None for an MLP that is not two matrices."""
         found: list[HiddenDiagnosis | None] = [None] * len(self.family.attention(self.model))
-        for layer, (first, second) in enumerate(self.linears):
+        for layer, (first, second) in enumerate(self.linears if self.family.has_plain_units(self.model) else ()):
             if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
                 found[layer] = hidden_diagnosis(first, second, self.hidden.get(layer))
         return found

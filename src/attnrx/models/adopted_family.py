@@ -248,6 +248,15 @@ class AdoptedFamily(Family):
         maps = zip(self.layers(source), self._maps(source), strict=False)  # no maps where a layer has another MLP
         return tuple((layer.get_submodule(first), layer.get_submodule(second)) for layer, (first, second) in maps)
 
+    def has_plain_units(self, model: nn.Module) -> bool:
+        layers, paths = self.layers(self._adopted(model).source), self.paths(self._adopted(model).source)
+        for layer, pair in zip(layers, self.mlp(model), strict=False):
+            maps = {id(own) for linear in pair for own in linear.parameters()}
+            inside = (own for name in paths.mlp for own in layer.get_submodule(name).parameters())
+            if any(id(own) not in maps for own in inside):  # a norm over all units
+                return False
+        return bool(self.mlp(model))
+
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         source = self._adopted(model).source
         maps = self._maps(source)

@@ -46,6 +46,10 @@ class Family(ABC):
         kind.
         """
 
+    def has_plain_units(self, model: nn.Module) -> bool:
+        """Returns whether only an activation is between the two maps of every MLP, so that its units are separate."""
+        return bool(self.mlp(model))
+
     @abstractmethod
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""

@@ -59,7 +59,7 @@ def recording_blocks(model: nn.Module, family: Family) -> Iterator[list[Tensor]]
     """Collects the output of every block in each forward pass; the caller clears the list."""
     outputs: list[Tensor] = []
 
-    def record(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    def record(module: nn.Module, args: object, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
     with ExitStack() as hooks:

@@ -256,7 +256,7 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
     blocks = [model.get_submodule(name) for name in block_names(model, family)]
     outputs: list[Tensor] = []
 
-    def keep(block: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    def keep(block: nn.Module, args: object, output: Any) -> None:
         outputs.append(output if isinstance(output, Tensor) else output[0])
 
     sums: list[Tensor] = []

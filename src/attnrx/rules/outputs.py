@@ -188,8 +188,8 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | Non
     found = [own for own in units if own is not None]
     if len(found) < len(units):
         raise InvalidRule(
-            f"hidden={rule} needs an MLP of two linear maps, each one matrix, in every layer, which the model does not "
-            "have; omit hidden."
+            f"hidden={rule} needs an MLP of two linear maps, each one matrix, with only an activation between them, in "
+            "every layer, which the model does not have; omit hidden."
         )
     if any(metric not in own.strength for own in found):
         raise _needs_moments(HIDDEN, rule, "the moments of the hidden units")

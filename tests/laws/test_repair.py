@@ -1,0 +1,128 @@
+"""Laws of repair: every block comes nearer to the original's, and a map that was only perturbed is restored."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnrx as rx
+import cases
+from attnrx.errors import InvalidInput, InvalidRule, NotSupported
+from attnrx.models import family_of
+from attnrx.realization.repair import Repair, repair
+from pretrained import CASES, adopted_once
+
+# Those whose blocks add the normalized output of the MLP: it has no target.
+NORMS_AFTER = {"vit, norms after", "relative positions by an MLP"}
+GATED = {name for name in CASES if any(part in name for part in ("gated", "eva02", "perception", "sapiens"))}
+FEW = Repair(steps=30, batch=8)
+
+
+def images_of(model: nn.Module, count: int = 32) -> Tensor:
+    generator, dtype = torch.Generator().manual_seed(0), next(model.parameters()).dtype
+    return torch.randn(count, *family_of(model).input_shape(model), generator=generator).to(dtype)
+
+
+def halved(model: nn.Module, images: Tensor, rules: str = "hidden=uniform_rank:0.5,metric=weights") -> nn.Module:
+    return rx.realize(model, rx.prescribe(rx.diagnose(model, images, moments=True), rules))
+
+
+@pytest.fixture(scope="module")
+def own() -> tuple[nn.Module, Tensor]:
+    model = cases.model(cases.CONFIGS["dense"])
+    return model, images_of(model, 64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_architecture_loses_hidden_units_and_is_repaired(name: str, tmp_path: Any) -> None:
+    family, _, model = adopted_once(name)
+    images = images_of(model)
+    diagnosis = rx.diagnose(model, images, moments=True)
+    if not family.has_plain_units(model):
+        assert family.mlp(model) or name in GATED
+        with pytest.raises(InvalidRule, match="only an activation between"):
+            rx.prescribe(diagnosis, "hidden=uniform_rank:0.5")
+        return
+    # The compensation is a fit on these images already, the weights alone are not.
+    given = rx.prescribe(diagnosis, "hidden=uniform_rank:0.5,metric=weights")
+    small = rx.realize(model, given)
+    if all(getattr(second, "bias", None) is not None for _, second in family.mlp(model)):
+        masked = rx.realize(model, given, by="mask")
+        torch.testing.assert_close(masked(images[:3]), small(images[:3]), rtol=1e-9, atol=1e-9)
+    assert family.costs(small).params == sum(parameter.numel() for parameter in small.parameters())
+    if name in NORMS_AFTER:
+        with pytest.raises(NotSupported, match="norm after the MLP"):
+            repair(small, model, images, FEW)
+        return
+    repaired = repair(small, model, images, FEW)
+    assert all(after <= before for before, after in zip(repaired.before, repaired.after, strict=True))
+    assert repaired.after[0] < repaired.before[0]
+    loaded = rx.load(rx.save(repaired.model, tmp_path / "model"))
+    torch.testing.assert_close(loaded(images[:3]), repaired.model(images[:3]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "rules", ["fc1=uniform_rank:4 fc2=uniform_rank:4", "qk=total_rank:0.25 vo=uniform_rank:0.25,metric=weights"]
+)
+def test_every_map_of_a_block_is_repaired(own: tuple[nn.Module, Tensor], rules: str) -> None:
+    """The MLP also corrects what the attention of its block lost."""
+    model, images = own
+    repaired = repair(halved(model, images, rules), model, images, FEW)
+    assert all(after <= before for before, after in zip(repaired.before, repaired.after, strict=True))
+    assert repaired.after[-1] < 0.9 * repaired.before[-1]
+
+
+def test_a_perturbed_second_map_is_restored_in_closed_form(own: tuple[nn.Module, Tensor]) -> None:
+    model, images = own
+    changed = copy.deepcopy(model)
+    linear: Any = family_of(changed).mlp(changed)[1][1]
+    with torch.no_grad():
+        linear.weight.add_(torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.1)
+        linear.bias.add_(0.3)
+    repaired = repair(changed, model, images, Repair(steps=0, ridge=1e-9))
+    assert repaired.before[1] > 1e-3 and repaired.after[1] < 1e-6 * repaired.before[1]
+    torch.testing.assert_close(repaired.model(images), model(images), rtol=1e-3, atol=1e-3)
+
+
+def test_steps_come_nearer_than_the_closed_form_alone(own: tuple[nn.Module, Tensor]) -> None:
+    model, images = own
+    small = halved(model, images)
+    closed, both = (repair(small, model, images, Repair(steps=steps)) for steps in (0, 100))
+    assert both.after[0] < closed.after[0] < closed.before[0] == both.before[0]
+
+
+def test_models_stay_as_they_were_and_the_result_repeats(own: tuple[nn.Module, Tensor]) -> None:
+    model, images = own
+    small = halved(model, images)
+    before = [copy.deepcopy(each.state_dict()) for each in (model, small)]
+    first, again = (repair(small, model, images, FEW) for _ in range(2))
+    for each, state in zip((model, small), before, strict=True):
+        assert all(torch.equal(each.state_dict()[name], value) for name, value in state.items())
+    assert all(torch.equal(first.model.state_dict()[name], value) for name, value in again.model.state_dict().items())
+    assert not any(parameter.grad is not None for parameter in first.model.parameters())
+    assert [each.requires_grad for each in first.model.parameters()] == [
+        each.requires_grad for each in small.parameters()
+    ]
+
+
+def test_a_model_that_lost_nothing_is_left_alone(own: tuple[nn.Module, Tensor]) -> None:
+    model, images = own
+    repaired = repair(model, model, images, FEW)
+    assert repaired.before == repaired.after == [0.0] * len(repaired.before)
+    assert all(torch.equal(repaired.model.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_cannot_be_repaired_is_refused(own: tuple[nn.Module, Tensor]) -> None:
+    model, images = own
+    with pytest.raises(InvalidInput, match="at least 16"):
+        repair(model, model, images[:15])
+    with pytest.raises(InvalidInput, match="MLPs of two linear maps"):
+        other = cases.model(cases.CONFIGS["svda-deep"])
+        repair(other, model, images)
+    with pytest.raises(InvalidInput, match="negative"):
+        Repair(steps=-1)
+    merged = rx.realize(model, rx.prescribe(model, "tokens=tome:0.5@2"))
+    with pytest.raises(NotSupported, match="token policy last"):
+        repair(merged, model, images)
