@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from attnrx.api import adapt_preprocessing, diagnose, export, load, realize, save, verify
+from attnrx.api import adapt_preprocessing, diagnose, export, load, realize, repair, save, verify
 from attnrx.checks import Accuracy, Check, Costs, Fidelity, Promises
 from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, DataError, InvalidInput
+from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names
 from attnrx.model_data import splits_for
@@ -23,12 +23,14 @@ from attnrx.planning.effort import effort_of
 from attnrx.planning.target import DROP
 from attnrx.prescription import Prescription
 from attnrx.progress import Log, no_log
+from attnrx.realization import realize_fitted
+from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
 from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
-DIAGNOSED, PREDICTED = 64, 96
+DIAGNOSED, PREDICTED = 128, 96
 ROUNDS, SMALL = 8, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
@@ -134,11 +136,13 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         planned, others, tested = three_parts(splits)
         if target.of == DROP:
             require_labels(planned)
+        fitted = planned.take(min(preset.repair_images, len(planned)))
         planned, others = planned.take(min(preset.images, len(planned))), others.take(min(PREDICTED, len(others)))
         diagnosis = _diagnosis(original, planned, state, log)
         found = plan(original, diagnosis, target, planned, others, settings=settings)
         log("realizing and verifying")
-        slim, prescription = realize(original, found.prescription), found.promising
+        slim, how = _realized(original, found.prescription, fitted, Repair(preset.repair_steps, seed=seed), log)
+        prescription = replace(found.promising, about={**found.promising.about, "realized": how})
         checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=ROUNDS * max(SMALL // batch, 1)))
         if tested.has_labels:
             checks = (Accuracy(None), *checks)
@@ -146,6 +150,20 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         evidence = verify(slim, original, tested, checks, about, prescription=prescription, seed=seed, batch_size=32)
     names = splits.class_names
     return Shrunk(slim, prescription, evidence, found, diagnosis, _samples(tested, names), names)
+
+
+def _realized(
+    model: nn.Module, prescription: Prescription, images: ImageSet, settings: Repair, log: Log
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Realizes a plan and repairs its MLPs, if it has any that can be; returns how, as `attnrx realize` records it."""
+    how = {"by": "compress", "norms": "renormalized", "refine": 0, "calibration_images": len(images)}
+    if replace(prescription, tokens=None).rules:
+        try:
+            fits = [lambda found: repair(found, model, images, settings).model]
+            return realize_fitted(model, prescription, fits), {**how, "repair": settings.steps}
+        except (NotSupported, InvalidInput) as error:
+            log(f"not repaired: {error}")
+    return realize(model, prescription), how
 
 
 def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:

@@ -21,6 +21,8 @@ class Effort:
     between `near` and `far` times the target; the first attempt is not searched, and with `adjusts` those after the
     second correct the cost without a new search. `front` is the number of plans from the original to
     the target that are measured for comparison.
+
+    The realized plan is repaired on `repair_images` images by `repair_steps` steps per block.
     """
 
     sensitivity_images: int
@@ -40,6 +42,8 @@ class Effort:
     every: int
     front: int
     adjusts: bool
+    repair_images: int
+    repair_steps: int
 
 
 EFFORTS: Mapping[str, Effort] = {
@@ -61,6 +65,8 @@ EFFORTS: Mapping[str, Effort] = {
         every=2,
         front=2,
         adjusts=True,
+        repair_images=512,
+        repair_steps=100,
     ),
     "normal": Effort(
         sensitivity_images=64,
@@ -80,6 +86,8 @@ EFFORTS: Mapping[str, Effort] = {
         every=1,
         front=5,
         adjusts=False,
+        repair_images=1024,
+        repair_steps=300,
     ),
     "thorough": Effort(
         sensitivity_images=96,
@@ -99,6 +107,8 @@ EFFORTS: Mapping[str, Effort] = {
         every=1,
         front=5,
         adjusts=False,
+        repair_images=2048,
+        repair_steps=500,
     ),
 }
 
