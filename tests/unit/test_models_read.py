@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 import attnrx as rx
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.models import family_of
 from pretrained import (
     MODULE,
     OPEN_CLIP,
@@ -207,3 +209,25 @@ def test_a_tower_goes_from_diagnosis_to_a_file_for_onnx(name: str, tokens: str, 
     assert torch.equal(logits(loaded, images), logits(small, images))
     exported = rx.export(small, tmp_path / "small.onnx")
     torch.testing.assert_close(logits(exported, images[:4]), logits(small, images[:4]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_base_patch32_clip_quickgelu_224"])
+def test_a_backbone_of_full_size_goes_from_diagnosis_to_a_file_for_onnx(name: str, tmp_path: Path) -> None:
+    """All maps and tokens; the answer is an embedding, and weights are fresh."""
+    pytest.importorskip("onnxruntime")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = rx.load(timm.create_model(name, num_classes=0)).eval()
+    assert family_of(model).output_kind(model) == "embedding"
+    images = inputs(model, 16).float()
+    rules = "qk=total_rank:0.75 vo=total_rank:0.75 heads=total_rank:0.9 hidden=uniform_rank:0.75 tokens=ward:4@every"
+    given = rx.prescribe(rx.diagnose(model, images, moments=True, batch_size=8), rules)
+    small = rx.realize(model, given)
+    assert family_of(small).costs(small).macs < 0.75 * family_of(model).costs(model).macs
+    evidence = rx.verify(small, model, images, batch_size=8, prescription=given)
+    assert evidence.about["outputs"] == "embedding"
+    loaded = rx.load(rx.save(small, tmp_path / "small", prescription=given, evidence=evidence))
+    assert torch.equal(logits(loaded, images[:4]), logits(small, images[:4]))
+    exported = rx.export(small, tmp_path / "small.onnx")
+    torch.testing.assert_close(logits(exported, images[:4]), logits(small, images[:4]), rtol=1e-3, atol=1e-3)
