@@ -24,31 +24,49 @@ def unit_losses(
     (Optimal Brain Surgeon; Hassibi and Stork, 1993). Weights and P are updated after every removal by a matrix of rank
     one. The increases are strictly increasing in that order, so that the k largest are those of the last k units.
     """
-    moments, weights = _penalized(covariance, ridge), weight.detach().double().clone()
-    precision, units = torch.linalg.inv(moments), len(moments)
-    losses = torch.zeros(units, dtype=torch.float64)
-    left = torch.arange(units)
-    errors = weights.square().sum(0)
-    gone: list[int] = []
+    precision, weights = torch.linalg.inv(_penalized(covariance, ridge)), weight.detach().double()
+    losses, left = torch.zeros(len(precision), dtype=torch.float64), torch.arange(len(precision))
     increase = torch.finfo(torch.float64).tiny
-    for _ in range(units):
-        found = errors / precision.diagonal()
-        found[gone] = torch.inf
-        unit = int(found.argmin())
-        increase = max(float(found[unit]), increase * STEP)
-        losses[left[unit]] = increase
-        row = precision[unit] / precision[unit, unit]
-        weights.addr_(weights[:, unit].clone(), row, alpha=-1)
-        precision.addr_(precision[:, unit].clone(), row, alpha=-1)
-        gone.append(unit)
-        if len(gone) == min(BLOCK, len(left)):
-            stays = torch.ones(len(left), dtype=torch.bool)
-            stays[gone] = False
-            left, weights, precision, gone = left[stays], weights[:, stays], precision[stays][:, stays], []
-        else:
-            precision[unit, unit] = 1.0  # the removed unit is not chosen again, and its diagonal divides
-        errors = weights.square().sum(0)
+    while len(left):
+        removed, found, rows, columns = _eliminated(precision, weights, min(BLOCK, len(left)))
+        for unit, loss in zip(removed, found, strict=True):
+            increase = max(loss, increase * STEP)
+            losses[left[unit]] = increase
+        stays = torch.ones(len(left), dtype=torch.bool)
+        stays[removed] = False
+        left, rows = left[stays], rows[:, stays]
+        precision = precision[stays][:, stays].addmm_(rows.T, rows, alpha=-1)
+        weights = weights[:, stays].addmm_(columns.T, rows, alpha=-1)
     return losses
+
+
+def _eliminated(
+    precision: Float[Tensor, "units units"], weights: Float[Tensor, "outputs units"], count: int
+) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count outputs"]]:
+    """Returns the next `count` units, their errors, and the updates: precision - rows^T rows, weights - columns^T rows.
+
+    The tables themselves are not changed: one product of matrices afterwards takes less time than `count` updates.
+    """
+    rows, columns = weights.new_zeros(count, len(precision)), weights.new_zeros(count, len(weights))
+    diagonal, squares = precision.diagonal().clone(), weights.square().sum(0)
+    removed: list[int] = []
+    found: list[float] = []
+    for step in range(count):
+        errors = squares.clamp_min(0) / diagonal
+        errors[removed] = torch.inf
+        unit = int(errors.argmin())
+        before, earlier = rows[:step], rows[:step, unit]
+        root = diagonal[unit].sqrt()
+        row = (precision[unit] - earlier @ before) / root
+        column = (weights[:, unit] - earlier @ columns[:step]) / root
+        products = column @ weights - (columns[:step] @ column) @ before
+        squares -= 2 * row * products - row.square() * column.square().sum()
+        diagonal -= row.square()
+        removed.append(unit)
+        found.append(float(errors[unit]))
+        diagonal[removed] = 1.0  # they are not chosen again, and the diagonal divides
+        rows[step], columns[step] = row, column
+    return removed, found, rows, columns
 
 
 def compensated(

@@ -16,7 +16,7 @@ from attnrx.models import Family, attach_tokens_, block_names, evaluating, famil
 from attnrx.planning.effort import EFFORTS, Effort
 from attnrx.planning.reference_outputs import Answers, Pixels
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.prescription import OutputDecision
+from attnrx.prescription import HiddenDecision, OutputDecision
 from attnrx.progress import Log, track
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
@@ -245,10 +245,14 @@ def _errors(space: Space, axis: str, level: int) -> list[float]:
     if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
         layers = zip(space.spectra, piece.layers, strict=True)
         return [float((own.strength.square() * own.used * ~layer.qk.keep).sum()) for own, layer in layers]
-    return [sum(_removed_energy(own) for own in layer.outputs.values()) for layer in piece.layers]
+    return [sum(map(_removed_energy, (*layer.outputs.values(), layer.hidden))) for layer in piece.layers]
 
 
-def _removed_energy(output: OutputDecision) -> float:
+def _removed_energy(output: OutputDecision | HiddenDecision | None) -> float:
+    if output is None:
+        return 0.0
+    if isinstance(output, HiddenDecision):
+        return float(output.strength.square()[~output.keep].sum())
     energies = output.strength.square().sort(dim=-1, descending=True).values
     return sum(float(own[rank:].sum()) for own, rank in zip(energies, output.ranks, strict=True))
 
