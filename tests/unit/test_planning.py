@@ -30,7 +30,7 @@ from attnrx.planning.effort import EFFORTS
 from attnrx.planning.plan_search import Trial, _Proposals, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers
-from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities, recorded, resumed
+from attnrx.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, recorded, resumed
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -110,6 +110,16 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
     assert sensitivities.total(both, even_weights(3)) == pytest.approx(alone)
     heavy = sensitivities.total(both, weights_of(space, {"vo": 1.0}))
     assert heavy - alone == pytest.approx(sensitivities.ranks["vo"][1, 3])
+
+
+def test_levels_of_hidden_units_that_are_not_measured_cost_more_the_more_goes(space: Space) -> None:
+    assert space.mlp_maps == ("hidden",)
+    errors = [_errors(space, "mlp", level) for level in space.available("mlp")]
+    assert all(
+        0 < less < more
+        for before, after in itertools.pairwise(errors)
+        for less, more in zip(before, after, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["own", "timm", "hf"])
