@@ -218,14 +218,15 @@ def test_a_backbone_of_full_size_goes_from_diagnosis_to_a_file_for_onnx(name: st
     pytest.importorskip("onnxruntime")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = rx.load(timm.create_model(name, num_classes=0)).eval()
+        model = rx.load(timm.create_model(name, num_classes=0).float()).eval()
     assert family_of(model).output_kind(model) == "embedding"
     images = inputs(model, 16).float()
     rules = "qk=total_rank:0.75 vo=total_rank:0.75 heads=total_rank:0.9 hidden=uniform_rank:0.75 tokens=ward:4@every"
     given = rx.prescribe(rx.diagnose(model, images, moments=True, batch_size=8), rules)
     small = rx.realize(model, given)
     assert family_of(small).costs(small).macs < 0.75 * family_of(model).costs(model).macs
-    evidence = rx.verify(small, model, images, batch_size=8, prescription=given)
+    checks = (rx.checks.Fidelity(), rx.checks.Retrieval(), rx.checks.Costs())
+    evidence = rx.verify(small, model, images, checks=checks, batch_size=8, prescription=given)
     assert evidence.about["outputs"] == "embedding"
     loaded = rx.load(rx.save(small, tmp_path / "small", prescription=given, evidence=evidence))
     assert torch.equal(logits(loaded, images[:4]), logits(small, images[:4]))
