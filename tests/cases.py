@@ -139,6 +139,7 @@ REDUCTIONS: dict[str, Reducer] = {
     "tome": ToMe(),
     "ward": Ward(),
     "ward-means": Ward(lengths=False),
+    "ward-relevance": Ward(relevance=0.3),
     "dynamicvit": DynamicViT(),
     "spot": Spot(),
     "spot-no-tokens": Spot(projected=0, variance=False),

@@ -13,7 +13,7 @@ from attnrx.tokens import TokenState, parse_reducer
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
-REDUCERS = ("ward", "ward(lengths=false)", "tome")
+REDUCERS = ("ward", "ward(lengths=false)", "ward(relevance=0.4)", "tome")
 # Images, patches and remaining patches: fewer than a vector, not a multiple of it, and the most that one round merges.
 ROUNDS = ((3, 196, 137), (2, 196, 98), (1, 195, 194), (1, 9, 8), (2, 5, 2), (1, 2, 1), (5, 33, 17))
 
@@ -24,7 +24,9 @@ def drawn(images: int, patches: int, sized: bool) -> TokenState:
     tokens = torch.randn(images, patches + 1, 75, generator=generator, dtype=torch.float32)[..., :70]
     keys = torch.randn(images, patches + 1, 19, generator=generator, dtype=torch.float32)
     sizes = torch.randint(1, 5 if sized else 2, tokens.shape[:2], generator=generator).float()
-    return TokenState(tokens, 1, sizes, torch.arange(patches).expand(images, -1), keys=keys, whole=True)
+    attention = torch.rand(images, 3, patches + 1, generator=generator, dtype=torch.float32) * sizes[:, None]
+    indices = torch.arange(patches).expand(images, -1)
+    return TokenState(tokens, 1, sizes, indices, class_attention=attention, keys=keys, whole=True)
 
 
 Both = tuple[Merged, tuple[torch.Tensor | None, ...]]
@@ -35,8 +37,7 @@ def both(text: str, state: TokenState, count: int) -> Both:
     """Returns tokens, sizes, indices and destinations by the kernel, and by the operations."""
     reducer = parse_reducer(text)
     assert reducer.native is not None
-    keys = state.keys if "keys" in reducer.needs else None
-    found = reducer.native(state.tokens, state.sizes, state.patch_indices, keys, count)
+    found = reducer.native(state, count)
     reduction = reducer.reduce(replace(state, tracked=True), count, torch.nn.Module())
     return found, (*compressed_state(state, reduction)[:3], reduction.destinations)
 
@@ -73,13 +74,15 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     merge, indices = torch.ops.attnrx.native_merge.default, torch.arange(8)[None]
     tokens, sizes = torch.ones(1, 9, 4, dtype=torch.float32), torch.ones(1, 9, dtype=torch.float32)
     with pytest.raises(InvalidInput, match="merge at most half"):
-        merge(tokens, sizes, indices, None, 5, False)
+        merge(tokens, sizes, indices, None, None, 5, False)
     for others in ((sizes[:, :7], indices), (sizes, indices.expand(2, -1)), (sizes, torch.arange(10)[None])):
         with pytest.raises(InvalidInput, match="not those of the same tokens"):
-            merge(tokens, *others, None, 2, False)
+            merge(tokens, *others, None, None, 2, False)
+    with pytest.raises(InvalidInput, match="not those of the same tokens"):
+        merge(tokens, sizes, indices, None, sizes[:, :7], 2, False)
     with pytest.raises(InvalidInput, match="reads float32"):
-        merge(tokens.double(), sizes.double(), indices, None, 2, False)
+        merge(tokens.double(), sizes.double(), indices, None, None, 2, False)
     with pytest.raises(InvalidInput, match="int64 indices"):
-        merge(tokens, sizes, indices.int(), None, 2, False)
+        merge(tokens, sizes, indices.int(), None, None, 2, False)
     with pytest.raises(InvalidInput, match="give no keys"):
-        merge(tokens, sizes, indices, tokens, 2, True)
+        merge(tokens, sizes, indices, tokens, None, 2, True)

@@ -17,7 +17,7 @@ from pretrained import CASES, adopted_once
 # Those whose blocks add the normalized output of the MLP: it has no target.
 NORMS_AFTER = {"vit, norms after", "relative positions by an MLP"}
 GATED = {name for name in CASES if any(part in name for part in ("gated", "eva02", "perception", "sapiens"))}
-FEW = Repair(steps=30, batch=8)
+FEW = Repair(steps=30)
 
 
 def images_of(model: nn.Module, count: int = 32) -> Tensor:

@@ -12,21 +12,22 @@
 namespace {
 
 // The arguments, passed from Python: start addresses, and strides of images and tokens in floats. The first `prefix`
-// tokens are no patches; compared rows, sizes and outputs include them, indices do not.
+// tokens are no patches; compared rows, sizes, weights and outputs include them, indices do not.
 struct Merge {
   int64_t tokens, tokens_image, tokens_row, width;
   int64_t compared, compared_image, compared_row, features;
   int64_t images, prefix, count, merged;
   int64_t distances, lengths;  // flags: squared distances instead of cosines; norms of merged patches are kept
-  int64_t sizes, indices, output, output_sizes, output_indices, output_destinations;
+  int64_t sizes, weights, indices, output, output_sizes, output_indices, output_destinations;
 
   const float* row_of(int64_t start, int64_t image_stride, int64_t row_stride, int image, int patch) const {
     return (const float*)start + image * image_stride + (prefix + patch) * row_stride;
   }
   const float* sizes_of(int image) const { return (const float*)sizes + image * (prefix + count) + prefix; }
+  const float* weights_of(int image) const { return (const float*)weights + image * (prefix + count) + prefix; }
 };
 
-// What the similarity needs of one set besides its products: squares and inverse sizes, or inverse norms. `added` is
+// What the similarity needs of one set besides its products: squares and inverse weights, or inverse norms. `added` is
 // infinite for the columns that pad the last vector, which are never the most similar.
 struct Side {
   std::vector<float> packed, squares, weights, added;
@@ -49,7 +50,7 @@ void sum_squares(const Side& side, int count, int length, float* to) {
 void prepare(const Merge& merge, int image, int parity, Side& side) {
   const int count = (int)(merge.count + 1 - parity) / 2, padded = up(count, WIDTH), length = (int)merge.features;
   const float* rows = merge.row_of(merge.compared, merge.compared_image, merge.compared_row, image, parity);
-  const float* sizes = merge.sizes_of(image) + parity;
+  const float* weights = merge.weights_of(image) + parity;
   side.packed.resize((size_t)padded * length);
   for (auto* own : {&side.squares, &side.weights, &side.added}) own->resize(padded);
   pack_keys(rows, 2 * merge.compared_row, count, length, 1.f, side.packed.data());
@@ -57,7 +58,7 @@ void prepare(const Merge& merge, int image, int parity, Side& side) {
   for (int i = 0; i < padded; i++) {
     side.added[i] = i < count ? 0.f : -INFINITE;
     if (i >= count) side.weights[i] = 1.f;
-    else if (merge.distances) side.weights[i] = 1.f / sizes[2 * i];
+    else if (merge.distances) side.weights[i] = 1.f / weights[2 * i];
     else side.weights[i] = 1.f / std::max(std::sqrt(side.squares[i]), 1e-12f);
   }
 }

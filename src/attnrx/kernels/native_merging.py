@@ -20,7 +20,7 @@ Merged = tuple[
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
-    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, int merged, bool lengths)"
+    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -36,18 +36,20 @@ def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
     )
 
 
-def native_merge(
+def native_merge(  # noqa: PLR0913  (the operands of the kernel)
     tokens: TokenBatch,
     sizes: Float[Tensor, "batch tokens"],
     indices: Int[Tensor, "batch patches"],
     keys: Float[Tensor, "batch tokens directions"] | None,
     count: int,
     lengths: bool = False,
+    weights: Float[Tensor, "batch tokens"] | None = None,
 ) -> Merged:
     """Merges to `count` patches in one round; the tokens before the patches, which have no `indices`, stay.
 
     Patches at even positions are merged into those at odd positions: by the cosine of their `keys`, or without keys by
-    the smallest increase of squared error; with `lengths` a merged patch then keeps the mean norm of its patches.
+    the smallest increase of squared error, in which patches count by their `weights` (default: their sizes); with
+    `lengths` a merged patch then keeps the mean norm of its patches.
 
     Raises:
         NotSupported: The kernel cannot be built here.
@@ -55,42 +57,57 @@ def native_merge(
     """
     # Under autocast the keys have a lower precision than the tokens.
     keys = None if keys is None else keys.to(tokens.dtype)
-    return torch.ops.attnrx.native_merge.default(tokens, sizes, indices, keys, indices.shape[1] - count, lengths)
+    return torch.ops.attnrx.native_merge.default(
+        tokens, sizes, indices, keys, weights, indices.shape[1] - count, lengths
+    )  # fmt: skip
 
 
-def _merge(
-    tokens: Tensor, sizes: Tensor, indices: Tensor, keys: Tensor | None, merged: int, lengths: bool
+def _merge(  # noqa: PLR0913  (the operands of the kernel)
+    tokens: Tensor,
+    sizes: Tensor,
+    indices: Tensor,
+    keys: Tensor | None,
+    weights: Tensor | None,
+    merged: int,
+    lengths: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library = required_library()
     compared = tokens if keys is None else keys
-    _require_fitting(tokens, sizes, indices, compared, merged, lengths and keys is not None)
-    outputs = _empty(tokens, sizes, indices, keys, merged, lengths)
+    weights = sizes if weights is None else weights.to(sizes.dtype)
+    _require_fitting(tokens, sizes, weights, indices, compared, merged, lengths and keys is not None)
+    outputs = _empty(tokens, sizes, indices, keys, weights, merged, lengths)
     # A row must be contiguous; a copy is kept until the kernel has returned.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
-    sizes, indices = sizes.contiguous(), indices.contiguous()
+    sizes, weights, indices = sizes.contiguous(), weights.contiguous(), indices.contiguous()
     images, count = indices.shape
     described = (
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
         compared.data_ptr(), *compared.stride()[:2], compared.shape[2],
         images, tokens.shape[1] - count, count, merged, keys is None, lengths,
-        sizes.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
+        sizes.data_ptr(), weights.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
     )  # fmt: skip
     if library.attnrx_merge((ctypes.c_int64 * len(described))(*described), torch.get_num_threads()):
         raise MemoryError("token merging found no memory for the patches of one image.")
     return outputs
 
 
-def _require_fitting(
-    tokens: Tensor, sizes: Tensor, indices: Tensor, compared: Tensor, merged: int, lengths_of_keys: bool
+def _require_fitting(  # noqa: PLR0913  (the operands of the kernel)
+    tokens: Tensor,
+    sizes: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    compared: Tensor,
+    merged: int,
+    lengths_of_keys: bool,
 ) -> None:
     """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
     images, count = indices.shape
-    all_shapes = sizes.shape, compared.shape[:2], tokens.shape[:2]
+    all_shapes = sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]
     if len(set(all_shapes)) > 1 or images != len(tokens) or count > tokens.shape[1]:
-        found = ", ".join(str(list(each.shape)) for each in (tokens, sizes, compared, indices))
+        found = ", ".join(str(list(each.shape)) for each in (tokens, sizes, weights, compared, indices))
         raise InvalidInput(
-            f"tokens, sizes, compared rows and patch indices of {found} are not those of the same tokens."
+            f"tokens, sizes, weights, compared rows and patch indices of {found} are not those of the same tokens."
         )
     if not 0 < merged <= (count + 1) // 2 or count < 2:
         raise InvalidInput(f"{merged} of {count} patches cannot be merged in one round; merge at most half of them.")
@@ -101,8 +118,14 @@ def _require_fitting(
         raise InvalidInput(f"the merging kernel reads float32 tensors and int64 indices; {found} given.")
 
 
-def _empty(
-    tokens: Tensor, sizes: Tensor, indices: Tensor, keys: Tensor | None, merged: int, lengths: bool
+def _empty(  # noqa: PLR0913  (the operands of the kernel)
+    tokens: Tensor,
+    sizes: Tensor,
+    indices: Tensor,
+    keys: Tensor | None,
+    weights: Tensor | None,
+    merged: int,
+    lengths: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, count, width = tokens.shape
     left = count - merged

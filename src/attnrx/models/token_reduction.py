@@ -221,15 +221,6 @@ class TokenReduction(nn.Module):
             run.trail.append(run.patch_indices)
             return tokens
         captured = CapturedAttention.joined(run.captures)
-        if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
-            merged, run.sizes, run.patch_indices, destinations = self.native(
-                tokens, sizes, run.patch_indices, captured.keys, count
-            )
-            self._track(
-                RestorableStage(self.policy.layers[stage], tokens[:, prefix:], merged[:, prefix:], destinations)
-            )
-            run.trail.append(run.patch_indices)
-            return merged
         state = TokenState(
             tokens,
             prefix,
@@ -248,6 +239,11 @@ class TokenReduction(nn.Module):
             whole=self.by == "compress" and not self.draws,
             tracked=run.restoration is not None,
         )
+        if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
+            merged, run.sizes, run.patch_indices, destinations = self.native(state, count)
+            self._track(RestorableStage(state.layer, state.patches, merged[:, prefix:], destinations))
+            run.trail.append(run.patch_indices)
+            return merged
         return self._draw(stage, state) if self.draws else self._reduce(state, count)
 
     def _reduce(self, state: TokenState, count: int) -> Tensor:

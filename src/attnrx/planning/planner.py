@@ -31,7 +31,7 @@ from attnrx.planning.target import DROP, Target
 from attnrx.progress import Log, no_log
 from attnrx.realization import realize
 from attnrx.runtime.subprocess_runner import call_in_subprocess_if
-from attnrx.tokens import Reducer, parse_reducer
+from attnrx.tokens import Reducer, Ward, parse_reducer
 
 # Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
 CARE, MARGIN = 0.993, 0.98
@@ -43,6 +43,9 @@ MISSED, TOLERATED = 1.05, 0.01
 CHUNK, WORK, MORE = 8, 1e10, 4
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
+# The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
+# ImageNet ViT-Tiny in two policies (docs/results/plan.md).
+RELEVANCE = 0.3
 # Bisection steps of the search for an accuracy drop.
 HALVINGS = 6
 
@@ -51,12 +54,14 @@ HALVINGS = 6
 class PlanSettings:
     """The settings of a plan: axes, token reducer, search, timing and the amount of measurement.
 
+    Without a `reducer` it is `ward`; with a relevance where the outputs are those of a class token.
+
     `batch_size` is the batch size for measuring outputs; `log` is called with progress messages. `PlanSettings.of`
     makes the settings of a preset.
     """
 
     axes: tuple[str, ...] = AXES
-    reducer: str = "ward"
+    reducer: str | None = None
     search: Search = field(default_factory=Search)
     timing: TimingSettings = field(default_factory=TimingSettings)
     batch_size: int = 32
@@ -73,11 +78,17 @@ class PlanSettings:
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
         """Returns the search space; ranks vary between heads, except for latency on CUDA, where heads are padded."""
-        reducer: Reducer | None = parse_reducer(self.reducer) if TOKENS in self.axes else None
+        reducer = self._reducer(model) if TOKENS in self.axes else None
         is_latency = target.spend == "latency"
         form = "uniform_rank" if is_latency and self.timing.conditions.on_cuda else "total_rank"
         least = min(layer.spec.head_dim for layer in family_of(model).attention(model))
         return Space(model, diagnosis, reducer, self.axes, form, multiple=max(least // EIGHTHS, 1) if is_latency else 1)
+
+    def _reducer(self, model: nn.Module) -> Reducer:
+        if self.reducer is not None:
+            return parse_reducer(self.reducer)
+        layout = family_of(model).token_layout(model)
+        return Ward(relevance=RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0)
 
 
 def plan(
@@ -266,7 +277,7 @@ class Planner:
 
     def _searched(self, most: float) -> Trial:
         requested = (
-            f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.settings.reducer} "
+            f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.space.reducer} "
             f"{len(self.fewer)}"
         )
         self.trials = refine_plan(self.space, self.settings.search, requested, _Budget(self, most), self._first(most))
@@ -340,7 +351,7 @@ class Planner:
             self.timed = self._clocked(best)
         about = {
             "axes": list(space.axes),
-            "reducer": self.settings.reducer if TOKENS in space.axes else None,
+            "reducer": None if space.reducer is None else str(space.reducer),
             "form": space.form,
             "outputs": self.answers.kind.name,
             "images": len(self.answers),

@@ -3,8 +3,8 @@
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,10 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class Repair:
-    """The settings: the penalty of the least-squares fit, then `steps` of Adam per block on `batch` images each.
+    """The settings: the penalty of the least-squares fit, and steps of Adam per attention and per MLP.
+
+    A step is on all tokens of `images` images for an attention, on `tokens` single tokens for an MLP, drawn from all
+    images in proportion to their importance.
 
     `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
@@ -38,15 +41,16 @@ class Repair:
 
     steps: int = 300
     learning_rate: float = 0.015
-    batch: int = 8
+    images: int = 4
+    tokens: int = 512
     ridge: float = RIDGE
     seed: int = 0
 
     def __post_init__(self):
-        if self.steps < 0 or self.batch < 1 or not 0 < self.learning_rate < 1 or not self.ridge > 0:
+        if self.steps < 0 or min(self.images, self.tokens) < 1 or not 0 < self.learning_rate < 1 or not self.ridge > 0:
             raise InvalidInput(
-                f"{self}: give no negative number of steps, at least one image a step, a learning rate between 0 and 1 "
-                "and a positive ridge."
+                f"{self}: give no negative number of steps, at least one image and one token a step, a learning rate "
+                "between 0 and 1 and a positive ridge."
             )
 
 
@@ -67,14 +71,14 @@ class Repaired:
 def repair(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Repair | None = None
 ) -> Repaired:
-    """Returns a copy of the candidate whose MLPs are fitted to the outputs of the reference's blocks, without labels.
+    """Returns a copy of the candidate whose blocks are fitted to those of the reference, without labels.
 
     Every block is fitted in turn, on what the repaired blocks before it give, to the output of the reference's block on
-    what the reference's blocks before it give. So a block also corrects errors of earlier ones and of its own
-    attention. First the second map of the MLP is fitted in closed form: least squares with a penalty on its change.
-    Then both maps are, by steps of Adam. The squared error of a token is weighted by its importance, the root mean
-    square of the gradient of the reference's outputs with respect to the block's. A block keeps the weights with the
-    smallest error on one image in eight, which is not fitted to.
+    what the reference's blocks before it give. So a block also corrects errors of earlier ones. First the maps of the
+    attention are fitted by steps of Adam; then the second map of the MLP in closed form, by least squares with a
+    penalty on its change; then both maps of the MLP by steps of Adam. The squared error of a token is weighted by its
+    importance, the root mean square of the gradient of the reference's outputs with respect to the block's. A fit is
+    kept if it reduces the error of the block's output on one image in eight, which is not fitted to.
 
     The tokens of all images are in memory about six times. Prune and merge tokens afterwards.
 
@@ -94,8 +98,8 @@ def repair(
         own, _ = _first_tokens(result.model, images)
         layers = zip(_blocks(reference, images), _blocks(result.model, images), weights, strict=True)
         for original, block, weight in track(list(layers), "repairing blocks"):
-            base = original.run_all(base)
-            before, after = _repair_block_(block, own, base, weight, knobs)
+            without_mlp, base = original.run_all(base, mlp=False), original.run_all(base)
+            before, after = _repair_block_(block, own, base, without_mlp, weight, knobs)
             result.before.append(before)
             result.after.append(after)
             own = block.run_all(own)
@@ -119,52 +123,74 @@ Tokens = Float[Tensor, "images tokens width"]
 
 
 class _Block:
-    """A block with the arguments that its model passes beside the tokens, and the two maps of its MLP."""
+    """A block, the arguments that its model passes beside the tokens, its attention, and the two maps of its MLP."""
 
-    def __init__(self, module: nn.Module, maps: tuple[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.module, self.maps, self.args, self.kwargs = module, maps, args, kwargs
+    def __init__(
+        self,
+        module: nn.Module,
+        attention: nn.Module,
+        maps: tuple[Any, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ):
+        self.module, self.attention, self.maps, self.args, self.kwargs = module, attention, maps, args, kwargs
 
     def run(self, tokens: Tokens) -> Tokens:
         output = self.module(tokens, *self.args, **self.kwargs)
         return output if isinstance(output, Tensor) else output[0]
 
-    def run_all(self, tokens: Tokens) -> Tokens:
-        """Returns the outputs for all images."""
-        return torch.cat([self.run(part) for part in tokens.split(CHUNK)])
+    def run_all(self, tokens: Tokens, mlp: bool = True) -> Tokens:
+        """Returns the outputs for all images, optionally with zeros for the output of the MLP."""
+        with nullcontext() if mlp else self._without_mlp():
+            return torch.cat([self.run(part) for part in tokens.split(CHUNK)])
 
-    def run_recorded(self, tokens: Tokens) -> tuple[Tokens, Tensor, Tensor]:
-        """Returns the outputs for all images, the inputs of the first map and the outputs of the second one."""
+    @contextmanager
+    def _without_mlp(self) -> Iterator[None]:
+        hook = self.maps[1].register_forward_hook(lambda _, given, output: torch.zeros_like(output))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def run_recorded(self, tokens: Tokens, branch: "_Branch") -> tuple[Tokens, Tensor, Tensor]:
+        """Returns the outputs for all images, the inputs of the branch and its outputs."""
         inputs, outputs = [], []
+
+        def keep(_: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs.append(given[0])
+            branch.args, branch.kwargs = given[1:], kwargs
+
         hooks = (
-            self.maps[0].register_forward_pre_hook(lambda _, given: inputs.append(given[0])),
-            self.maps[1].register_forward_hook(lambda _, given, output: outputs.append(output)),
+            branch.first.register_forward_pre_hook(keep, with_kwargs=True),
+            branch.last.register_forward_hook(lambda _, given, output: outputs.append(output)),
         )
         try:
-            found = self.run_all(tokens)
+            found = self.run_all(tokens, mlp=branch.last is not self.attention)
         finally:
             for hook in hooks:
                 hook.remove()
         return found, torch.cat(inputs), torch.cat(outputs)
 
-    def scale(self, tokens: Tokens) -> Float[Tensor, "width"]:
-        """Returns the factors between the output of the second map and its share of the block's output (LayerScale)."""
+    def scale(self, tokens: Tokens, branch: "_Branch") -> Float[Tensor, "width"]:
+        """Returns the factors between the output of a branch and its share of the block's output (LayerScale)."""
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, given: object, output: Tensor) -> Tensor:
             outputs.append(output.detach().requires_grad_())
             return outputs[0]
 
-        hook = self.maps[1].register_forward_hook(record)
+        hook = branch.last.register_forward_hook(record)
         try:
             with torch.enable_grad():
-                (slope,) = torch.autograd.grad(self.run(tokens).sum(), outputs)
+                found = self.run_all(tokens, mlp=branch.last is not self.attention)
+                (slope,) = torch.autograd.grad(found.sum(), outputs)
         finally:
             hook.remove()
         found = slope.flatten(0, -2).mean(0)
         if not torch.allclose(slope, found.expand_as(slope), rtol=1e-3) or not bool(found.abs().min() > 0):
             raise NotSupported(
-                "a block changes the output of its MLP by more than a constant factor per feature before it is added "
-                "(e.g. a norm after the MLP), so repair has no target for it."
+                "a block changes the output of its attention or MLP by more than a constant factor per feature before "
+                "it is added (e.g. a norm after the MLP), so repair has no target for it."
             )
         return found
 
@@ -212,9 +238,9 @@ def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
 
     with _hooked([model.get_submodule(name) for name in names], keep):
         model(next(iter(images.take(2).batches(2, device=_weight(model).device))).images.to(_weight(model).dtype))
-    for name, maps in zip(names, family.mlp(model), strict=True):
+    for name, attention, maps in zip(names, family.attention(model), family.mlp(model), strict=True):
         block = model.get_submodule(name)
-        yield _Block(block, maps, *found[block])
+        yield _Block(block, attention, maps, *found[block])
 
 
 @contextmanager
@@ -287,36 +313,80 @@ def _drawn(outputs: Float[Tensor, "batch features"], are_logits: bool, generator
     return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
 
 
+class _Branch:
+    """The attention or the MLP of a block: a module from the input of `first` to the output of `last`.
+
+    `args` and `kwargs` are those that the block passes beside the tokens.
+    """
+
+    def __init__(self, module: nn.Module, first: nn.Module, last: nn.Module):
+        self.module, self.first, self.last = module, first, last
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def run(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs, *self.args, **self.kwargs)
+
+
 def _repair_block_(
-    block: _Block, tokens: Tokens, targets: Tokens, weight: Float[Tensor, "tokens"], knobs: Repair
+    block: _Block,
+    tokens: Tokens,
+    targets: Tokens,
+    without_mlp: Tokens,
+    weight: Float[Tensor, "tokens"],
+    knobs: Repair,
 ) -> tuple[float, float]:
-    """Fits the MLP of a block in place, and returns the relative error of its output before and after."""
-    scale, between = block.scale(tokens[:2]), block.between(tokens[:2])
-    outputs, inputs, given = block.run_recorded(tokens)
-    wanted = given + (targets - outputs) / scale
-    mlp = nn.Sequential(block.maps[0], between, block.maps[1])
+    """Fits a block in place, and returns the relative error of its output before and after.
+
+    `targets` and `without_mlp` are the outputs of the reference's block, with its MLP and without.
+    """
     held_out = torch.arange(len(tokens)) % HELD_OUT == 0
-    size = (weight[:, None] * targets[held_out].square()).mean()
+    fitted, shown, expected = (~held_out).nonzero()[:, 0], tokens[held_out], targets[held_out]
+    size = (weight[:, None] * expected.square()).mean()
 
-    def error(chosen: Tensor) -> Float[Tensor, ""]:
-        missed = (mlp(inputs[chosen]) - wanted[chosen]) * scale
-        return (weight[:, None] * missed.square()).mean()
+    def error() -> float:
+        return float((weight[:, None] * (block.run_all(shown) - expected).square()).mean() / size)
 
-    def state() -> tuple[float, dict[str, Tensor]]:
-        parts = held_out.nonzero()[:, 0].split(CHUNK)
-        found = sum(float(error(part)) * len(part) for part in parts) / int(held_out.sum())
-        return found / float(size), copy.deepcopy(mlp.state_dict())
+    def kept_if_better(module: nn.Module, fit: Callable[[], None], before: float) -> float:
+        state = copy.deepcopy(module.state_dict())
+        fit()
+        after = error()
+        if after < before:
+            return after
+        module.load_state_dict(state)
+        return before
 
-    found = [state()]
-    if found[0][0] > 0:
-        fitted = (~held_out).nonzero()[:, 0]
-        _fit_second_(mlp, inputs, wanted, fitted, weight, knobs.ridge)
-        found.append(state())
-        mlp.load_state_dict(min(found, key=lambda each: each[0])[1])
-        _descend_(mlp, error, fitted, knobs)
-        found.append(state())
-        mlp.load_state_dict(min(found, key=lambda each: each[0])[1])
-    return found[0][0], min(each for each, _ in found)
+    before = after = error()
+    if not before:
+        return before, after
+    branch = _Branch(block.attention, block.attention, block.attention)
+    if knobs.steps and any(parameter.numel() for parameter in block.attention.parameters()):
+        scale = block.scale(tokens[:2], branch)
+        outputs, inputs, given = block.run_recorded(tokens, branch)
+        wanted = given + (without_mlp - outputs) / scale
+
+        def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
+            images = fitted[torch.randint(len(fitted), (knobs.images,), generator=generator)]
+            missed = (branch.run(inputs[images]) - wanted[images]) * scale
+            return (weight[:, None] * missed.square()).mean()
+
+        after = kept_if_better(branch.module, lambda: _descend_(branch.module, images_error, knobs), after)
+
+    between = block.between(tokens[:2])
+    mlp = nn.Sequential(block.maps[0], between, block.maps[1])
+    scale = block.scale(tokens[:2], _Branch(mlp, *block.maps))
+    outputs, inputs, given = block.run_recorded(tokens, _Branch(mlp, *block.maps))
+    wanted = given + (targets - outputs) / scale
+    shares = weight.cpu()
+
+    def tokens_error(generator: torch.Generator) -> Float[Tensor, ""]:
+        # Single tokens of many images differ more than all tokens of a few.
+        images = fitted[torch.randint(len(fitted), (knobs.tokens,), generator=generator)]
+        drawn = torch.multinomial(shares, knobs.tokens, replacement=True, generator=generator)
+        return ((mlp(inputs[images, drawn]) - wanted[images, drawn]) * scale).square().mean()
+
+    after = kept_if_better(mlp, lambda: _fit_second_(mlp, inputs, wanted, fitted, weight, knobs.ridge), after)
+    return before, kept_if_better(mlp, lambda: _descend_(mlp, tokens_error, knobs), after)
 
 
 def _fit_second_(
@@ -349,9 +419,9 @@ def _fit_second_(
         linear.bias.add_(change[:, -1].to(linear.bias.dtype))
 
 
-def _descend_(mlp: nn.Sequential, error: Any, fitted: Tensor, knobs: Repair) -> None:
-    """Minimizes the error by Adam on random images."""
-    rows = [parameter for parameter in mlp.parameters() if parameter.numel()]
+def _descend_(module: nn.Module, error: Callable[[torch.Generator], Tensor], knobs: Repair) -> None:
+    """Minimizes the error of random images or tokens by Adam."""
+    rows = [parameter for parameter in module.parameters() if parameter.numel()]
     flags = [parameter.requires_grad for parameter in rows]
     groups = [{"params": [row.requires_grad_()], "lr": knobs.learning_rate * _size(row)} for row in rows]
     optimizer = torch.optim.Adam(groups)
@@ -361,9 +431,8 @@ def _descend_(mlp: nn.Sequential, error: Any, fitted: Tensor, knobs: Repair) -> 
     generator = torch.Generator().manual_seed(knobs.seed)
     with torch.enable_grad():
         for _ in range(knobs.steps):
-            chosen = fitted[torch.randint(len(fitted), (knobs.batch,), generator=generator)]
             optimizer.zero_grad()
-            error(chosen).backward()
+            error(generator).backward()
             optimizer.step()
             schedule.step()
     for parameter, flag in zip(rows, flags, strict=True):

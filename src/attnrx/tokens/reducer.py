@@ -18,7 +18,7 @@ LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 MOMENTS = {"attention_mean", "attention_variance"}
 ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
 
-NativeMerge = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Merged]
+NativeMerge = Callable[[TokenState, int], Merged]
 PerPatch = Float[Tensor, "batch patches"]
 KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from attnrx.kernels.native_merging import native_merge
+from attnrx.kernels.native_merging import Merged, native_merge
 from attnrx.tokens.merging import Merging
 from attnrx.tokens.reducer import NativeMerge
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -18,4 +19,9 @@ class ToMe(Merging):
 
     @property
     def native(self) -> NativeMerge:
-        return native_merge
+        return native_by_keys
+
+
+def native_by_keys(state: TokenState, count: int) -> Merged:
+    """Merges to `count` patches by the C++ kernel, which compares their keys."""
+    return native_merge(state.tokens, state.sizes, state.patch_indices, state.keys, count)

@@ -1,11 +1,12 @@
 """Ward: merges the patches whose merging changes the tokens least."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
+from torch import nn
 
-from attnrx.kernels.native_merging import native_merge
+from attnrx.errors import InvalidInput
+from attnrx.kernels.native_merging import Merged, native_merge
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import NativeMerge, Shape
@@ -20,34 +21,63 @@ class Ward(Merging):
     error of all tokens. Large groups are therefore merged late. Patches are compared by the tokens themselves, so no
     statistics of a layer are needed. With `lengths`, a merged token is rescaled to the mean norm of its patches: the
     mean of vectors is shorter, and the residual branches of later layers would weigh more.
+
+    With a `relevance` r above 0 the sizes in the criterion are multiplied by 1 - r + r c, where c is the attention that
+    the class token pays a patch in the previous layer, mean 1 over the patches: errors of patches that the class token
+    does not attend to cost less. The means are weighted by the sizes themselves.
     """
 
     lengths: bool = True
+    relevance: float = 0.0
 
-    needs = ()  # patches are compared by the tokens themselves
+    def __post_init__(self):
+        if not 0 <= self.relevance < 1:
+            raise InvalidInput(f"relevance={self.relevance}: give a share from 0 to below 1, e.g. 0.3.")
+        # Without relevance patches are compared by the tokens alone.
+        object.__setattr__(self, "needs", ("class_attention",) if self.relevance else ())
 
     def compared_width(self, shape: Shape) -> int:
         return shape.width
 
     def tables(self, state: TokenState) -> Tables:
-        return {"patches": state.patches}
+        tables = {"patches": state.patches}
+        return {**tables, "factors": self._factors(state)[..., None]} if self.relevance else tables
+
+    def _factors(self, state: TokenState) -> Float[Tensor, "batch patches"]:
+        """Returns the factors of the sizes in the criterion; 1 - relevance for a masked patch."""
+        assert state.class_attention is not None
+        sizes = state.sizes[:, state.prefix :]
+        received = state.class_attention.mean(1)[:, state.prefix :] / sizes.clamp_min(1)
+        mean = received.sum(1, keepdim=True) / state.present
+        return 1 - self.relevance + self.relevance * received / mean
 
     @property
     def native(self) -> NativeMerge:
-        return partial(native_merge, lengths=self.lengths)
+        return self._native_merge
+
+    def _native_merge(self, state: TokenState, count: int) -> Merged:
+        weights = None
+        if self.relevance:
+            factors = nn.functional.pad(self._factors(state), (state.prefix, 0), value=1.0)
+            weights = factors * state.sizes
+        return native_merge(
+            state.tokens, state.sizes, state.patch_indices, None, count, lengths=self.lengths, weights=weights
+        )
 
     def first_tables(self, tables: Tables) -> Tables:
         lengths = {"lengths": tables["patches"].norm(dim=-1, keepdim=True)} if self.lengths else {}
         return {**tables, **lengths}
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
-        patches = tables["patches"]
-        squares, inverse_sizes = patches.norm(dim=-1, keepdim=True).square(), sizes.reciprocal()[..., None]
-        return {"patches": patches, "squares": squares, "inverse_sizes": inverse_sizes}
+        patches, weights = tables["patches"], sizes[..., None]
+        if "factors" in tables:
+            weights = weights * tables["factors"]
+        squares = patches.norm(dim=-1, keepdim=True).square()
+        return {"patches": patches, "squares": squares, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
         """Returns the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
-        squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_sizes"))
+        squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_weights"))
         distances = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
         # Rounding can make the squared distance of equal patches negative.
         return distances.clamp_max_(0).div_(weights)
