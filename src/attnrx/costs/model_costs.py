@@ -282,7 +282,10 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     masked = by == "mask"
     stage_patches = (patches,) * len(policy.layers) if masked else policy.state(layout)
     stages = zip(policy.layers, stage_patches, policy.counts(patches), strict=True)
-    at_work = [(layer, own, count) for layer, own, count in stages if count < patches]
+    if policy.by_image:  # patches are compared even if none is merged
+        at_work = [(layer, own, min(count, own - 1)) for layer, own, count in stages]
+    else:
+        at_work = [(layer, own, count) for layer, own, count in stages if count < patches]
     shown = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
     deciding = sum(
         policy.reducer.predictor_macs(replace(shape, directions=shown[layer]), own, count)

@@ -20,7 +20,14 @@ from attnrx.evidence import FAILS, Finding, judged
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
 from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format, raising, script_path
 from attnrx.model_data import images_for
-from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
+from attnrx.models import (
+    TokenReduction,
+    described_tokens,
+    family_of,
+    model_fingerprint,
+    reduction_of,
+    require_ordinary_weights,
+)
 from attnrx.optional import installed_versions
 from attnrx.progress import track
 from attnrx.serialization.atomic_writes import flush, require_replaceable, temporary_folder
@@ -152,6 +159,12 @@ def export(  # noqa: PLR0913  (keywords)
         InvalidInput: The suffix, the batch or the precision is invalid.
     """
     form = parse_format(to) if isinstance(to, str) else to
+    reduction = reduction_of(model)
+    if reduction is not None and reduction.policy.by_image:
+        raise NotSupported(
+            f"{reduction.policy} gives every image its own number of tokens, and an exported graph has fixed shapes; "
+            "export a policy of fixed numbers, e.g. ward:0.7@4,7,10."
+        )
     images = None if calibration is None else images_for(model, calibration, "calibration")
     subject = ExportSubject.of(model, form, batch, precision, images)
     if class_names:

@@ -1,6 +1,7 @@
 """The C++ kernel of one merging round as an operator of PyTorch."""
 
 import ctypes
+import struct
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -20,15 +21,17 @@ Merged = tuple[
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
-    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths)"
+    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths,"
+    " float? threshold=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
-    """Whether the kernel merges these patches to `count`: float32 on a CPU, one round, nothing of it is recorded."""
+def can_merge(tokens: TokenBatch, patches: int, count: int | None = None) -> bool:
+    """Whether the kernel merges these patches, to `count` or by cost: float32 on a CPU, one round, not recorded."""
     return (
-        patches // 2 <= count < patches
+        (count is None or patches // 2 <= count < patches)
+        and patches > 1
         and tokens.dtype == torch.float32
         and tokens.device.type == "cpu"
         and not is_recorded()
@@ -62,6 +65,25 @@ def native_merge(  # noqa: PLR0913  (the operands of the kernel)
     )  # fmt: skip
 
 
+def native_merge_by_cost(
+    tokens: TokenBatch,
+    sizes: Float[Tensor, "batch tokens"],
+    indices: Int[Tensor, "batch patches"],
+    threshold: float,
+    weights: Float[Tensor, "batch tokens"],
+    lengths: bool = False,
+) -> Merged:
+    """Merges all patches that increase the squared error by less than the threshold, as `native_merge` does.
+
+    The patches of an image that are present, of size above 0, must come first; so they do in the result, which has as
+    many patches as the largest image.
+    """
+    merge = torch.ops.attnrx.native_merge.default
+    found = merge(tokens, sizes, indices, None, weights, 0, lengths, threshold)
+    prefix, left = tokens.shape[1] - indices.shape[1], int((found[1] > 0).sum(1).max())
+    return found[0][:, :left], found[1][:, :left], found[2][:, : left - prefix], found[3]
+
+
 def _merge(  # noqa: PLR0913  (the operands of the kernel)
     tokens: Tensor,
     sizes: Tensor,
@@ -70,11 +92,14 @@ def _merge(  # noqa: PLR0913  (the operands of the kernel)
     weights: Tensor | None,
     merged: int,
     lengths: bool,
+    threshold: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library = required_library()
     compared = tokens if keys is None else keys
     weights = sizes if weights is None else weights.to(sizes.dtype)
-    _require_fitting(tokens, sizes, weights, indices, compared, merged, lengths and keys is not None)
+    _require_fitting(tokens, sizes, weights, indices, compared, lengths and keys is not None)
+    if threshold is None:
+        _require_count(merged, indices.shape[1])
     outputs = _empty(tokens, sizes, indices, keys, weights, merged, lengths)
     # A row must be contiguous; a copy is kept until the kernel has returned.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
@@ -84,7 +109,7 @@ def _merge(  # noqa: PLR0913  (the operands of the kernel)
     described = (
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
         compared.data_ptr(), *compared.stride()[:2], compared.shape[2],
-        images, tokens.shape[1] - count, count, merged, keys is None, lengths,
+        images, tokens.shape[1] - count, count, merged, threshold is not None, _bits(threshold), keys is None, lengths,
         sizes.data_ptr(), weights.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
     )  # fmt: skip
     if library.attnrx_merge((ctypes.c_int64 * len(described))(*described), torch.get_num_threads()):
@@ -92,13 +117,12 @@ def _merge(  # noqa: PLR0913  (the operands of the kernel)
     return outputs
 
 
-def _require_fitting(  # noqa: PLR0913  (the operands of the kernel)
+def _require_fitting(
     tokens: Tensor,
     sizes: Tensor,
     weights: Tensor,
     indices: Tensor,
     compared: Tensor,
-    merged: int,
     lengths_of_keys: bool,
 ) -> None:
     """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
@@ -109,13 +133,21 @@ def _require_fitting(  # noqa: PLR0913  (the operands of the kernel)
         raise InvalidInput(
             f"tokens, sizes, weights, compared rows and patch indices of {found} are not those of the same tokens."
         )
-    if not 0 < merged <= (count + 1) // 2 or count < 2:
-        raise InvalidInput(f"{merged} of {count} patches cannot be merged in one round; merge at most half of them.")
     if lengths_of_keys:
         raise InvalidInput("lengths are kept where patches are compared themselves; give no keys.")
     if not tokens.dtype == sizes.dtype == compared.dtype == torch.float32 or indices.dtype != torch.int64:
         found = ", ".join(str(each.dtype) for each in (tokens, sizes, compared, indices))
         raise InvalidInput(f"the merging kernel reads float32 tensors and int64 indices; {found} given.")
+
+
+def _require_count(merged: int, count: int) -> None:
+    if not 0 < merged <= (count + 1) // 2 or count < 2:
+        raise InvalidInput(f"{merged} of {count} patches cannot be merged in one round; merge at most half of them.")
+
+
+def _bits(threshold: float | None) -> int:
+    """Returns the bits of a double as an integer, as the kernel takes them."""
+    return struct.unpack("q", struct.pack("d", 0.0 if threshold is None else threshold))[0]
 
 
 def _empty(  # noqa: PLR0913  (the operands of the kernel)
@@ -126,6 +158,7 @@ def _empty(  # noqa: PLR0913  (the operands of the kernel)
     weights: Tensor | None,
     merged: int,
     lengths: bool,
+    threshold: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, count, width = tokens.shape
     left = count - merged

@@ -29,7 +29,14 @@ from attnrx.models.observation_hooks import (
 from attnrx.models.openclip_family import OpenClipFamily
 from attnrx.models.reader import Reader
 from attnrx.models.timm_family import TimmFamily
-from attnrx.models.token_hooks import attach_tokens_, described_tokens, reduction_of, require_all_tokens, shape_of
+from attnrx.models.token_hooks import (
+    attach_tokens_,
+    costs_by_image,
+    described_tokens,
+    reduction_of,
+    require_all_tokens,
+    shape_of,
+)
 from attnrx.models.token_reduction import TokenReduction
 from attnrx.models.torchvision_family import TorchvisionFamily
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
@@ -71,6 +78,7 @@ __all__ = [
     "attach_tokens_",
     "block_names",
     "build_model",
+    "costs_by_image",
     "counted_by_spec",
     "described_tokens",
     "evaluating",

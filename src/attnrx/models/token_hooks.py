@@ -1,19 +1,21 @@
 """Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionCapture, CapturedAttention
-from attnrx.costs import TokenCosts, token_costs
+from attnrx.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.family import Family
-from attnrx.models.observation_hooks import block_names
+from attnrx.models.observation_hooks import block_names, evaluating
 from attnrx.models.token_reduction import TokenReduction
 from attnrx.serialization.config import to_dict
-from attnrx.shapes import Tensor
+from attnrx.shapes import ImageBatch, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import LAST_LAYER, MOMENTS, Shape, TokenPolicy
 
@@ -183,6 +185,27 @@ def costs_of_tokens(
     if attached is not None:
         return token_costs(attached.policy, attached.shape, specs, attached.by)
     return TokenCosts((tokens,) * len(specs))
+
+
+def costs_by_image(model: nn.Module, family: Family, images: ImageBatch) -> list[ModelCosts]:
+    """Returns the costs of the model for every image; they differ with a policy by image only."""
+    reduction = reduction_of(model)
+    if reduction is None or not reduction.policy.by_image:
+        return [family.costs(model)] * len(images)
+    with evaluating((model,)):
+        model(images)
+    stages = torch.stack([(indices >= 0).sum(1) for indices in reduction.run.trail], dim=1).tolist()
+    policy, patches = reduction.policy, reduction.shape.layout.patches
+    known: dict[tuple[int, ...], ModelCosts] = {}
+    try:
+        for counts in map(tuple, stages):
+            if counts not in known:
+                keep = tuple(count / patches for count in counts)
+                reduction.policy = replace(policy, keep=keep)
+                known[counts] = family.costs(model)
+    finally:
+        reduction.policy = policy
+    return [known[tuple(counts)] for counts in stages]
 
 
 def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

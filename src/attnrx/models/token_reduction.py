@@ -1,15 +1,17 @@
 """Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
 
+import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
-from attnrx.kernels.native_merging import can_merge
+from attnrx.kernels.native_merging import Merged, can_merge
 from attnrx.models.token_restoration import RestorableStage, TokenRestoration
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.tokens import (
@@ -74,10 +76,10 @@ class TokenRun:
         found = cls()
         sizes = [run.sizes for run in runs if run.sizes is not None]
         indices = [run.patch_indices for run in runs if run.patch_indices is not None]
-        found.sizes = torch.cat(sizes) if sizes else None
-        found.patch_indices = torch.cat(indices) if indices else None
+        found.sizes = _padded_rows(sizes, 0.0) if sizes else None
+        found.patch_indices = _padded_rows(indices, -1) if indices else None
         found.restorations = [restoration for run in runs for restoration in run.restorations]
-        found.trail = [torch.cat(stage) for stage in zip(*(run.trail for run in runs), strict=True)]
+        found.trail = [_padded_rows(stage, -1) for stage in zip(*(run.trail for run in runs), strict=True)]
         return found
 
 
@@ -102,6 +104,7 @@ class TokenReduction(nn.Module):
         self.run = TokenRun()
         self.temperature = 1.0
         self.restored_blocks: Container[int] = ()
+        self._calibrated: list[float] | None = None
 
     @contextmanager
     def restoring(self, blocks: Container[int]) -> Iterator[None]:
@@ -217,7 +220,7 @@ class TokenReduction(nn.Module):
                     "to it."
                 )
             run.patch_indices = torch.arange(patches, device=tokens.device).expand(tokens.shape[0], -1)
-        if count >= patches:  # no token is pruned, so the tokens must not change at all
+        if count >= patches and not self.policy.by_image:  # no token is pruned, so the tokens must not change at all
             run.trail.append(run.patch_indices)
             return tokens
         captured = CapturedAttention.joined(run.captures)
@@ -236,20 +239,75 @@ class TokenReduction(nn.Module):
             stage,
             self.policy.layers[stage],
             self.shape.depth,
-            whole=self.by == "compress" and not self.draws,
+            whole=self.by == "compress" and not self.draws and not self.policy.by_image,
             tracked=run.restoration is not None,
         )
+        if self.policy.by_image:
+            return self._reduce_by_image(state)
         if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
-            merged, run.sizes, run.patch_indices, destinations = self.native(state, count)
-            self._track(RestorableStage(state.layer, state.patches, merged[:, prefix:], destinations))
-            run.trail.append(run.patch_indices)
-            return merged
+            return self._merged(state, self.native(state, count))
         return self._draw(stage, state) if self.draws else self._reduce(state, count)
+
+    def _merged(self, state: TokenState, merged: Merged) -> Tensor:
+        """Returns the tokens that the C++ kernel merged, and updates the statistics of the run."""
+        tokens, self.run.sizes, self.run.patch_indices, destinations = merged
+        self._track(RestorableStage(state.layer, state.patches, tokens[:, state.prefix :], destinations))
+        self.run.trail.append(self.run.patch_indices)
+        return tokens
+
+    def _reduce_by_image(self, state: TokenState) -> Tensor:
+        """Reduces every image by the threshold of the stage."""
+        if self._calibrated is not None:
+            reduction = self.policy.reducer.reduce_by_cost(state, partial(self._calibrate, state))
+        elif self.policy.must_be_calibrated:
+            raise InvalidInput(f"{self.policy} has no thresholds yet; realize it with calibration images.")
+        else:
+            limit, native = self.policy.thresholds[state.stage], self.policy.reducer.native_by_cost
+            if self.native is not None and native is not None and can_merge(state.tokens, state.patches.shape[1]):
+                return self._merged(state, native(state, limit))
+            reduction = self.policy.reducer.reduce_by_cost(state, lambda costs: limit)
+        tokens = self._applied(state, reduction)
+        sizes = self.run.sizes
+        assert sizes is not None and self.run.patch_indices is not None
+        self.run.patch_indices = self.run.patch_indices.masked_fill(sizes[:, state.prefix :] == 0, -1)
+        self.run.trail[-1] = self.run.patch_indices
+        return tokens
+
+    def _calibrate(self, state: TokenState, costs: Float[Tensor, "batch steps"]) -> float:
+        """Returns the threshold that merges as many patches as the policy prunes on average, and stores it."""
+        assert self._calibrated is not None
+        pruned = float(state.there.sum(1).mean()) - self.policy.keep[state.stage] * self.shape.layout.patches
+        finite = costs[costs.isfinite()].double().sort().values
+        number = min(round(pruned * len(costs)), len(finite))
+        if number < 1:
+            limit = -math.inf
+        elif number == len(finite):
+            limit = math.inf
+        else:
+            limit = float(f"{float(finite[number - 1 : number + 1].mean()):.6g}")
+        self._calibrated.append(limit)
+        return limit
+
+    @contextmanager
+    def calibrating(self) -> Iterator[list[float]]:
+        """Finds the thresholds of a policy by image in one forward pass of all calibration images.
+
+        Yields the list to which the pass appends them; afterwards the policy has them.
+        """
+        self._calibrated = found = []
+        try:
+            yield found
+        finally:
+            self._calibrated = None
+        self.policy = replace(self.policy, num_pruned=None, thresholds=tuple(found))
 
     def _reduce(self, state: TokenState, count: int) -> Tensor:
         """Reduces the tokens to `count` patches."""
+        return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(state.stage)))
+
+    def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
+        """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
         run, prefix = self.run, state.prefix
-        reduction = self.policy.reducer.reduce(state, count, self.predictor(state.stage))
         apply = compressed_state if self.by == "compress" else masked_state
         tokens, run.sizes, run.patch_indices, run.moments, run.accumulated, positions = apply(state, reduction)
         if run.restoration is not None:
@@ -305,6 +363,12 @@ class TokenReduction(nn.Module):
             first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
             patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)
+
+
+def _padded_rows(parts: Sequence[Tensor], value: float) -> Tensor:
+    """Concatenates rows of images that may have different lengths; the rest of shorter rows is `value`."""
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, longest - part.shape[1]), value=value) for part in parts])
 
 
 def _at_all_heads(

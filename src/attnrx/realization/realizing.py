@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.data import ImageData
+from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.maps import LINEAR_MAPS
 from attnrx.model_data import images_for
@@ -17,6 +17,7 @@ from attnrx.models import (
     Family,
     TokenReduction,
     attach_tokens_,
+    evaluating,
     family_of,
     model_fingerprint,
     reduction_of,
@@ -56,13 +57,41 @@ def prescribed_tokens(model: nn.Module) -> TokenPrescription:
     return TokenPrescription.of(reduction.policy, learned if reduction.policy.reducer.learned else None)
 
 
-def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription, by: str, heads: int) -> None:
-    """Attaches the prescribed token policy to the model, in place."""
+def realize_tokens_(
+    model: nn.Module,
+    family: Family,
+    tokens: TokenPrescription,
+    by: str,
+    heads: int,
+    calibration: ImageData | None = None,
+) -> None:
+    """Attaches the prescribed token policy to the model, in place, and finds its thresholds on calibration images."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tokens.seed)
         reduction = attach_tokens_(model, family, tokens.policy, by, heads)
+    if tokens.policy.must_be_calibrated:
+        if calibration is None:
+            raise InvalidInput(
+                f"{tokens.policy} gives every image its own number of tokens by thresholds that are found on data: "
+                "pass calibration images, e.g. calibration=splits.train.take(256)."
+            )
+        _calibrate_(model, reduction, images_for(model, calibration, "calibration"))
     if tokens.predictors is not None:
         _load_(reduction, tokens.predictors)
+
+
+def _calibrate_(model: nn.Module, reduction: TokenReduction, images: ImageSet) -> None:
+    """Finds the thresholds of a policy by image in one forward pass over at most CALIBRATED images."""
+    weight = next(model.parameters())
+    count = min(CALIBRATED, len(images))
+    (batch,) = images.take(count).batches(count, device=weight.device)
+    # A hook that may need the whole batch disables chunks of images.
+    whole = model.register_forward_hook(lambda *given: None)
+    try:
+        with evaluating((model,)), reduction.calibrating():
+            model(batch.images.to(weight.dtype))
+    finally:
+        whole.remove()
 
 
 def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
@@ -79,6 +108,8 @@ def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
     reduction.stages.load_state_dict(dict(predictors))
 
 
+# Images on which the thresholds of a policy by image are found; they are in memory at once.
+CALIBRATED = 256
 BY = ("mask", "compress")
 NORMS = ("renormalized", "exact", "refit")
 
@@ -106,9 +137,10 @@ def realize(
     After the strengths have spread, "exact" and the mask are closer to the original than either (docs/exact.md).
 
     Dense attention has no norms: there "exact" and "renormalized" are the same model. A prescription that keeps
-    everything gives identical logits. Decisions about vo, fc1 and fc2 are realized as well. Tokens are pruned or merged
-    last, by mask or by compression. Statistics of the attention that a reducer uses are equal in both; keys (ToMe) are
-    not, because the mask retains keys that the compressed model has lost.
+    everything gives identical logits. Decisions about vo, fc1 and fc2 are realized as well. Tokens are pruned or
+    merged last, by mask or by compression; a policy by image finds its thresholds on the `calibration` images.
+    Statistics of the attention that a reducer uses are equal in both; keys (ToMe) are not, because the mask retains
+    keys that the compressed model has lost.
     """
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")
@@ -116,10 +148,11 @@ def realize(
         raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {', '.join(BY)} and from {', '.join(NORMS)}.")
     _require_shapes(model, prescription)
     if by == "mask" or norms != "refit":
-        return _realized(model, prescription, prescription.layers, by, norms)
+        return _realized(model, prescription, prescription.layers, by, norms, calibration)
     images = images_for(model, _require_refittable(prescription, calibration), "calibration")
     fits = (refitted(model, prescription, images), prescription.layers)
-    return nearest_candidate([_realized(model, prescription, layers, by, norms) for layers in fits], model, images)
+    candidates = [_realized(model, prescription, layers, by, norms, images) for layers in fits]
+    return nearest_candidate(candidates, model, images)
 
 
 def realize_fitted(
@@ -135,12 +168,18 @@ def realize_fitted(
     for fit in fits:
         found = fit(found)
     if tokens is not None:
-        realize_tokens_(found, family_of(found), tokens, "compress", shape_of(model, family_of(model)).heads)
+        heads = shape_of(model, family_of(model)).heads
+        realize_tokens_(found, family_of(found), tokens, "compress", heads, given.get("calibration"))
     return found
 
 
 def _realized(
-    model: nn.Module, prescription: Prescription, layers: Sequence[LayerPrescription], by: str, norms: str
+    model: nn.Module,
+    prescription: Prescription,
+    layers: Sequence[LayerPrescription],
+    by: str,
+    norms: str,
+    calibration: ImageData | None,
 ) -> nn.Module:
     changed = copy.deepcopy(model)
     family = family_of(changed)
@@ -154,7 +193,8 @@ def _realized(
                 realize_hidden_(family, changed, index, layer.hidden, by)
             _realize_mlp_(family, changed, index, layer, by)
         if prescription.tokens is not None:
-            realize_tokens_(changed, family, prescription.tokens, by, shape_of(model, family).heads)
+            heads = shape_of(model, family).heads
+            realize_tokens_(changed, family, prescription.tokens, by, heads, calibration)
     return changed
 
 

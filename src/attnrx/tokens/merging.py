@@ -1,5 +1,7 @@
 """Token merging by bipartite matching, in rounds."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -95,6 +97,51 @@ class Merging(Reducer):
             destinations = torch.full_like(state.patch_indices, -1).scatter(1, present, destinations)
         return Reduction(kept, self.finished(tables, merged), sizes=sizes, destinations=destinations)
 
+    def reduce_by_cost(
+        self, state: TokenState, threshold_of: Callable[[Float[Tensor, "batch first"]], float]
+    ) -> Reduction:
+        """Merges every patch of the first set that costs less than the threshold, in one round.
+
+        The cost of a merge is the negative closeness. The present patches of an image are moved to the front, so that
+        its two sets do not depend on the other images of the batch.
+        """
+        there = state.there > 0
+        present = int(there.sum(1).max())
+        kept = there.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :present]
+        tables = self.first_tables({name: gathered_rows(table, kept) for name, table in self.tables(state).items()})
+        sizes = state.sizes[:, state.prefix :].gather(1, kept)
+        first, second = ALTERNATING
+        features = self.features(tables, sizes)
+        rows = [{name: table[:, side] for name, table in features.items()} for side in ALTERNATING]
+        closeness = self.closeness(*rows).masked_fill((sizes[:, second] == 0)[:, None], -math.inf)
+        closest, nearest = closeness.max(-1)
+        costs = (-closest).masked_fill(sizes[:, first] == 0, math.inf)
+        merges = costs < threshold_of(costs)
+        if not bool(merges.any()):
+            unchanged = gathered_rows(state.patches, kept)
+            return Reduction(kept, unchanged, sizes=sizes, destinations=_inverse(kept, there))
+        goals = 2 * nearest + 1
+        source_sizes = sizes[:, first] * merges
+        merged_sizes = sizes.scatter_add(1, goals, source_sizes)
+        # Clamped for pairs of which none is merged; their share is 0.
+        shares = (source_sizes / merged_sizes.gather(1, goals).clamp_min(1e-12))[..., None]
+        merged_sizes[:, first] -= source_sizes
+        for name, table in tables.items():
+            change = (table[:, first] - gathered_rows(table, goals)) * shares
+            tables[name] = table.scatter_add(1, goals[..., None].expand_as(change), change)
+        remains = merged_sizes > 0
+        left = int(remains.sum(1).max())
+        stay = remains.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :left]
+        positions = remains.cumsum(1) - 1
+        positions[:, first] = torch.where(merges, positions.gather(1, goals), positions[:, first])
+        tables = {name: gathered_rows(table, stay) for name, table in tables.items()}
+        changed = (merged_sizes != sizes).gather(1, stay)
+        after = merged_sizes.gather(1, stay)
+        patches = self.finished(tables, (changed & (after > 0)).flatten().nonzero()[:, 0])
+        destinations = torch.full_like(state.patch_indices, -1)
+        destinations = destinations.scatter(1, kept, positions.masked_fill(sizes == 0, -1))
+        return Reduction(kept.gather(1, stay), patches, sizes=after, destinations=destinations)
+
     def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
         features = self.features(tables, sizes)
         first, second = self.split(state, features, most)
@@ -141,6 +188,12 @@ class Round:
         remaining = rows.index_select(0, self._stay)
         change = (rows.index_select(0, self._sources) - rows.index_select(0, self._goals)) * self._shares
         return remaining.index_add_(0, self.into, change).view(*self.stay.shape, -1)
+
+
+def _inverse(kept: Indices, there: Bool[Tensor, "batch patches"]) -> Indices:
+    """Returns the index of every patch among the kept ones; -1 for a patch that is not there."""
+    places = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    return torch.full_like(there, -1, dtype=kept.dtype).scatter(1, kept, places).masked_fill(~there, -1)
 
 
 def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tensor, "batch _ _"]:

@@ -3,13 +3,16 @@
 Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
 `tome:13@every`.
 
-    policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
+    policy  = reducer ":" [ "mean" "=" ] ( keep { "/" keep } "@" layer { "," layer } | number "@every" )
+    keep    = ratio [ "<" cost ]
     reducer = name [ "(" knob "=" value { "," knob "=" value } ")" ]
     value   = "true" | "false" | "none" | number | reducer | word
 
-One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches that
-remain after each stage. A number before @every is the reduction before every layer but the first. Invariant:
-parse_policy(str(policy)) == policy.written.
+One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches
+that remain after each stage. A number before @every is the reduction before every layer but the first. After "mean="
+they are means over the images: every image is reduced until a further step would cost more than a threshold, which is
+found on calibration images when the policy is realized. A calibrated policy has the threshold of every stage after
+"<", e.g. `ward:0.7<6.2/0.49<11@4,7`. Invariant: parse_policy(str(policy)) == policy.written.
 """
 
 import dataclasses
@@ -25,7 +28,7 @@ from attnrx.tokens.reducer import Reducer
 from attnrx.tokens.state import TokenLayout
 
 EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
-EVERY = "every"
+EVERY, MEAN = "every", "mean"
 DEEPEST = 20  # brackets; far below the nesting that exhausts Python's stack
 
 
@@ -39,16 +42,32 @@ class TokenPolicy:
     With `num_pruned`, the patches are reduced by that number before every layer but the first (the schedule r of ToMe,
     which as published merges inside every layer, including the last). Layers and shares then depend on the model; `on`
     sets them.
+
+    With `by_image` the shares are means over images, and every image has its own number of tokens: a stage merges what
+    costs less than its element of `thresholds`, in units of the reducer's cost. Without thresholds the policy must be
+    calibrated.
     """
 
     reducer: Reducer
     layers: tuple[int, ...] = ()
     keep: tuple[float, ...] = ()
     num_pruned: int | None = None
+    by_image: bool = False
+    thresholds: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.num_pruned is not None and self.num_pruned < 1:
             raise InvalidInput(f"{self.num_pruned} patches to prune before every layer: give 1 or more.")
+        if self.by_image and not self.reducer.has_costs:
+            raise InvalidInput(
+                f"{self.reducer} has no cost by which every image could have its own number of tokens; use ward, or a "
+                "policy of fixed numbers, e.g. tome:0.7@4,7,10."
+            )
+        if self.thresholds and (not self.by_image or len(self.thresholds) != len(self.layers)):
+            raise InvalidInput(
+                f"{len(self.thresholds)} thresholds for {len(self.layers)} stages of a policy "
+                f"{'by image' if self.by_image else 'of fixed numbers'}: give one for each stage, by image."
+            )
         if self.num_pruned is not None and not self.layers and not self.keep:
             return
         if not self.layers or len(self.layers) != len(self.keep):
@@ -73,11 +92,20 @@ class TokenPolicy:
         return cls(reducer, layers, _powers(ratio, len(layers)))
 
     def __str__(self) -> str:
+        mean = "mean=" if self.must_be_calibrated else ""
         if self.num_pruned is not None:
-            return f"{self.reducer}:{self.num_pruned}@every"
+            return f"{self.reducer}:{mean}{self.num_pruned}@every"
+        if self.thresholds:
+            stages = "/".join(f"{keep!r}<{cost!r}" for keep, cost in zip(self.keep, self.thresholds, strict=True))
+            return f"{self.reducer}:{stages}@{','.join(map(str, self.layers))}"
         staged = self.keep == _powers(self.keep[0], len(self.keep))
         ratios = repr(self.keep[0]) if staged else "/".join(map(repr, self.keep))
-        return f"{self.reducer}:{ratios}@{','.join(map(str, self.layers))}"
+        return f"{self.reducer}:{mean}{ratios}@{','.join(map(str, self.layers))}"
+
+    @property
+    def must_be_calibrated(self) -> bool:
+        """Whether thresholds must be found before the policy can run."""
+        return self.by_image and not self.thresholds
 
     @property
     def drops(self) -> bool:
@@ -87,7 +115,7 @@ class TokenPolicy:
     @property
     def written(self) -> "TokenPolicy":
         """The policy as written in its text: an every-layer policy without the layers of a model."""
-        return self if self.num_pruned is None else TokenPolicy(self.reducer, num_pruned=self.num_pruned)
+        return self if self.num_pruned is None else replace(self, layers=(), keep=())
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
         """Returns the policy with its layers and shares in a model.
@@ -109,12 +137,14 @@ class TokenPolicy:
 
     def describe(self) -> tuple[str, ...]:
         """Returns one sentence per stage, or one sentence for an every-layer policy."""
+        mean = ", on average over images" if self.by_image else ""
         if self.num_pruned is not None:
             return (
-                f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's patches",
+                f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's "
+                f"patches{mean}",
             )
         return tuple(
-            f"before layer {layer} {self.reducer} keeps {kept:.4g} of the image's patches"
+            f"before layer {layer} {self.reducer} keeps {kept:.4g} of the image's patches{mean}"
             for layer, kept in zip(self.layers, self.keep, strict=True)
         )
 
@@ -165,7 +195,7 @@ def _powers(ratio: float, count: int) -> tuple[float, ...]:
 class PolicyReader(KnobReader):
     """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
 
-    language = Language("policy", "Policies", EXAMPLES, "():,=/@", InvalidInput)
+    language = Language("policy", "Policies", EXAMPLES, "():,=/@<", InvalidInput)
 
     def __init__(self, text: str, registry: Mapping[str, type[Reducer]]):
         if text.count("(") > DEEPEST:
@@ -176,20 +206,32 @@ class PolicyReader(KnobReader):
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer()
         self.expect(":", "':' and the keep ratio")
-        first = self.tokens[self.position]
-        ratios = [self.read_ratio()]
+        mean = self.tokens[self.position].text == MEAN
+        if mean:
+            self.expect("name", MEAN)
+            self.expect("=", "'=' and the mean keep ratio")
+        first, thresholds = self.tokens[self.position], []
+        ratios = [self.read_keep(thresholds)]
         while self.take("/"):
-            ratios.append(self.read_ratio())
+            ratios.append(self.read_keep(thresholds))
         self.expect("@", "'@' and the layers before which tokens are pruned")
         if self.tokens[self.position].text == EVERY:
-            return self.read_every(reducer, first, len(ratios))
+            return replace(self.read_every(reducer, first, len(ratios) + len(thresholds)), by_image=mean)
         layers = [self.read_layer()]
         while self.take(","):
             layers.append(self.read_layer())
         self.expect("end", "the end")
-        if len(ratios) == 1:
-            return TokenPolicy.staged(reducer, ratios[0], tuple(layers))
-        return TokenPolicy(reducer, tuple(layers), tuple(ratios))
+        by_image = mean or bool(thresholds)
+        if len(ratios) == 1 and not thresholds:
+            return replace(TokenPolicy.staged(reducer, ratios[0], tuple(layers)), by_image=by_image)
+        return TokenPolicy(reducer, tuple(layers), tuple(ratios), by_image=by_image, thresholds=tuple(thresholds))
+
+    def read_keep(self, thresholds: list[float]) -> float:
+        """Reads a keep ratio; appends the threshold after it, if there is one."""
+        ratio = self.read_ratio()
+        if self.take("<"):
+            thresholds.append(float(self.expect("number", "the cost of a merge, e.g. 6.2").text))
+        return ratio
 
     def read_every(self, reducer: Reducer, number: Token, given: int) -> TokenPolicy:
         self.expect("name", EVERY)

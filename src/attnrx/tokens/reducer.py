@@ -73,13 +73,15 @@ class Reducer(ABC):
     And "image_keys", a hash of the pixels of every image.
 
     A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
-    of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
+    of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A reducer that `has_costs`
+    can reduce every image by a threshold (`reduce_by_cost`). A `learned` reducer has a
     predictor at every stage, or `one_predictor` for all of them.
     """
 
     name: ClassVar[str] = ""  # the name in text, set by REDUCERS
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
+    has_costs: ClassVar[bool] = False
     # These three may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
     needs: tuple[str, ...] = ()
     learned: bool = False
@@ -89,9 +91,22 @@ class Reducer(ABC):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Reduces every image to `count` patches."""
 
+    def reduce_by_cost(self, state: TokenState, threshold_of: Callable[[PerPatch], float]) -> Reduction:
+        """Reduces every image by all steps that cost less than a threshold, which is a function of the costs.
+
+        Images may keep different numbers of patches: the result has as many as the largest, those of others have size
+        0. Costs of [batch, _] are infinite where there is no step.
+        """
+        raise NotSupported(f"{self} has no costs by which images could be reduced to different numbers of patches.")
+
     @property
     def native(self) -> NativeMerge | None:
         """The C++ kernel of one merging round (`kernels.native_merging`); None where it does not implement this."""
+        return None
+
+    @property
+    def native_by_cost(self) -> Callable[[TokenState, float], Merged] | None:
+        """The C++ kernel of `reduce_by_cost` for one threshold; None where it does not implement this."""
         return None
 
     def predictor(self, shape: Shape) -> nn.Module:

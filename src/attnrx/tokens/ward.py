@@ -1,12 +1,13 @@
 """Ward: merges the patches whose merging changes the tokens least."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
-from attnrx.kernels.native_merging import Merged, native_merge
+from attnrx.kernels.native_merging import Merged, native_merge, native_merge_by_cost
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import NativeMerge, Shape
@@ -26,6 +27,8 @@ class Ward(Merging):
     the class token pays a patch in the previous layer, mean 1 over the patches: errors of patches that the class token
     does not attend to cost less. The means are weighted by the sizes themselves.
     """
+
+    has_costs = True
 
     lengths: bool = True
     relevance: float = 0.0
@@ -48,21 +51,30 @@ class Ward(Merging):
         assert state.class_attention is not None
         sizes = state.sizes[:, state.prefix :]
         received = state.class_attention.mean(1)[:, state.prefix :] / sizes.clamp_min(1)
-        mean = received.sum(1, keepdim=True) / state.present
+        mean = received.sum(1, keepdim=True) / state.there.sum(1, keepdim=True)
         return 1 - self.relevance + self.relevance * received / mean
 
     @property
     def native(self) -> NativeMerge:
         return self._native_merge
 
+    @property
+    def native_by_cost(self) -> Callable[[TokenState, float], Merged]:
+        return self._native_merge_by_cost
+
     def _native_merge(self, state: TokenState, count: int) -> Merged:
-        weights = None
-        if self.relevance:
-            factors = nn.functional.pad(self._factors(state), (state.prefix, 0), value=1.0)
-            weights = factors * state.sizes
-        return native_merge(
-            state.tokens, state.sizes, state.patch_indices, None, count, lengths=self.lengths, weights=weights
-        )
+        tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
+        return native_merge(tokens, sizes, indices, None, count, self.lengths, self._weights(state))
+
+    def _native_merge_by_cost(self, state: TokenState, threshold: float) -> Merged:
+        tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
+        return native_merge_by_cost(tokens, sizes, indices, threshold, self._weights(state), self.lengths)
+
+    def _weights(self, state: TokenState) -> Float[Tensor, "batch tokens"]:
+        """Returns the weights of all tokens in the criterion."""
+        if not self.relevance:
+            return state.sizes
+        return nn.functional.pad(self._factors(state), (state.prefix, 0), value=1.0) * state.sizes
 
     def first_tables(self, tables: Tables) -> Tables:
         lengths = {"lengths": tables["patches"].norm(dim=-1, keepdim=True)} if self.lengths else {}

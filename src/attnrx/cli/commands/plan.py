@@ -30,7 +30,7 @@ def add(parser: Parser) -> None:
     add_out(parser, "the folder of plan.json and prescription.json", folder=True)
     space = parser.add_argument_group("search space")
     option(space, "--axes", "AXIS,AXIS", "qk, vo, mlp (fc1 and fc2) and tokens (all)")
-    option(space, "--reducer", "REDUCER", "the token reducer, untrained (ward, by relevance for outputs of a class token)")
+    option(space, "--reducer", "REDUCER", "the token reducer, untrained (ward, by relevance if there is a class token)")
     search = parser.add_argument_group("search")
     option(search, "--diagnosis", "FILE", "of this model (made on the first 96 training images)")
     option(search, "--effort", ("quick", "normal", "thorough"), "how much is measured", "normal")
