@@ -2,11 +2,20 @@
 
 from attnrx.realization.directions import compressed_spec
 from attnrx.realization.fitting import refitted
-from attnrx.realization.realizing import BY, NORMS, prescribed_tokens, realize, realize_fitted, realize_tokens_
+from attnrx.realization.realizing import (
+    BY,
+    NORMS,
+    calibrated,
+    prescribed_tokens,
+    realize,
+    realize_fitted,
+    realize_tokens_,
+)
 
 __all__ = [
     "BY",
     "NORMS",
+    "calibrated",
     "compressed_spec",
     "prescribed_tokens",
     "realize",

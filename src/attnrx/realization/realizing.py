@@ -57,6 +57,13 @@ def prescribed_tokens(model: nn.Module) -> TokenPrescription:
     return TokenPrescription.of(reduction.policy, learned if reduction.policy.reducer.learned else None)
 
 
+def calibrated(prescription: Prescription, model: nn.Module) -> Prescription:
+    """Returns the prescription with the thresholds that its token policy by image got in the realized model."""
+    if prescription.tokens is None or not prescription.tokens.policy.must_be_calibrated:
+        return prescription
+    return replace(prescription, tokens=prescribed_tokens(model))
+
+
 def realize_tokens_(
     model: nn.Module,
     family: Family,

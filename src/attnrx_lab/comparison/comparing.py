@@ -22,7 +22,7 @@ from attnrx.checks.statistics import (
 )
 from attnrx.data import require_labels
 from attnrx.errors import InvalidInput
-from attnrx.models import evaluating, family_of
+from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
 from attnrx.shapes import Bool, Float, Int, Tensor
@@ -192,16 +192,16 @@ def compare_methods(
                 started = time.perf_counter()
                 candidate, costs = compressor.make(share), compressor.costs(share)
                 seconds = time.perf_counter() - started
-                own = _answers(candidate, bench)[0]
+                own, macs_mean = _answers(candidate, bench)[0], _mean_macs(candidate, costs.macs, bench)
                 divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
                 then = own.argmax(-1)
                 trial = MethodTrial(
                     method=method.name,
                     share=share,
                     params=costs.params,
-                    macs=costs.macs,
+                    macs=macs_mean,
                     params_share=costs.params / before.params,
-                    macs_share=costs.macs / before.macs,
+                    macs_share=macs_mean / before.macs,
                     accuracy=_percent(then == labels),
                     change=paired_change(first == labels, then == labels, bench.seed).scaled(100.0),
                     agreement=_percent(then == first),
@@ -223,6 +223,17 @@ def compare_methods(
 
 def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
     return proportion(int(hits.sum()), len(hits)).scaled(100.0)
+
+
+def _mean_macs(model: nn.Module, macs: int, bench: MethodBench) -> int:
+    """Returns the mean MACs over the test images of a model with a token policy by image, else `macs`."""
+    reduction = reduction_of(model)
+    if reduction is None or not reduction.policy.by_image:
+        return macs
+    weight, found = next(model.parameters()), []
+    for batch in bench.test.batches(bench.batch_size, device=weight.device):
+        found += [each.macs for each in costs_by_image(model, family_of(model), batch.images.to(weight.dtype))]
+    return round(sum(found) / len(found))
 
 
 def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.api import prescribe, realize
+from attnrx.api import prescribe
 from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
@@ -143,7 +143,7 @@ class RuleCompressor(ModelCompressor):
         if method.repaired:
             settings = Repair(steps=method.repaired, seed=bench.seed)
             fits.append(lambda made: repair(made, bench.model, bench.calibration, settings).model)
-        return realize_fitted(bench.model, found, fits) if fits else realize(bench.model, found)
+        return realize_fitted(bench.model, found, fits, calibration=bench.calibration)
 
 
 @dataclass(frozen=True)

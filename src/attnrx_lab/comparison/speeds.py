@@ -1,6 +1,6 @@
 """The measured latency of several prescriptions on one model, relative to the reference implementation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -16,10 +16,11 @@ from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.data import Normalization, from_tensors
 from attnrx.errors import InvalidInput
 from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
-from attnrx.models import family_of
+from attnrx.models import family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
+from attnrx.shapes import Tensor
 from attnrx_lab.comparison.comparing import markdown_table
 from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, points, require_points
 
@@ -129,6 +130,17 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     return MethodBench(model, diagnose(model, noise, batch_size=images, seed=seed), noise, noise, seed, images)
 
 
+def _images(bench: MethodBench, models: Iterable[nn.Module], batch: int) -> Tensor:
+    """Returns the images to time: noise, or calibration images if a token policy goes by image.
+
+    Otherwise latency does not depend on the pixels; fixed ones let token policies select the same patches every time.
+    """
+    if any(reduction.policy.by_image for model in models if (reduction := reduction_of(model)) is not None):
+        return next(iter(bench.calibration.batches(batch))).images
+    shape = family_of(bench.model).input_shape(bench.model)
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
+
+
 def compare_speeds(
     bench: MethodBench,
     methods: Sequence[Method],
@@ -159,8 +171,7 @@ def compare_speeds(
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
-            # Latency does not depend on the pixels; fixed ones let token policies select the same patches every time.
-            images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
+            images = _images(bench, models.values(), batch)
             latencies = compare_latencies(running, reference, images, protocol)
             measured = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
             found = replace(found, speeds=(*found.speeds, *measured))

@@ -29,8 +29,8 @@ REFINE = (
     "this many steps, e.g. 200"
 )
 REPAIR = (
-    "fit the MLPs of the compressed model, block by block, to the outputs of the original's blocks on --data without "
-    "labels, in this many steps per block after a least-squares fit, e.g. 300"
+    "fit the weights of the compressed model, block by block, to the outputs of the original's blocks on --data "
+    "without labels, in this many steps per attention and per MLP, e.g. 300"
 )
 
 
@@ -42,8 +42,10 @@ def add(parser: Parser) -> None:
     option(parser, "--norms", ("renormalized", "exact", "refit"), NORMS, "renormalized")
     option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
-    add_data(parser, "training images for --norms refit, --refine and --repair", required=False)
-    calibration = f"training images for --norms refit and --repair; the first {REFINED_ON} of them for --refine"
+    add_data(parser, "training images for --norms refit, --refine, --repair and tokens by image", required=False)
+    calibration = (
+        f"training images for --norms refit, --repair and tokens by image; the first {REFINED_ON} of them for --refine"
+    )
     option(parser, "--calibration-images", COUNT, calibration, 512)
     add_device(parser)
 
@@ -54,17 +56,19 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
     how = {name: getattr(arguments, name) for name in ("by", "norms", "refine", "repair", "calibration_images")}
-    slim = made(model, prescription, how, _calibration(model, arguments))
-    prescription = replace(prescription, about={**prescription.about, "realized": how})
+    slim = made(model, prescription, how, _calibration(model, prescription, arguments))
+    prescription = replace(rx.realization.calibrated(prescription, slim), about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
     before, after = (rx.costs.SVDA.price(rx.models.family_of(each).costs(each)) for each in (model, slim))
     record = {"model": str(folder), **how, **cost_changes(before, after), "removed_share": prescription.removed_share}
     return Outcome(record, (convention_table(before, after), f"model: {folder}"))
 
 
-def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
+def _calibration(model: "nn.Module", prescription: rx.Prescription, arguments: Namespace) -> "rx.data.ImageSet | None":
     fits = [name for name in ("--refine", "--repair") if getattr(arguments, name.removeprefix("--"))]
     fits += ["--norms refit"] * (arguments.by == "compress" and arguments.norms == "refit")
+    if prescription.tokens is not None and prescription.tokens.policy.must_be_calibrated:
+        fits.append(str(prescription.tokens.policy))
     if not fits:
         return None
     if arguments.data is None:
