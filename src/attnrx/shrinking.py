@@ -21,9 +21,9 @@ from attnrx.models import family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan
 from attnrx.planning.effort import effort_of
 from attnrx.planning.target import DROP
-from attnrx.prescription import Prescription
+from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.progress import Log, no_log
-from attnrx.realization import realize_fitted
+from attnrx.realization import calibrated, realize_fitted
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
@@ -99,6 +99,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     batch: int = 32,
     threads: int | None = None,
     effort: str = "quick",
+    by_image: bool = False,
     weights: str | Path | None = None,
     columns: Columns | None = None,
     folder: Path | str | None = None,
@@ -111,7 +112,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     the model in its own library; `macs` or `params`, the share that stays; `max_drop`, the points of top-1 accuracy
     that may be lost at the fewest MACs. `model` and `data` are objects, or what `load` and `load_data` read. Of data
     with splits the plan sees training and validation images, and the evidence is about test images; other data are
-    divided into three parts. `effort` is "quick" (minutes), "normal" or "thorough".
+    divided into three parts. `effort` is "quick" (minutes), "normal" or "thorough". With `by_image` every image has its
+    own number of tokens, and those of the plan are means over images; such a model is not exported.
 
     With a `folder` the intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes
     the results.
@@ -141,8 +143,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         diagnosis = _diagnosis(original, planned, state, log)
         found = plan(original, diagnosis, target, planned, others, settings=settings)
         log("realizing and verifying")
-        slim, how = _realized(original, found.prescription, fitted, Repair(preset.repair_steps, seed=seed), log)
-        prescription = replace(found.promising, about={**found.promising.about, "realized": how})
+        chosen = _by_image(found.promising) if by_image else found.promising
+        slim, how = _realized(original, chosen, fitted, Repair(preset.repair_steps, seed=seed), log)
+        prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
         checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=ROUNDS * max(SMALL // batch, 1)))
         if tested.has_labels:
             checks = (Accuracy(None), *checks)
@@ -160,10 +163,17 @@ def _realized(
     if replace(prescription, tokens=None).rules:
         try:
             fits = [lambda found: repair(found, model, images, settings).model]
-            return realize_fitted(model, prescription, fits), {**how, "repair": settings.steps}
+            return realize_fitted(model, prescription, fits, calibration=images), {**how, "repair": settings.steps}
         except (NotSupported, InvalidInput) as error:
             log(f"not repaired: {error}")
-    return realize(model, prescription), how
+    return realize(model, prescription, calibration=images), how
+
+
+def _by_image(prescription: Prescription) -> Prescription:
+    """Returns the prescription with the numbers of tokens as means over images."""
+    if prescription.tokens is None:
+        raise NotSupported("by_image: the plan prunes and merges no tokens; omit by_image, or lower the target.")
+    return replace(prescription, tokens=TokenPrescription.of(replace(prescription.tokens.policy, by_image=True)))
 
 
 def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:

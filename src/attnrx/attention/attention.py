@@ -21,8 +21,8 @@ from attnrx.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
 
-MOST_PLANS = 64
-"""Cached plans per layer. A full cache is cleared, e.g. after images of many sizes."""
+MOST_PLANS = 1024
+"""Cached plans per layer: policies by image have one for every number of tokens. A full cache is cleared."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.kernels.native_merging import Merged, native_merge, native_merge_by_cost
@@ -44,15 +43,22 @@ class Ward(Merging):
 
     def tables(self, state: TokenState) -> Tables:
         tables = {"patches": state.patches}
-        return {**tables, "factors": self._factors(state)[..., None]} if self.relevance else tables
+        if not self.relevance:
+            return tables
+        # Relative to the sizes, so that later rounds average them.
+        factors = self._weights(state) / state.sizes.clamp_min(1)
+        return {**tables, "factors": factors[:, state.prefix :, None]}
 
-    def _factors(self, state: TokenState) -> Float[Tensor, "batch patches"]:
-        """Returns the factors of the sizes in the criterion; 1 - relevance for a masked patch."""
+    def _weights(self, state: TokenState) -> Float[Tensor, "batch tokens"]:
+        """Returns the weights of all tokens in the criterion: 0 for a masked one."""
+        if not self.relevance:
+            return state.sizes
         assert state.class_attention is not None
-        sizes = state.sizes[:, state.prefix :]
-        received = state.class_attention.mean(1)[:, state.prefix :] / sizes.clamp_min(1)
-        mean = received.sum(1, keepdim=True) / state.there.sum(1, keepdim=True)
-        return 1 - self.relevance + self.relevance * received / mean
+        received, prefix = state.class_attention.mean(1), state.prefix
+        # Per patch of the image; a masked token receives nothing.
+        total = (received / state.sizes.clamp_min(1))[:, prefix:].sum(1, keepdim=True)
+        present = state.patches.shape[1] if state.whole else state.there.sum(1, keepdim=True)
+        return state.sizes * (1 - self.relevance) + received * (self.relevance * present / total)
 
     @property
     def native(self) -> NativeMerge:
@@ -69,12 +75,6 @@ class Ward(Merging):
     def _native_merge_by_cost(self, state: TokenState, threshold: float) -> Merged:
         tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
         return native_merge_by_cost(tokens, sizes, indices, threshold, self._weights(state), self.lengths)
-
-    def _weights(self, state: TokenState) -> Float[Tensor, "batch tokens"]:
-        """Returns the weights of all tokens in the criterion."""
-        if not self.relevance:
-            return state.sizes
-        return nn.functional.pad(self._factors(state), (state.prefix, 0), value=1.0) * state.sizes
 
     def first_tables(self, tables: Tables) -> Tables:
         lengths = {"lengths": tables["patches"].norm(dim=-1, keepdim=True)} if self.lengths else {}

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention.backends.auto import FEW_QUERIES, faster, native_outputs, runs_on
+from attnrx.attention.backends.auto import FEW_QUERIES, Native, faster, native_outputs, runs_on
 from attnrx.attention.backends.backend import Backend, scores
 from attnrx.attention.backends.explicit import mixed_attention
-from attnrx.attention.factors import AttentionContext, Bucket, HeadLayout, ScoreFactors, ValueBatch
+from attnrx.attention.factors import AttentionContext, Bucket, HeadLayout, HeadOutputs, ScoreFactors, ValueBatch
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -65,7 +66,9 @@ class AttentionCapture(Backend):
         self.sizes, self.show, self.wanted = sizes, show, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself, or a faster backend on a CPU if nothing has to be captured, as `Auto` does."""
+        """Returns itself, or a faster backend on a CPU if nothing but class attention has to be captured."""
+        if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
+            return NativeCapture(self.sizes, self.show)
         return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
@@ -125,6 +128,64 @@ class AttentionCapture(Backend):
             found["value_norms"] = value[images_of(part)].norm(dim=-1)
         if self.wanted:
             self.show(CapturedAttention(**{name: found[name] for name in self.wanted}, part=part))
+
+
+class NativeCapture(Native):
+    """The C++ kernel, which returns no attention, beside the attention of the first token, one row per head."""
+
+    def __init__(
+        self,
+        sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
+        show: Callable[[CapturedAttention], None],
+    ):
+        super().__init__(sizes)
+        self.sizes_of, self.show = sizes, show
+
+    @staticmethod
+    def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
+        """Whether the scores are products of rows, without positions and biases of pairs."""
+        plain = spec.form == "dense" and not spec.pair_bias
+        return plain and Native.runs(spec, context) and Native().takes_joint(spec, context)
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        return self
+
+    def of_joint(self, features: Float[Tensor, "batch tokens _"], rows: tuple[int, ...], *given: Any) -> HeadOutputs:
+        _, scale, *_ = given
+        whole = sum(rows)
+        query, key = features[:, :1, :whole], features[..., whole : 2 * whole]
+        # One product for all heads: their queries are the rows of a block diagonal matrix.
+        logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
+        self._show(logits)
+        return super().of_joint(features, rows, *given)
+
+    def __call__(
+        self,
+        buckets: tuple[Bucket, ...],
+        factors: tuple[ScoreFactors, ...],
+        values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ) -> HeadOutputs:
+        left, logits = iter(factors), []
+        for bucket, own in zip(buckets, values, strict=True):
+            if bucket.rank:
+                query, key = next(left).folded()
+                logits.append(query[:, :, :1] @ key.transpose(-1, -2))
+            else:  # scores of zero
+                logits.append(own.new_zeros(own.shape[0], own.shape[1], 1, own.shape[2]))
+        self._show(torch.cat(logits, dim=1)[:, :, 0] * factors[0].scale)
+        return super().__call__(buckets, factors, values)
+
+    def _show(self, logits: Float[Tensor, "batch heads tokens"]) -> None:
+        sizes = self.sizes_of()
+        if sizes is not None:  # the score of a token of size 0 becomes -inf
+            logits = logits + sizes.log()[:, None]
+        self.show(CapturedAttention(class_attention=logits.softmax(-1)))
+
+
+@lru_cache(maxsize=256)
+def blocks_of(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
+    """Returns the matrix that has `scale` where a direction belongs to a head, else 0."""
+    return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
 
 
 class Observed(Backend):

@@ -33,6 +33,7 @@ def add(parser: Parser) -> None:
     option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured", "quick")
     option(parser, "--batch", BATCH, "images per forward pass whose latency is measured", 32)
     option(parser, "--threads", THREADS, "CPU threads of that forward pass (torch's default)")
+    option(parser, "--by-image", bool, "every image its own number of tokens; no model.onnx, whose shapes are fixed")
     option(parser, "--no-onnx", bool, "write no model.onnx")
     option(parser, "--seed", SEED, "seeds every random draw", 0)
     add_device(parser)
@@ -52,12 +53,14 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         batch=arguments.batch,
         threads=arguments.threads,
         effort=arguments.effort,
+        by_image=arguments.by_image,
         folder=arguments.out,
         seed=arguments.seed,
         log=log,
     )
-    log("writing the folder" if arguments.no_onnx else "writing the folder and model.onnx")
-    folder = found.save(arguments.out, onnx=not arguments.no_onnx)
+    onnx = not (arguments.no_onnx or arguments.by_image)
+    log("writing the folder and model.onnx" if onnx else "writing the folder")
+    folder = found.save(arguments.out, onnx=onnx)
     record = {
         "summary": found.summary(),
         "folder": str(folder),
