@@ -114,7 +114,8 @@ def test_a_call_goes_on_where_it_was(tmp_path: Path) -> None:
     again = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
     assert any("diagnosis of an earlier call" in line for line in lines)
     assert sum(line.startswith("plan at") for line in lines) < count
-    assert again.plan.expected["divergence"].value <= 1.5 * first.plan.expected["divergence"].value
+    # The divergence of this small model is 1e-6, where further trials change little.
+    assert again.plan.expected["divergence"].value <= 1.5 * first.plan.expected["divergence"].value + 1e-5
 
 
 def test_a_target_that_no_plan_reaches_is_refused() -> None:
@@ -126,3 +127,14 @@ def test_a_target_of_accuracy_needs_labels() -> None:
     model = cases.model(ViTConfig.uniform("dense", width=16, depth=3, heads=2, **cases.TINY))
     with pytest.raises(DataError, match="label"):
         rx.shrink(model, torch.randn(24, 1, 8, 8, dtype=torch.float32), max_drop=1.0)
+
+
+def test_tokens_by_image_are_calibrated_and_saved(tmp_path: Path) -> None:
+    found = rx.shrink(original(), images(48), macs=0.5, by_image=True)
+    assert found.prescription.tokens is not None
+    policy = found.prescription.tokens.policy
+    assert policy.by_image and not policy.must_be_calibrated
+    loaded = rx.load(found.save(tmp_path / "small", onnx=False))
+    batch = images(8)[0][0].to(next(loaded.parameters()).dtype)
+    with torch.no_grad():
+        assert torch.equal(loaded(batch), found.model(batch))

@@ -90,13 +90,13 @@ def realize_tokens_(
 def _calibrate_(model: nn.Module, reduction: TokenReduction, images: ImageSet) -> None:
     """Finds the thresholds of a policy by image in one forward pass over at most CALIBRATED images."""
     weight = next(model.parameters())
-    count = min(CALIBRATED, len(images))
-    (batch,) = images.take(count).batches(count, device=weight.device)
+    shown = images.take(min(CALIBRATED, len(images)))
+    batch = torch.cat([part.images.to(weight.dtype) for part in shown.batches(32, device=weight.device)])
     # A hook that may need the whole batch disables chunks of images.
     whole = model.register_forward_hook(lambda *given: None)
     try:
         with evaluating((model,)), reduction.calibrating():
-            model(batch.images.to(weight.dtype))
+            model(batch)
     finally:
         whole.remove()
 

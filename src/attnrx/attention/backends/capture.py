@@ -12,6 +12,7 @@ from attnrx.attention.backends.auto import FEW_QUERIES, Native, faster, native_o
 from attnrx.attention.backends.backend import Backend, scores
 from attnrx.attention.backends.explicit import mixed_attention
 from attnrx.attention.factors import AttentionContext, Bucket, HeadLayout, HeadOutputs, ScoreFactors, ValueBatch
+from attnrx.kernels.native_attention import RotationTable
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -150,14 +151,21 @@ class NativeCapture(Native):
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         return self
 
-    def of_joint(self, features: Float[Tensor, "batch tokens _"], rows: tuple[int, ...], *given: Any) -> HeadOutputs:
-        _, scale, *_ = given
+    def of_joint(
+        self,
+        features: Float[Tensor, "batch tokens _"],
+        rows: tuple[int, ...],
+        reads: tuple[int, ...],
+        scale: float,
+        rotation: RotationTable | None = None,
+        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
+    ) -> HeadOutputs:
         whole = sum(rows)
         query, key = features[:, :1, :whole], features[..., whole : 2 * whole]
         # One product for all heads: their queries are the rows of a block diagonal matrix.
         logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
         self._show(logits)
-        return super().of_joint(features, rows, *given)
+        return super().of_joint(features, rows, reads, scale, rotation, bias)
 
     def __call__(
         self,
