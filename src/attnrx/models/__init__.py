@@ -32,6 +32,7 @@ from attnrx.models.timm_family import TimmFamily
 from attnrx.models.token_hooks import (
     attach_tokens_,
     costs_by_image,
+    costs_of_images,
     described_tokens,
     reduction_of,
     require_all_tokens,
@@ -79,6 +80,7 @@ __all__ = [
     "block_names",
     "build_model",
     "costs_by_image",
+    "costs_of_images",
     "counted_by_spec",
     "described_tokens",
     "evaluating",

@@ -190,10 +190,17 @@ def costs_of_tokens(
 def costs_by_image(model: nn.Module, family: Family, images: ImageBatch) -> list[ModelCosts]:
     """Returns the costs of the model for every image; they differ with a policy by image only."""
     reduction = reduction_of(model)
+    if reduction is not None and reduction.policy.by_image:
+        with evaluating((model,)):
+            model(images)
+    return costs_of_images(model, family, len(images))
+
+
+def costs_of_images(model: nn.Module, family: Family, images: int) -> list[ModelCosts]:
+    """Returns the costs of the model for every one of the images of its last forward pass."""
+    reduction = reduction_of(model)
     if reduction is None or not reduction.policy.by_image:
-        return [family.costs(model)] * len(images)
-    with evaluating((model,)):
-        model(images)
+        return [family.costs(model)] * images
     stages = torch.stack([(indices >= 0).sum(1) for indices in reduction.run.trail], dim=1).tolist()
     policy, patches = reduction.policy, reduction.shape.layout.patches
     known: dict[tuple[int, ...], ModelCosts] = {}

@@ -76,7 +76,7 @@ class TokenRun:
         found = cls()
         sizes = [run.sizes for run in runs if run.sizes is not None]
         indices = [run.patch_indices for run in runs if run.patch_indices is not None]
-        found.sizes = _padded_rows(sizes, 0.0) if sizes else None
+        found.sizes = _padded_rows(sizes, 0) if sizes else None
         found.patch_indices = _padded_rows(indices, -1) if indices else None
         found.restorations = [restoration for run in runs for restoration in run.restorations]
         found.trail = [_padded_rows(stage, -1) for stage in zip(*(run.trail for run in runs), strict=True)]
@@ -365,7 +365,7 @@ class TokenReduction(nn.Module):
         return torch.cat([tokens[:, :prefix], patches], dim=1)
 
 
-def _padded_rows(parts: Sequence[Tensor], value: float) -> Tensor:
+def _padded_rows(parts: Sequence[Tensor], value: int) -> Tensor:
     """Concatenates rows of images that may have different lengths; the rest of shorter rows is `value`."""
     longest = max(part.shape[1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, longest - part.shape[1]), value=value) for part in parts])
