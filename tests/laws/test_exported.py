@@ -25,6 +25,7 @@ pytest.importorskip("onnxscript")
 OUTPUTS = dict.fromkeys(("vo", "fc1", "fc2"), "uniform_rank:0.5")
 RULES = {"qk": "total_rank:0.6", **OUTPUTS}
 POLICIES = (None, "class_attention:0.6@2,4", "evit:0.6@2,4", "tome:0.6@2,4", "ward:0.6@2,4", "random:0.6@2,4")
+POLICIES += ("ward(relevance=0.3):0.6@2,4",)
 
 
 @cache
