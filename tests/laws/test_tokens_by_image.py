@@ -87,6 +87,17 @@ def test_the_mean_over_the_calibration_images_is_as_requested(keep: str) -> None
     assert costs_by_image(model, family_of(model), images)[0].macs == whole
 
 
+@pytest.mark.parametrize("keep", ["mean=0.5@2", "mean=0.999@2"])
+def test_all_and_no_pairs_are_merged(keep: str) -> None:
+    """The largest and the smallest reduction of one stage have finite thresholds, which are written and read."""
+    _, small, images = realized("vit", keep=keep)
+    reduction = reduction_of(small)
+    assert reduction is not None and parse_policy(str(reduction.policy)) == reduction.policy
+    with torch.no_grad():
+        small(images)
+    assert len(set(kept_by(small).tolist())) == 1
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_where_nothing_is_cheap_enough_the_outputs_are_identical(name: str) -> None:
     model = original(name)
@@ -144,6 +155,8 @@ def test_what_is_not_possible_is_refused(tmp_path: Path) -> None:
             parse_policy(text)
     with pytest.raises(InvalidInput, match="thresholds for 2 stages"):
         parse_policy("ward:0.7<3/0.5@2,4")
+    with pytest.raises(InvalidInput, match="at most every second one"):
+        rx.realize(model, rx.prescribe(model, "tokens=ward:mean=0.3@2"), calibration=images_of(model, 8))
     with pytest.raises(NotSupported, match="fixed shapes"):
         rx.export(small, tmp_path / "small.onnx")
 

@@ -1,6 +1,5 @@
 """Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
 
-import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -278,13 +277,16 @@ class TokenReduction(nn.Module):
         assert self._calibrated is not None
         pruned = float(state.there.sum(1).mean()) - self.policy.keep[state.stage] * self.shape.layout.patches
         finite = costs[costs.isfinite()].double().sort().values
-        number = min(round(pruned * len(costs)), len(finite))
-        if number < 1:
-            limit = -math.inf
-        elif number == len(finite):
-            limit = math.inf
-        else:
-            limit = float(f"{float(finite[number - 1 : number + 1].mean()):.6g}")
+        number = round(pruned * len(costs))
+        if number > len(finite):
+            raise InvalidInput(
+                f"{self.policy}: the stage before layer {state.layer} would merge {pruned:.1f} patches of an image on "
+                f"average, and by image a stage merges at most every second one, here {len(finite) / len(costs):.1f}; "
+                "give more stages, or keep more."
+            )
+        # No cost is below 0. Where all pairs are merged, the largest cost of the calibration images is.
+        after = finite[number] if number < len(finite) else 1.01 * finite[-1]
+        limit = float(f"{float((finite[number - 1] + after) / 2):.6g}") if number else 0.0
         self._calibrated.append(limit)
         return limit
 
