@@ -137,4 +137,5 @@ def test_tokens_by_image_are_calibrated_and_saved(tmp_path: Path) -> None:
     loaded = rx.load(found.save(tmp_path / "small", onnx=False))
     batch = images(8)[0][0].to(next(loaded.parameters()).dtype)
     with torch.no_grad():
-        assert torch.equal(loaded(batch), found.model(batch))
+        # Not to the bit: a loaded tensor need not be aligned, and BLAS sums in another order then.
+        torch.testing.assert_close(loaded(batch), found.model(batch), rtol=1e-10, atol=1e-10)

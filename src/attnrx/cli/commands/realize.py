@@ -64,7 +64,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(record, (convention_table(before, after), f"model: {folder}"))
 
 
-def _calibration(model: "nn.Module", prescription: rx.Prescription, arguments: Namespace) -> "rx.data.ImageSet | None":
+def _calibration(
+    model: "nn.Module", prescription: "rx.Prescription", arguments: Namespace
+) -> "rx.data.ImageSet | None":
     fits = [name for name in ("--refine", "--repair") if getattr(arguments, name.removeprefix("--"))]
     fits += ["--norms refit"] * (arguments.by == "compress" and arguments.norms == "refit")
     if prescription.tokens is not None and prescription.tokens.policy.must_be_calibrated:
