@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import torch
 from torch import nn
 
 import cases
@@ -24,7 +25,12 @@ CLOCK = TimingSettings(2, Conditions(threads=1), "cpu", 2, in_subprocess=False)
 
 @cache
 def original() -> VisionTransformer:
-    return cases.model(CONFIG)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # a fixture of a module is made before the float64 of its tests
+    try:
+        return cases.model(CONFIG)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @cache
