@@ -46,6 +46,7 @@ _HOMES = {
     "repair": "attnrx.api",
     "save": "attnrx.api",
     "shrink": "attnrx.shrinking",
+    "to_svda": "attnrx.api",
     "Shrunk": "attnrx.shrinking",
     "train": "attnrx.training",
     "use_backend": "attnrx.models",
@@ -103,6 +104,7 @@ __all__ = [
     "rules",
     "save",
     "shrink",
+    "to_svda",
     "train",
     "use_backend",
     "verify",
@@ -143,6 +145,7 @@ if TYPE_CHECKING:
         refine,
         repair,
         save,
+        to_svda,
         verify,
     )
     from attnrx.data import load_data

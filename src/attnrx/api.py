@@ -34,6 +34,7 @@ from attnrx.planning import plan
 from attnrx.planning.budget import Budget, prescribe_within
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
+from attnrx.realization.conversion import to_svda
 from attnrx.realization.refinement import refine
 from attnrx.realization.repair import repair
 from attnrx.reports import completed_card, model_card
@@ -58,6 +59,7 @@ __all__ = [
     "refine",
     "repair",
     "save",
+    "to_svda",
     "verify",
 ]
 

@@ -1,8 +1,8 @@
-"""attnrx realize: applies a prescription to a model and saves the masked or compressed model."""
+"""attnrx realize: applies a prescription to a model, or converts its attention to SVDA, and saves the result."""
 
 from argparse import Namespace
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
@@ -15,7 +15,7 @@ from attnrx.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
-SUMMARY = "apply a prescription to a model, as a mask or by compression"
+SUMMARY = "apply a prescription to a model, as a mask or by compression, or convert its attention to SVDA"
 EXAMPLE = (
     "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out runs/cifar10-slim"
 )
@@ -32,17 +32,23 @@ REPAIR = (
     "fit the weights of the compressed model, block by block, to the outputs of the original's blocks on --data "
     "without labels, in this many steps per attention and per MLP, e.g. 300"
 )
+FORM = (
+    "instead of a prescription: give dense attention this form, with directions and strengths from its scores on "
+    "--data; add --repair"
+)
 
 
 def add(parser: Parser) -> None:
     add_model(parser, "the model of the prescription")
-    option(parser, "--prescription", "FILE", "the prescription to apply", required=True)
+    subject = parser.add_mutually_exclusive_group(required=True)
+    option(subject, "--prescription", "FILE", "the prescription to apply")
+    option(subject, "--form", ("svda",), FORM)
     add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
     option(parser, "--by", ("compress", "mask"), "delete the pruned directions, or set them to zero", "compress")
     option(parser, "--norms", ("renormalized", "exact", "refit"), NORMS, "renormalized")
     option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
-    add_data(parser, "training images for --norms refit, --refine, --repair and tokens by image", required=False)
+    add_data(parser, "training images for --norms refit, --refine, --repair, --form, tokens by image", required=False)
     calibration = (
         f"training images for --norms refit, --repair and tokens by image; the first {REFINED_ON} of them for --refine"
     )
@@ -52,6 +58,8 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     rx.models.require_model_folder(arguments.out)
+    if arguments.form is not None:
+        return _converted(arguments)
     prescription = rx.Prescription.load(arguments.prescription)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
@@ -62,6 +70,25 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     before, after = (rx.costs.SVDA.price(rx.models.family_of(each).costs(each)) for each in (model, slim))
     record = {"model": str(folder), **how, **cost_changes(before, after), "removed_share": prescription.removed_share}
     return Outcome(record, (convention_table(before, after), f"model: {folder}"))
+
+
+def _converted(arguments: Namespace) -> Outcome:
+    if arguments.data is None:
+        raise InvalidInput("--form svda reads the scores on images, and --data names none; add --data NAME.")
+    if arguments.by == "mask" or arguments.norms != "renormalized" or arguments.refine:
+        raise InvalidInput("--form removes nothing: omit --by, --norms and --refine; --repair fits the new form.")
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    train = splits_argument(model, arguments).train
+    images = train.take(min(arguments.calibration_images, len(train)))
+    found = rx.to_svda(model, images)
+    record: dict[str, Any] = {"form": arguments.form, "repair": arguments.repair}
+    if arguments.repair:
+        from attnrx.realization.repair import Repair
+
+        repaired = rx.repair(found, model, images, Repair(arguments.repair))
+        found, record["errors"] = repaired.model, {"before": repaired.before, "after": repaired.after}
+    folder = rx.save(found, arguments.out)
+    return Outcome({"model": str(folder), **record}, (f"model: {folder}",))
 
 
 def _calibration(
