@@ -23,7 +23,7 @@ SMALLEST = 1e-8
 
 
 @dataclass(frozen=True)
-class Moments:
+class RowMoments:
     """The second moments of the queries, the covariances of the keys and their means, of every head of a layer."""
 
     query: Float[Tensor, "heads directions directions"]
@@ -62,7 +62,7 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
     return converted
 
 
-def _moments(model: nn.Module, calibration: ImageData) -> list[Moments]:
+def _moments(model: nn.Module, calibration: ImageData) -> list[RowMoments]:
     family = family_of(model)
     given = images_for(model, calibration, "calibration")
     images = given.take(min(OBSERVED, len(given)))
@@ -85,7 +85,7 @@ def _moments(model: nn.Module, calibration: ImageData) -> list[Moments]:
     for index in range(len(family.attention(model))):
         query, key = (sums[index, name] / sums[index, name][:, -1:, -1:] for name in ("query", "key"))
         mean = key[:, :-1, -1]
-        found.append(Moments(query[:, :-1, :-1], key[:, :-1, :-1] - mean[..., None] * mean[:, None], mean))
+        found.append(RowMoments(query[:, :-1, :-1], key[:, :-1, :-1] - mean[..., None] * mean[:, None], mean))
     return found
 
 
@@ -97,7 +97,7 @@ def _roots(moment: Float[Tensor, "heads d d"]) -> tuple[Float[Tensor, "heads d d
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
 
 
-def _converted(attention: Attention, moments: Moments) -> Attention:
+def _converted(attention: Attention, moments: RowMoments) -> Attention:
     spec = attention.spec
     biases = tuple(name for name in ("query", "key", "value", "output") if spec.has_bias(name) or name == "key")
     new = Attention(replace(spec, form="svda", norms="kept", biases=biases), attention.backend).to(
