@@ -32,6 +32,7 @@ _HOMES = {
     "ViTConfig": "attnrx.models",
     "control_prescriptions": "attnrx.api",
     "diagnose": "attnrx.api",
+    "elastic": "attnrx.shrinking",
     "export": "attnrx.api",
     "load": "attnrx.api",
     "load_data": "attnrx.data",
@@ -90,6 +91,7 @@ __all__ = [
     "checks",
     "control_prescriptions",
     "diagnose",
+    "elastic",
     "export",
     "load",
     "load_data",
@@ -155,7 +157,7 @@ if TYPE_CHECKING:
     from attnrx.models import Reader, ViTConfig, use_backend
     from attnrx.prescription import Prescription
     from attnrx.reports import write_report
-    from attnrx.shrinking import Shrunk, shrink
+    from attnrx.shrinking import Shrunk, elastic, shrink
     from attnrx.spectrum import Spectrum
     from attnrx.training import TrainingConfig, train
 

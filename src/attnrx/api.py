@@ -32,9 +32,11 @@ from attnrx.models.checkpoint import load_weights
 from attnrx.optional import installed_versions
 from attnrx.planning import plan
 from attnrx.planning.budget import Budget, prescribe_within
+from attnrx.planning.target import DROP, Target, target_of
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.realization.conversion import to_svda
+from attnrx.realization.elastic import Elastic, is_elastic
 from attnrx.realization.refinement import refine
 from attnrx.realization.repair import repair
 from attnrx.reports import completed_card, model_card
@@ -71,6 +73,9 @@ def load(  # noqa: PLR0913  (keywords)
     pretrained: bool | None = None,
     trust: bool = False,
     *,
+    macs: float | None = None,
+    params: float | None = None,
+    faster: float | None = None,
     reader: Reader | None = None,
     factory: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
@@ -87,6 +92,8 @@ def load(  # noqa: PLR0913  (keywords)
     - a module; a model of another library is converted, and so is a module of your own whose parts a `reader` names.
       `factory(**reader.arguments)` creates that module again, by default its class; a saved folder of such a model
       needs the `factory` only where the class has not been imported;
+    - the folder of an elastic model, with one of `macs=0.6`, `params=0.7` (shares of the original's) or `faster=1.4`;
+      in one text, `FOLDER@macs=0.6`;
     - a file written by `export`: the returned module runs it with its runtime. An AOTInductor package is native code
       and needs `trust=True`.
     """
@@ -94,7 +101,28 @@ def load(  # noqa: PLR0913  (keywords)
         raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
     if isinstance(source, str | Path) and is_exported(source):
         return load_exported(source, trust)
+    has_budget = any(budget is not None for budget in (macs, params, faster))
+    found = _elastic_of(source, target_of(faster, macs, params) if has_budget else None)
+    if found is not None:
+        elastic, target = found
+        return elastic.load(target.of, target.most, factory=factory)
     return load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
+
+
+def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[Elastic, Target] | None:
+    """Returns the elastic model that a source names, and the budget; None for a source of another kind."""
+    if isinstance(source, str | Path):
+        folder, _, text = str(source).rpartition("@")
+        if folder and target is None and is_elastic(folder):
+            source, target = folder, Target.parse(text)
+        if is_elastic(source):
+            elastic = Elastic.read(source)
+            if target is None or target.of == DROP:
+                raise InvalidInput(f"{elastic}\nGive macs=0.6, params=0.7 or faster=1.4, or the folder of one size.")
+            return elastic, target
+    if target is not None:
+        raise InvalidInput(f"load({str(source)[:200]!r}) with the budget {target}: it is not an elastic model.")
+    return None
 
 
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:

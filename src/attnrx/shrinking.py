@@ -1,16 +1,17 @@
 """The whole workflow in one call: plans, realizes and verifies a smaller model for a target."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.api import adapt_preprocessing, diagnose, export, load, realize, repair, save, verify
 from attnrx.checks import Accuracy, Check, Costs, Fidelity, Promises
-from attnrx.costs import Conditions
+from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported
@@ -18,12 +19,13 @@ from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, model_fingerprint, reduction_of
-from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan
+from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
 from attnrx.planning.effort import effort_of
-from attnrx.planning.target import DROP
+from attnrx.planning.target import DROP, target_of
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.progress import Log, no_log
 from attnrx.realization import calibrated, realize_fitted
+from attnrx.realization.elastic import ORIGINAL, Elastic, Size, require_budgets
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
@@ -122,40 +124,200 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         InvalidInput: Not exactly one target, or labels that do not fit.
         NotSupported: No plan reaches the target.
     """
-    target, preset = target_of(faster, macs, params, max_drop), effort_of(effort)
-    log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
-    original = load(model, weights=weights).eval()
-    state = None if folder is None else Path(folder) / STATE
-    storage = None
-    if state is not None:
-        state.mkdir(parents=True, exist_ok=True)
-        storage = str(state / "trials.db")
-    timing = TimingSettings(batch, Conditions(str(next(original.parameters()).device), threads=threads))
-    settings = PlanSettings.of(effort, timing, search=Search(preset.trials, seed, storage, preset.variations), log=log)
+    target = target_of(faster, macs, params, max_drop)
     # One process for all latency measurements, which starts while the images are read.
     with shared_subprocess() if target.spend == "latency" else nullcontext():
+        work = _Work.of(
+            model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log
+        )
+        (found,) = work.shrunk((target,))
+    return found
+
+
+def elastic(  # noqa: PLR0913  (a keyword for every target)
+    model: nn.Module | str | Path,
+    data: ImageData | Splits | str | Path,
+    folder: Path | str,
+    *,
+    faster: Sequence[float] = (),
+    macs: Sequence[float] = (),
+    params: Sequence[float] = (),
+    batch: int = 32,
+    threads: int | None = None,
+    effort: str = "quick",
+    weights: str | Path | None = None,
+    columns: Columns | None = None,
+    seed: int = 0,
+    log: Log = no_log,
+) -> Elastic:
+    """Makes several sizes of a model in one folder, from which `load` returns a model for any budget in between:
+    `load(folder, macs=0.55)`, `load(folder, faster=1.4)` or, on the command line, `FOLDER@macs=0.55`.
+
+    The budgets are those of `shrink`, several of one kind. Every size is planned, realized, repaired and verified by
+    itself, and a saved model with evidence in a folder of its own; the original is the largest. Budgets in between are
+    met by the nearest size with more or fewer tokens. All sizes are timed together, relative to the model in its own
+    library. An interrupted call goes on with the first size that is missing.
+
+    Raises:
+        InvalidInput: Not exactly one kind of budget, or a folder with the sizes of another call.
+        NotSupported: No plan reaches a budget.
+    """
+    kinds = {"faster": faster, "macs": macs, "params": params}
+    given = {name: tuple(values) for name, values in kinds.items() if values}
+    if len(given) != 1:
+        raise InvalidInput(
+            f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
+        )
+    ((kind, values),) = given.items()
+    require_budgets(values)
+    targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in sorted(values, reverse=kind != "faster")}
+    folder = Path(folder)
+    with shared_subprocess() if kind == "faster" else nullcontext():
+        work = _Work.of(model, data, False, batch, threads, effort, False, weights, columns, folder, seed, log)
+        about = {"fingerprint": model_fingerprint(work.original), "effort": effort, "seed": seed}
+        missing = {name: target for name, target in targets.items() if not _is_made(folder / name, about, target)}
+        for name, found in zip(missing, work.shrunk(tuple(missing.values())), strict=True):
+            found.save(folder / name, onnx=False)
+            log(f"{name}: {found.summary()}")
+    save(work.original, folder / ORIGINAL)
+    made = Elastic(folder, work.sizes(folder, (ORIGINAL, *targets)), {**about, "timing": work.timing_record()})
+    made.write()
+    return made
+
+
+def _is_made(folder: Path, about: Mapping[str, Any], target: Target) -> bool:
+    """Returns whether a size is in its folder; raises InvalidInput if it is that of another call."""
+    if not (folder / "evidence.json").exists():
+        return False
+    found = Evidence.load(folder / "evidence.json").about
+    expected = {
+        "reference": about["fingerprint"],
+        "effort": about["effort"],
+        "seed": about["seed"],
+        "target": str(target),
+    }
+    for name, value in expected.items():
+        if found.get(name) != value:
+            raise InvalidInput(f"{folder} was made with {name} {found.get(name)}, not {value}; choose another folder.")
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What every target of one call shares: the original, its diagnosis, and the images by their use."""
+
+    original: nn.Module
+    diagnosis: Diagnosis
+    planned: ImageSet
+    others: ImageSet
+    tested: ImageSet
+    fitted: ImageSet
+    class_names: tuple[str, ...]
+    settings: PlanSettings
+    about: Mapping[str, Any]
+    by_image: bool
+    seed: int
+
+    @classmethod
+    def of(  # noqa: PLR0913  (the arguments of `shrink`)
+        cls,
+        model: nn.Module | str | Path,
+        data: Any,
+        labelled: bool,
+        batch: int,
+        threads: int | None,
+        effort: str,
+        by_image: bool,
+        weights: str | Path | None,
+        columns: Columns | None,
+        folder: Path | str | None,
+        seed: int,
+        log: Log,
+    ) -> "_Work":
+        """Loads and diagnoses the model, and divides the images."""
+        preset = effort_of(effort)
+        log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
+        original = load(model, weights=weights).eval()
+        state = None if folder is None else Path(folder) / STATE
+        storage = None
+        if state is not None:
+            state.mkdir(parents=True, exist_ok=True)
+            storage = str(state / "trials.db")
+        timing = TimingSettings(batch, Conditions(str(next(original.parameters()).device), threads=threads))
+        search = Search(preset.trials, seed, storage, preset.variations)
         splits = _splits_of(original, data, columns)
         planned, others, tested = three_parts(splits)
-        if target.of == DROP:
+        if labelled:
             require_labels(planned)
         fitted = planned.take(min(preset.repair_images, len(planned)))
         planned, others = planned.take(min(preset.images, len(planned))), others.take(min(PREDICTED, len(others)))
-        diagnosis = _diagnosis(original, planned, state, log)
-        found = plan(original, diagnosis, target, planned, others, settings=settings)
+        return cls(
+            original,
+            _diagnosis(original, planned, state, log),
+            planned,
+            others,
+            tested,
+            fitted,
+            splits.class_names,
+            PlanSettings.of(effort, timing, search=search, log=log),
+            {"effort": effort, "batch": batch},
+            by_image,
+            seed,
+        )
+
+    def shrunk(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
+        """Yields the smaller model of every target."""
+        given = self.original, self.diagnosis, targets, self.planned, self.others
+        for target, found in zip(targets, plan_each(*given, settings=self.settings), strict=True):
+            yield self._realized(target, found)
+
+    def _realized(self, target: Target, found: Plan) -> Shrunk:
+        """Realizes a plan, repairs its MLPs and verifies the model."""
+        log, batch, preset = self.settings.log, self.settings.timing.batch, self.settings.effort
         log("realizing and verifying")
-        chosen = _by_image(found.promising) if by_image else found.promising
-        slim, how = _realized(original, chosen, fitted, Repair(preset.repair_steps, seed=seed), log)
+        chosen = _by_image(found.promising) if self.by_image else found.promising
+        slim, how = _repaired(self.original, chosen, self.fitted, Repair(preset.repair_steps, seed=self.seed), log)
         prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
         checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=ROUNDS * max(SMALL // batch, 1)))
-        if tested.has_labels:
+        if self.tested.has_labels:
             checks = (Accuracy(None), *checks)
-        about = {"target": str(target), "effort": effort, "batch": batch}
-        evidence = verify(slim, original, tested, checks, about, prescription=prescription, seed=seed, batch_size=32)
-    names = splits.class_names
-    return Shrunk(slim, prescription, evidence, found, diagnosis, _samples(tested, names), names)
+        about = {"target": str(target), **self.about}
+        given = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
+        evidence = verify(slim, self.original, self.tested, checks, about, **given)
+        samples = _samples(self.tested, self.class_names)
+        return Shrunk(slim, prescription, evidence, found, self.diagnosis, samples, self.class_names)
+
+    def timing_record(self) -> dict[str, Any]:
+        """Returns the conditions of the latency of the sizes, as JSON-ready values."""
+        timing = self.settings.timing
+        return {"batch": timing.batch, "threads": timing.conditions.threads, "hardware": timing.conditions.hardware}
+
+    def sizes(self, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
+        """Returns the costs of the stored sizes, all timed in turns."""
+        models = {name: load(folder / name) for name in names}
+        whole, timing = family_of(self.original).costs(self.original), self.settings.timing
+        protocol = LatencyProtocol(timing.conditions, ROUNDS * max(SMALL // timing.batch, 1), warmup=2, kernels=False)
+        shape = timing.batch, *family_of(self.original).input_shape(self.original)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        reference = family_of(self.original).library_model(self.original)
+        speeds = compare_latencies(models, reference, images, protocol)
+        found = []
+        for name, model in models.items():
+            costs, path = family_of(model).costs(model), folder / name / "evidence.json"
+            findings = Evidence.load(path).findings if path.exists() else ()
+            found.append(
+                Size(
+                    name,
+                    costs.macs / whole.macs,
+                    costs.params / whole.params,
+                    1 / speeds[name].faster.value,
+                    next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
+                )
+            )
+        return tuple(found)
 
 
-def _realized(
+def _repaired(
     model: nn.Module, prescription: Prescription, images: ImageSet, settings: Repair, log: Log
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Realizes a plan and repairs its MLPs, if it has any that can be; returns how, as `attnrx realize` records it."""
@@ -184,25 +346,6 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
         return batch.images, ()
     names = dict(enumerate(class_names))
     return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
-
-
-def target_of(
-    faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
-) -> Target:
-    """Returns the target of exactly one of the arguments."""
-    given = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
-    named = {name: value for name, value in given.items() if value is not None}
-    if len(named) != 1:
-        raise InvalidInput(
-            f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7 or "
-            "max_drop=1."
-        )
-    ((name, value),) = named.items()
-    if name == "faster":
-        if not value > 1:
-            raise InvalidInput(f"faster={value:g}: give a number above 1, e.g. 1.6 for 1.6 times the speed.")
-        return Target("latency", 1 / value)
-    return Target("max-drop" if name == "max_drop" else name, value)
 
 
 def _splits_of(model: nn.Module, data: Any, columns: Columns | None) -> Splits:

@@ -15,8 +15,9 @@ from attnrx.errors import DataError, InvalidInput, NotSupported
 from attnrx.model_data import splits_for
 from attnrx.models import ViTConfig, model_fingerprint
 from attnrx.planning import Plan, Point, Target
+from attnrx.planning.target import target_of
 from attnrx.reports import summary_of
-from attnrx.shrinking import Shrunk, target_of, three_parts
+from attnrx.shrinking import Shrunk, three_parts
 from comparisons import pixels
 from planned import CONFIG, original
 

@@ -71,6 +71,7 @@ NOT_NEGATIVE = RealNumber("A", 0.0, 1e6)
 SHARE = RealNumber("SHARE", 0.0, 1.0, above=True, read=share)
 SHARE_REMOVED = RealNumber("SHARE", 0.0, 1.0, read=share)
 POINTS = RealNumber("POINTS", 0.0, 100.0)
+SPEED = RealNumber("TIMES", 1.0, 100.0, above=True)
 OPSET = WholeNumber(18, 23)  # `exporting.formats.OPSETS`, whose import would load torch for --help
 
 

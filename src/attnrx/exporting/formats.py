@@ -288,7 +288,7 @@ METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile
 class Int8(Onnx):
     """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
 
-    Weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
+    Weights and activations are unsigned: weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
     calibration images. The outputs of activation functions have outliers that a per-tensor 8-bit range does not cover:
     linear maps after them are quantised only with `after_activation`, and the two products inside attention only with
     `attention`. Patch embedding, norms, softmax and activation functions are never quantised. `most_difference` is the
@@ -328,7 +328,9 @@ class Int8(Onnx):
                     nodes_to_exclude=self._excluded_nodes(onnx.load(plain, load_external_data=False)),
                     per_channel=True,
                     activation_type=quantization.QuantType.QUInt8,
-                    weight_type=quantization.QuantType.QInt8,
+                    # Products of unsigned and signed bytes saturate on processors with AVX2 alone: with signed weights
+                    # the ImageNet ViT-Tiny diverged by 0.149 nats instead of 0.052 (100 images).
+                    weight_type=quantization.QuantType.QUInt8,
                     calibrate_method=getattr(quantization.CalibrationMethod, METHODS[self.method]),
                 )
         finally:

@@ -105,6 +105,12 @@ class TokenReduction(nn.Module):
         self.restored_blocks: Container[int] = ()
         self._calibrated: list[float] | None = None
 
+    def use_policy_(self, policy: TokenPolicy) -> None:
+        """Replaces the policy by one with the same reducer and layers, and other numbers of tokens."""
+        if (policy.reducer, policy.layers) != (self.policy.reducer, self.policy.layers):
+            raise InvalidInput(f"{policy} in place of {self.policy}: give the same reducer and the same layers.")
+        self.policy, self.counts = policy, policy.counts(self.shape.layout.patches)
+
     @contextmanager
     def restoring(self, blocks: Container[int]) -> Iterator[None]:
         """Restores the tokens of all patches after these blocks only."""

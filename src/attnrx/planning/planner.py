@@ -1,7 +1,8 @@
 """The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -113,15 +114,37 @@ def plan(
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
         NoOpPrescription: The unchanged model meets the target.
     """
-    target = Target.parse(target) if isinstance(target, str) else target
+    (found,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
+    return found
+
+
+def plan_each(
+    model: nn.Module,
+    diagnosis: Diagnosis,
+    targets: Sequence[Target | str],
+    images: ImageData,
+    others: ImageData,
+    *,
+    settings: PlanSettings | None = None,
+) -> Iterator[Plan]:
+    """Yields the plan for each of several targets of one cost; the sensitivities are measured once, for the first.
+
+    The arguments are those of `plan`.
+    """
+    wanted = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    if target.of == DROP:
-        require_labels(plan_images)
-    planner = Planner(settings.space(model, diagnosis, target), settings, target, plan_images)
-    best, most = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
-    return planner.finished(best, most, Answers.of(model, other_images, settings.batch_size))
+    planner = None
+    for target in wanted:
+        if target.of == DROP:
+            require_labels(plan_images)
+        if planner is None or planner.target.spend != target.spend:
+            planner = Planner(settings.space(model, diagnosis, target), settings, target, plan_images)
+        else:
+            planner = planner.for_target(target)
+        best, most = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
+        yield planner.finished(best, most, Answers.of(model, other_images, settings.batch_size))
 
 
 class Planner:
@@ -137,6 +160,12 @@ class Planner:
         self.known: dict[tuple[int, Choices], Deviation] = {}
         self.solved: tuple[dict[str, float], Frontier] | None = None
         self.speeds: dict[Choices, float] = {}  # measured, relative to the original's
+
+    def for_target(self, target: Target) -> "Planner":
+        """Returns the planner of another target of the same cost, with what was measured of single choices."""
+        other = copy(self)
+        other.target, other.timed, other.trials = target, None, ()
+        return other
 
     @cached_property
     def cost_table(self) -> CostTable:

@@ -68,3 +68,22 @@ class Target:
         except ValueError as error:
             raise InvalidInput(f"the target {text!r} has no number; write {EXAMPLES}.") from error
         return cls(of, most, spend or "")
+
+
+def target_of(
+    faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
+) -> Target:
+    """Returns the target of exactly one of the arguments."""
+    given = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1:
+        raise InvalidInput(
+            f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7 or "
+            "max_drop=1."
+        )
+    ((name, value),) = named.items()
+    if name == "faster":
+        if not value > 1:
+            raise InvalidInput(f"faster={value:g}: give a number above 1, e.g. 1.6 for 1.6 times the speed.")
+        return Target("latency", 1 / value)
+    return Target("max-drop" if name == "max_drop" else name, value)

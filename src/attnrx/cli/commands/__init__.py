@@ -12,6 +12,7 @@ from types import ModuleType
 
 CORE = (
     "shrink",
+    "elastic",
     "train",
     "diagnose",
     "prescribe",

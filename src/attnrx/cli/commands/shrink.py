@@ -5,15 +5,25 @@ from pathlib import Path
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import BATCH, SEED, SHARE, THREADS, RealNumber, add_data, add_device, add_model, add_out, option
+from attnrx.cli.options import (
+    BATCH,
+    SEED,
+    SHARE,
+    SPEED,
+    THREADS,
+    RealNumber,
+    add_data,
+    add_device,
+    add_model,
+    add_out,
+    option,
+)
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
 SUMMARY = "make a model smaller and faster for a target, without training, and verify what it cost"
 EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk"
-
-FASTER = RealNumber("TIMES", 1.0, 100.0, above=True)
 
 
 def accuracy_points(text: str) -> float:
@@ -25,7 +35,7 @@ def add(parser: Parser) -> None:
     add_model(parser, "the model to make smaller")
     add_data(parser, "the images to plan and to verify on")
     target = parser.add_mutually_exclusive_group(required=True)
-    option(target, "--faster", FASTER, "the speed-up, e.g. 1.6, measured on this machine")
+    option(target, "--faster", SPEED, "the speed-up, e.g. 1.6, measured on this machine")
     option(target, "--macs", SHARE, "the share of the MACs that stays, e.g. 0.5")
     option(target, "--params", SHARE, "the share of the parameters that stays, e.g. 0.7")
     option(target, "--max-drop", accuracy_points, "the points of accuracy that may be lost, e.g. 1pt", metavar="POINTS")

@@ -1,0 +1,123 @@
+"""Elastic models: sizes in one folder, budgets in between, what is refused, and how a call goes on."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.models import family_of, model_fingerprint, reduction_of
+from attnrx.realization.elastic import Elastic, Size, fit_tokens_, scaled
+from comparisons import pixels
+from planned import CONFIG, original
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+BUDGETS = (0.85, 0.6)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Elastic:
+    return rx.elastic(original(), images(48), tmp_path_factory.mktemp("elastic"), macs=BUDGETS, batch=4, threads=1)
+
+
+def images(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(batch.images, batch.labels) for batch in pixels(CONFIG, count).batches(8)]
+
+
+def share_of_macs(model: torch.nn.Module) -> float:
+    return family_of(model).costs(model).macs / family_of(original()).costs(original()).macs
+
+
+def test_every_stored_size_is_its_own_plan(made: Elastic) -> None:
+    assert [size.name for size in made.sizes] == ["original", "macs-0.85", "macs-0.6"]
+    assert Elastic.read(made.folder) == made
+    for size, most in zip(made.sizes[1:], BUDGETS, strict=True):
+        own = rx.load(made.folder / size.name)
+        assert model_fingerprint(rx.load(made.folder, macs=most)) == model_fingerprint(own)
+        assert size.macs == pytest.approx(share_of_macs(own)) and size.macs <= most
+        assert size.latency is not None and size.latency > 0 and size.divergence is not None
+        assert rx.Evidence.load(made.folder / size.name / "evidence.json").about["effort"] == "quick"
+    assert model_fingerprint(rx.load(made.folder / "original")) == model_fingerprint(original())
+
+
+@pytest.mark.parametrize("most", [0.95, 0.8, 0.72, 0.65, 0.55])
+def test_budgets_in_between_are_met(made: Elastic, most: float) -> None:
+    model = rx.load(f"{made.folder}@macs={most}")
+    assert most - 0.15 <= share_of_macs(model) <= most  # a token of this small model is 3 % of its MACs
+    with torch.no_grad():
+        assert torch.isfinite(model(images(8)[0][0].double())).all()
+
+
+def test_speeds_are_interpolated_and_parameters_are_those_of_a_size(made: Elastic) -> None:
+    sizes = tuple(
+        Size(size.name, size.macs, size.params, latency)
+        for size, latency in zip(made.sizes, (1.0, 0.8, 0.5), strict=True)
+    )
+    timed = Elastic(made.folder, sizes, made.about)
+    expected = (sizes[1].macs + sizes[2].macs) / 2
+    assert 0.9 * expected <= share_of_macs(timed.load("latency", 0.65)) <= expected
+    assert share_of_macs(timed.load("latency", 2.0)) == 1
+    least = min(size.params for size in sizes)
+    assert share_of_macs(timed.load("params", least)) < 1
+    with pytest.raises(NotSupported, match="original's params"):
+        timed.load("params", least / 2)
+    with pytest.raises(NotSupported, match="was not measured"):
+        Elastic(made.folder, made.sizes[:1]).load("latency", 0.5)
+
+
+def test_a_policy_is_scaled_and_restored() -> None:
+    model = rx.realize(original(), rx.prescribe(original(), "tokens=ward:0.5@2,3"))
+    whole, reduction = family_of(original()).costs(original()).macs, reduction_of(model)
+    assert reduction is not None
+    before = reduction.policy
+    assert not fit_tokens_(model, 1.0) and reduction.policy == before
+    assert scaled(before, 1.0) == before and scaled(before, 0.0).keep == (1.0, 1.0)
+    assert fit_tokens_(model, 0.9 * whole)
+    assert 0.8 * whole < family_of(model).costs(model).macs <= 0.9 * whole
+    other = rx.realize(original(), rx.prescribe(original(), f"tokens={reduction.policy}"))
+    with torch.no_grad():
+        for batch, _ in images(8):
+            torch.testing.assert_close(model(batch.double()), other(batch.double()), rtol=0, atol=0)
+    with pytest.raises(InvalidInput, match="same reducer"):
+        reduction.use_policy_(rx.tokens.parse_policy("tome:0.5@2,3"))
+
+
+def test_an_interrupted_call_makes_the_missing_sizes_only(made: Elastic, tmp_path: Path) -> None:
+    lines: list[str] = []
+    for size in made.sizes[:2]:
+        rx.save(rx.load(made.folder / size.name), tmp_path / size.name)
+    (tmp_path / "macs-0.85/evidence.json").write_text((made.folder / "macs-0.85/evidence.json").read_text())
+    again = rx.elastic(original(), images(48), tmp_path, macs=BUDGETS, batch=4, threads=1, log=lines.append)
+    assert sum("realizing and verifying" in line for line in lines) == 1
+    assert [size.name for size in again.sizes] == [size.name for size in made.sizes]
+    with pytest.raises(InvalidInput, match="effort quick, not normal"):
+        rx.elastic(original(), images(48), tmp_path, macs=BUDGETS, effort="normal")
+
+
+@pytest.mark.parametrize(("macs", "params"), [((), ()), ((0.8,), (0.8,)), ((0.8, 0.8), ()), ((1.5,), ())])
+def test_other_budgets_are_refused(macs: Sequence[float], params: Sequence[float], tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput):
+        rx.elastic(original(), images(48), tmp_path / "new", macs=macs, params=params)
+    assert not (tmp_path / "new").exists()
+
+
+def test_bad_requests_of_a_folder_are_named(made: Elastic, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"Give macs=0\.6"):
+        rx.load(made.folder)
+    with pytest.raises(InvalidInput, match="not an elastic model"):
+        rx.load("svda:digits", macs=0.5)
+    with pytest.raises(InvalidInput, match="exactly one"):
+        rx.load(made.folder, macs=0.5, params=0.5)
+    with pytest.raises(AttnrxError, match="of the form"):
+        rx.load(f"{made.folder}@half")
+    with pytest.raises(NotSupported, match="It has"):
+        rx.load(made.folder, macs=0.01)
+    damaged = json.loads((made.folder / "elastic.json").read_text())
+    del damaged["sizes"][0]["macs"]
+    (tmp_path / "elastic.json").write_text(json.dumps(damaged))
+    with pytest.raises(CheckpointError, match="macs"):
+        rx.load(tmp_path, macs=0.5)
