@@ -168,6 +168,7 @@ COMPLETE = {
     "report": "--prescription {plain} --out {out}.html",
     "reproduce": "svda/table1 --out {out}",
     "shrink": "{model} --data {data} --macs 0.5 --out {out}",
+    "elastic": "{model} --data {data} --macs 0.7,0.5 --out {out}",
     "sweep": "run {sweep} --store {out}.sqlite",
     "train": "{model} --data {data} --out {out}",
     "verify": "{model} --reference {model} --data {data} --out {out}.json",

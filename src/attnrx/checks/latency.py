@@ -10,6 +10,7 @@ from attnrx.checks.comparison import Comparison
 from attnrx.costs import LatencyProtocol, compare_latency, compare_memory
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding, judged
+from attnrx.models import family_of
 from attnrx.runtime import processes
 
 
@@ -18,13 +19,15 @@ class Latency(Check):
     """The speed of a forward pass relative to the reference, measured interleaved, and the ratio of peak memory.
 
     `batch` is the batch size. The device is that of the comparison, the other conditions are those of the protocol.
-    `faster` is the least speed, e.g. 1.5; on a busy machine the interval is wide and the claim undecided.
+    `faster` is the least speed, e.g. 1.5; on a busy machine the interval is wide and the claim undecided. With
+    `library` the reference is the model as implemented by its own library.
     """
 
     name: ClassVar[str] = "latency"
     batch: int = 32
     protocol: LatencyProtocol = field(default_factory=LatencyProtocol)
     faster: float | None = None
+    library: bool = False
 
     def __post_init__(self):
         if self.batch < 1 or (self.faster is not None and not self.faster > 0):
@@ -45,14 +48,17 @@ class Latency(Check):
         first = next(iter(comparison.data.batches(available, device=comparison.device))).images
         images = first[torch.arange(self.batch, device=first.device) % len(first)]
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
-        models = comparison.candidate, comparison.reference, images
+        reference = comparison.reference
+        if self.library:
+            reference = family_of(reference).library_model(reference)
+        models = comparison.candidate, reference, images
         times = compare_latency(*models, replace(self.protocol, conditions=conditions))
         memory = compare_memory(*models, conditions)
-        faster = times.faster
+        faster, name = times.faster, "the original in its own library" if self.library else "the reference"
         return (
             Finding(
                 self.name,
-                f"speed of a forward pass of {self.batch}, relative to the reference",
+                f"speed of a forward pass of {self.batch}, relative to {name}",
                 faster.value,
                 "x",
                 **judged(faster.value, self.faster, (faster.low, faster.high), times.rounds, at_least=True),
@@ -61,7 +67,7 @@ class Latency(Check):
             ),
             Finding(
                 self.name,
-                f"peak memory of a forward pass of {self.batch}, candidate over reference",
+                f"peak memory of a forward pass of {self.batch}, candidate over {name}",
                 memory.ratio,
                 "x",
                 n=1,

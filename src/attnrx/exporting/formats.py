@@ -288,12 +288,12 @@ METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile
 class Int8(Onnx):
     """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
 
-    Weights and activations are unsigned: weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
-    calibration images. The outputs of activation functions have outliers that a per-tensor 8-bit range does not cover:
-    linear maps after them are quantised only with `after_activation`, and the two products inside attention only with
-    `attention`. Patch embedding, norms, softmax and activation functions are never quantised. `most_difference` is the
-    largest allowed difference of a logit from eager PyTorch, as a share of the largest logit; use `verify` to measure
-    the loss of accuracy.
+    Weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
+    calibration images; both are unsigned. The outputs of activation functions have outliers that a per-tensor 8-bit
+    range does not cover: linear maps after them are quantised only with `after_activation`, and the two products inside
+    attention only with `attention`. Patch embedding, norms, softmax and activation functions are never quantised.
+    `most_difference` is the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit;
+    use `verify` to measure the loss of accuracy.
     """
 
     name: ClassVar[str] = "int8"

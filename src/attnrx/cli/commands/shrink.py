@@ -20,6 +20,7 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
+from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
 SUMMARY = "make a model smaller and faster for a target, without training, and verify what it cost"
@@ -45,11 +46,14 @@ def add(parser: Parser) -> None:
     option(parser, "--threads", THREADS, "CPU threads of that forward pass (torch's default)")
     option(parser, "--by-image", bool, "every image its own number of tokens; no model.onnx, whose shapes are fixed")
     option(parser, "--no-onnx", bool, "write no model.onnx")
+    option(parser, "--int8", bool, "write model-int8.onnx too, with the evidence of that file")
     option(parser, "--seed", SEED, "seeds every random draw", 0)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
+    if arguments.int8 and arguments.by_image:
+        raise InvalidInput("--int8 with --by-image: an exported file has fixed shapes; omit one of them.")
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
@@ -71,11 +75,19 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     onnx = not (arguments.no_onnx or arguments.by_image)
     log("writing the folder and model.onnx" if onnx else "writing the folder")
     folder = found.save(arguments.out, onnx=onnx)
+    quantized = None
+    if arguments.int8:
+        log("writing and verifying model-int8.onnx")
+        given = {"batch": arguments.batch, "threads": arguments.threads}
+        quantized = found.save_int8(arguments.out, model, splits, **given)
     record = {
         "summary": found.summary(),
         "folder": str(folder),
         "prescription": str(found.prescription),
         "evidence": found.evidence.to_record(),
+        "evidence_int8": None if quantized is None else quantized.to_record(),
     }
-    lines = (found.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}")
-    return Outcome(record, lines, code=1 if found.evidence.failures else 0)
+    lines = [found.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
+    if quantized is not None:
+        lines.append(f"model-int8.onnx: {rx.reports.summary_of(quantized)}")
+    return Outcome(record, tuple(lines), code=1 if found.evidence.failures else 0)
