@@ -11,6 +11,7 @@ from torch import nn
 
 from attnrx.api import adapt_preprocessing, diagnose, export, load, realize, repair, save, verify
 from attnrx.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
+from attnrx.checks.outputs import output_kind_of
 from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
@@ -18,7 +19,7 @@ from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names
 from attnrx.model_data import splits_for
-from attnrx.models import family_of, model_fingerprint, reduction_of
+from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
 from attnrx.planning.effort import effort_of
 from attnrx.planning.target import DROP, target_of
@@ -354,6 +355,8 @@ def _repaired(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Realizes a plan and repairs its MLPs, if it has any that can be; returns how, as `attnrx realize` records it."""
     how = {"by": "compress", "norms": "renormalized", "refine": 0, "calibration_images": len(images)}
+    if output_kind_of(model).name == "logits":
+        how["classes"] = _classes(model, images)
     if replace(prescription, tokens=None).rules:
         try:
             fits = [lambda found: repair(found, model, images, settings).model]
@@ -361,6 +364,15 @@ def _repaired(
         except (NotSupported, InvalidInput) as error:
             log(f"not repaired: {error}")
     return realize(model, prescription, calibration=images), how
+
+
+def _classes(model: nn.Module, images: ImageSet) -> list[int]:
+    """Returns the classes that the model puts the images into, for the check `shift`."""
+    weight, found = next(model.parameters()), set()
+    with evaluating((model,)):
+        for batch in images.batches(32, device=weight.device):
+            found |= set(model(batch.images.to(weight.dtype)).argmax(-1).tolist())
+    return sorted(found)
 
 
 def _by_image(prescription: Prescription) -> Prescription:

@@ -65,6 +65,7 @@ def test_what_is_only_on_request_is_not_standard() -> None:
         "patch_probe",
         "promises",
         "retrieval",
+        "shift",
         "transfer",
     }
     assert {check.name for check in standard_checks()} == {

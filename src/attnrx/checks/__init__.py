@@ -21,6 +21,7 @@ from attnrx.checks.fidelity import Fidelity
 from attnrx.checks.latency import Latency
 from attnrx.checks.promises import Promises
 from attnrx.checks.retrieval import Retrieval
+from attnrx.checks.shift import Shift
 
 CHECKS: dict[str, type[Check]] = {
     check.name: check
@@ -36,6 +37,7 @@ CHECKS: dict[str, type[Check]] = {
         Features,
         PatchProbe,
         Retrieval,
+        Shift,
     )
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "Promises",
     "RequestedCheck",
     "Retrieval",
+    "Shift",
     "aggregate",
     "all_checks",
     "parse_checks",

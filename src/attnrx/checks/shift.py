@@ -1,0 +1,83 @@
+"""Shift: the divergence on classes that the calibration images did not have, relative to that on their own classes."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison
+from attnrx.checks.statistics import estimate, resampled_means
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Finding
+from attnrx.shapes import Bool, Tensor
+
+
+@dataclass(frozen=True)
+class Shift(Check):
+    """Compares the divergence from the reference on images of other classes with that on the calibration's classes.
+
+    Hidden units and repair are fitted to calibration images, and the candidate may be worse on images unlike them. The
+    class of a test image is what the reference predicts, so that no labels are needed. `classes` are those of the
+    calibration images, by default the ones that `attnrx shrink` recorded in the prescription, and `most` is the limit
+    of the ratio. Classes differ in difficulty, which is part of the ratio (docs/results/hidden.md has one without a
+    shift).
+    """
+
+    name: ClassVar[str] = "shift"
+    on_request: ClassVar[bool] = True
+    needs_logits: ClassVar[bool] = True
+    classes: tuple[int, ...] = ()
+    most: float | None = None
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Returns the mean divergence on both kinds of images and their ratio.
+
+        Raises InvalidInput if the classes of the calibration are not known, or one kind has no test image.
+        """
+        known, predictions = self._known(comparison), comparison.predictions
+        divergence = predictions.kind.divergence(predictions.outputs["reference"], predictions.outputs["candidate"])
+        n = len(divergence)
+        if known.all() or not known.any():
+            raise InvalidInput(
+                f"the check shift compares images of the {len(self._classes(comparison))} classes of the calibration "
+                f"with others, and {int(known.sum())} of {n} images are of these classes: give images of both kinds."
+            )
+        # Sums of divergences and numbers of images of both kinds, so that all are resampled together.
+        columns = torch.stack([divergence * known, known, divergence * ~known, ~known], dim=-1).double()
+        means, draws = columns.mean(0), resampled_means(columns, comparison.seed)
+        draws = draws[(draws[:, 1] > 0) & (draws[:, 3] > 0)]
+        findings = []
+        for index, (what, count) in enumerate(
+            (("classes of the calibration", int(known.sum())), ("other classes", int((~known).sum())))
+        ):
+            own = [each[..., 2 * index] / each[..., 2 * index + 1] for each in (means, draws)]
+            claim = f"mean {predictions.kind.distance}, on images of {what}"
+            fields = estimate(float(own[0]), own[1]).judged(count)
+            details = {"quantity": "divergence by class", "classes": what}
+            findings.append(
+                Finding(self.name, claim, unit=predictions.kind.unit, **fields, seed=comparison.seed, details=details)
+            )
+        ratio = [
+            each[..., 2] * each[..., 1] / (each[..., 3] * each[..., 0]).clamp(min=1e-30) for each in (means, draws)
+        ]
+        fields = estimate(float(ratio[0]), ratio[1]).judged(n, self.most, at_least=False)
+        claim = "divergence on images of other classes, relative to the classes of the calibration"
+        details = {"quantity": "shift", "classes": list(self._classes(comparison))}
+        return (*findings, Finding(self.name, claim, unit="x", **fields, seed=comparison.seed, details=details))
+
+    def _known(self, comparison: Comparison) -> Bool[Tensor, "images"]:
+        """Returns whether the reference puts an image into a class of the calibration."""
+        decisions = comparison.predictions.decisions("reference")
+        return torch.isin(decisions, torch.tensor(self._classes(comparison), dtype=decisions.dtype))
+
+    def _classes(self, comparison: Comparison) -> tuple[int, ...]:
+        given = comparison.prescription
+        recorded: Any = {} if given is None else given.about.get("realized", {})
+        classes = self.classes or recorded.get("classes", ())
+        if not classes:
+            raise InvalidInput(
+                "the check shift needs the classes of the calibration images: give a prescription of `attnrx shrink`, "
+                "or shift(classes=0/217/482)."
+            )
+        return tuple(classes)
