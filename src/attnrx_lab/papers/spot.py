@@ -171,7 +171,7 @@ class PlainOriginal(SmallOriginal):
 
 
 SMALL = SmallOriginal()
-# Subjects without a pre-trained model have one of these. Eight epochs on the clutter take four minutes of one CPU core.
+# Of subjects without a pre-trained model. Eight epochs on the clutter take 2 to 4 minutes of one CPU core.
 ORIGINALS: Mapping[str, SmallOriginal] = {
     "cifar10_small": SMALL,
     "cluttered_digits": PlainOriginal(40, width=32, depth=4, heads=2, epochs=8, batch_size=64, learning_rate=2e-3),

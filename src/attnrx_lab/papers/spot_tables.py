@@ -60,7 +60,7 @@ def at(method: TokenMethod, ratio: float) -> TokenMethod:
     return method if same else replace(method, name=f"{method.name}-{ratio:g}", ratio=ratio)
 
 
-def varied(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
+def lines_by_subject(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
     """Returns the lines for each of the subjects, ABLATED by default; those on the testbed prune at its own ratio."""
     testbed = tuple((label, method and at(method, TESTBED_RATIO)) for label, method in lines)
     return {subject: testbed if subject == TESTBED else tuple(lines) for subject in subjects or ABLATED}
@@ -70,7 +70,7 @@ def varied(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict
 # of the original alone, and a small model for a CPU. The paper trains 80 epochs on eight GPUs for each line. CIFAR-10
 # on one CPU core: 16 minutes for the original, which all recipes share, and 1.5 minutes for every line and seed. Digits
 # among clutter (`attnrx_lab.clutter`) are a testbed on which tokens matter: the digit is on 4 of 100 patches, and 12
-# remain. On one CPU core: 4 minutes for the original, and 15 to 40 seconds for every line and seed.
+# remain. On one CPU core: 3 minutes for the original, and 8 to 30 seconds for every line and seed.
 TESTBED, TESTBED_RATIO = "cluttered_digits", 0.5
 DEIT_TINY, DEIT_SMALL, VIT_TINY = (f"timm:{size}_patch16_224" for size in ("deit_tiny", "deit_small", "vit_tiny"))
 IMAGENETTE: dict[str, Any] = {"label_column": "imagenet1k_label", "test_column": "ilsvrc_val"}
@@ -317,7 +317,7 @@ RECIPES = {
         "SPOT with less of the attention",
         "2",
         f"{NOT_STATED}, and which of the first two lines is without the mean",
-        varied((*MOMENTS, *CONTROLS)),
+        lines_by_subject((*MOMENTS, *CONTROLS)),
     ),
     # Soft methods by their own scores, and by SPOT's without the mean and variance over the layers. SPViT is printed at
     # 2.9 for DeiT-S.
@@ -325,7 +325,7 @@ RECIPES = {
         "Soft methods with SPOT's scores",
         "3",
         f"{NOT_STATED}, and the training of the methods that SPOT is combined with",
-        varied(
+        lines_by_subject(
             (*SOFT, ("class attention, the rest packaged (EViT)", EVIT), *CONTROLS),
             ("deit_tiny", *ABLATED),
         ),
@@ -365,7 +365,7 @@ RECIPES = {
         "SPOT and an average of attention",
         "7",
         NOT_STATED,
-        varied(
+        lines_by_subject(
             (
                 ("original", ORIGINAL),
                 ("averaging across layers", ATTENTION_AVERAGE),
@@ -380,14 +380,14 @@ RECIPES = {
         "SPOT with coarser information",
         "8",
         f"{NOT_STATED}, and which features the mean over the heads leaves out",
-        varied((("SPOT", SPOT), *COARSER, *CONTROLS)),
+        lines_by_subject((("SPOT", SPOT), *COARSER, *CONTROLS)),
     ),
-    # 2,800 seconds of one CPU core for every seed after the original.
+    # Ten minutes of one CPU core for every seed after the original.
     "testbed": spot_recipe(
         "Token reducers where tokens matter",
         "none; digits among clutter are not in it",
         "everything: original, data and training are this package's own. Every reducer runs before layers 2, 3 and 4",
-        varied(COMPARED, (TESTBED,)),
+        lines_by_subject(COMPARED, (TESTBED,)),
         (ACCURACY, CHANGE, OBJECTS, OVER_RANDOM, OVER_DYNAMICVIT, PREDICTORS, *OWN_COLUMNS),
     ),
     "figure4": spot_recipe(
@@ -402,7 +402,7 @@ RECIPES = {
         "Figure 5",
         f"{NOT_STATED}, and the numbers behind the drawn points",
         {
-            subject: varied(projections(width), (subject,))[subject]
+            subject: lines_by_subject(projections(width), (subject,))[subject]
             for subject, width in zip(ABLATED, (384, 192, 64, 32), strict=True)
         },
     ),
