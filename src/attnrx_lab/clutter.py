@@ -19,6 +19,7 @@ from attnrx.tokens.reducer import PerPatch
 
 CLUTTERED = "cluttered-digits"
 LOOKED_AT = 512  # test images of which the remaining patches are counted
+STAGES = {"first": 0, "last": -1}
 LOWER_BITS = 0xFFFFFFFF  # of an image key, whose higher bits are undefined
 
 
@@ -57,8 +58,10 @@ def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
     return found
 
 
-def object_finding(model: nn.Module, images: ImageSet, objects: Bool[Tensor, "rows patches"], check: str) -> Finding:
-    """Returns the share of the objects' patches that remain to the last layer, alone or merged, with its interval.
+def object_finding(
+    model: nn.Module, images: ImageSet, objects: Bool[Tensor, "rows patches"], check: str, stage: str = "last"
+) -> Finding:
+    """Returns the share of the objects' patches that remain after the first or the last stage, with its interval.
 
     `objects` has a row for every image of the split; a patch that was merged or fused into another does not count.
     """
@@ -66,9 +69,9 @@ def object_finding(model: nn.Module, images: ImageSet, objects: Bool[Tensor, "ro
     shares = []
     for batch in images.batches(64):
         mask = objects[batch.index]
-        left = patches_left(model, batch.images)[:, -1] if reduction_of(model) is not None else torch.ones_like(mask)
+        left = mask if reduction_of(model) is None else patches_left(model, batch.images)[:, STAGES[stage]]
         shares.append((left & mask).sum(1) / mask.sum(1))
     found = statistics.mean_estimate(torch.cat(shares).double(), seed=0).scaled(100.0)
-    claim = "share of the objects' patches that remain in the last layer"
-    fields = {"low": found.low, "high": found.high, "n": len(images)}
-    return Finding(check, claim, found.value, "%", **fields, details={"quantity": "object patches"})
+    claim = f"share of the objects' patches that remain after the {stage} stage"
+    details = {"quantity": "object patches", "stage": stage}
+    return Finding(check, claim, found.value, "%", low=found.low, high=found.high, n=len(images), details=details)

@@ -192,7 +192,8 @@ def test_the_oracle_keeps_the_digit_first_and_the_share_is_measured() -> None:
     reduction = reduction_of(model)
     assert reduction is not None and str(reduction.policy) == "oracle(seed=3):0.5@2,3,4"
     objects = object_patches("test")
-    assert object_finding(model, images, objects, "object_patches").value == 100.0
+    shares = [object_finding(model, images, objects, "object_patches", stage).value for stage in ("first", "last")]
+    assert shares == [100.0, 100.0]
     reduction.policy = replace(reduction.policy, reducer=Random(seed))
     assert 0 < object_finding(model, images, objects, "object_patches").value < 35  # 12 of 100 patches remain
 
@@ -206,8 +207,9 @@ def test_accuracy_is_averaged_over_the_images_of_a_group() -> None:
 def test_a_run_on_the_testbed_counts_the_patches_of_the_objects(tmp_path: Path) -> None:
     experiment = replace(SUBJECTS["cluttered_digits"], method=at(RANDOM, 0.5)).as_tiny()
     run = made(experiment, tmp_path)
-    share, accuracy = (run.measure("random-0.5", "measured", name) for name in ("object_patches", "accuracy_by_group"))
-    assert share is not None and 0 < share["value"] < 40
+    names = ("object_patches_first", "object_patches_last", "accuracy_by_group")
+    first, last, accuracy = (run.measure("random-0.5", "measured", name) for name in names)
+    assert first is not None and last is not None and 0 < last["value"] < first["value"] < 80
     assert accuracy is not None and len(accuracy["samples"]) == 64
 
 

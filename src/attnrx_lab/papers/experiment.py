@@ -219,7 +219,7 @@ def _measure_name(finding: Finding) -> str | None:
         case "accuracy" if details["quantity"] == "accuracy by group":
             return "accuracy_by_group"
         case "object_patches":
-            return "object_patches"
+            return f"object_patches_{details['stage']}"
         case "accuracy":
             return "accuracy" if details["model"] == "candidate" else "original_accuracy"
         case "fidelity" if details["other"] == "candidate":  # the masked model is measured as a candidate of its own

@@ -23,7 +23,7 @@ from attnrx.progress import Log
 from attnrx.shapes import Bool, Int, Tensor
 from attnrx.tokens import Random, TokenPolicy, parse_policy
 from attnrx.training import TrainingConfig, train
-from attnrx_lab.clutter import CLUTTERED, object_finding
+from attnrx_lab.clutter import CLUTTERED, STAGES, object_finding
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
@@ -362,8 +362,8 @@ class SpotExperiment(Experiment):
             own = [accuracy_by_group(correct, torch.arange(len(correct)))]
         else:
             index = torch.cat([batch.index for batch in adapted.test.batches(BATCH)])
-            objects = object_finding(candidate, adapted.test, marks.objects, "object_patches")
-            own = [accuracy_by_group(correct, marks.groups[index]), objects]
+            own = [accuracy_by_group(correct, marks.groups[index])]
+            own += [object_finding(candidate, adapted.test, marks.objects, "object_patches", stage) for stage in STAGES]
         return replace(evidence, findings=(*evidence.findings, *own))
 
     def _marks(self) -> "Marks | None":

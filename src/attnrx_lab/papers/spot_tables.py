@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnrx.losses import HaltingPrior, MultiExit, PolicyGradient, Ponder
-from attnrx_lab.clutter import CLUTTERED
+from attnrx_lab.clutter import CLUTTERED, STAGES
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod
 from attnrx_lab.papers.spot_speed import SpeedExperiment
@@ -144,7 +144,10 @@ OVER_RANDOM, OVER_DYNAMICVIT = (
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", against=line)
     for line in ("random", "DynamicViT")
 )
-OBJECTS = Column("objects", "object patches kept", "measured", "object_patches", "%", decimals=1)
+OBJECTS = tuple(
+    Column(f"objects_{stage}", f"object patches, {stage} stage", "measured", f"object_patches_{stage}", "%", decimals=1)
+    for stage in STAGES
+)
 COLUMNS = (ACCURACY, CHANGE, OVER_RANDOM, PREDICTORS, GFLOPS, *OWN_COLUMNS)
 IMAGES = Column("images", "images / s", "speed", "images", decimals=0)
 SPEEDUP = Column("ratio", "of the original's", "speed", "ratio", "x")
@@ -388,7 +391,7 @@ RECIPES = {
         "none; digits among clutter are not in it",
         "everything: original, data and training are this package's own. Every reducer runs before layers 2, 3 and 4",
         lines_by_subject(COMPARED, (TESTBED,)),
-        (ACCURACY, CHANGE, OBJECTS, OVER_RANDOM, OVER_DYNAMICVIT, PREDICTORS, *OWN_COLUMNS),
+        (ACCURACY, CHANGE, *OBJECTS, OVER_RANDOM, OVER_DYNAMICVIT, PREDICTORS, *OWN_COLUMNS),
     ),
     "figure4": spot_recipe(
         "SPOT and its controls over the keep ratio",
