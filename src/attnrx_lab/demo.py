@@ -11,25 +11,22 @@ import torch
 from torch import nn
 
 from attnrx.api import load
-from attnrx.checks import statistics
-from attnrx.data import ImageSet, Splits, load_data, object_patches
+from attnrx.data import Splits, load_data, object_patches
 from attnrx.evidence import Evidence, Finding, judged
 from attnrx.losses import Task
-from attnrx.model_diagnosis import patches_left
 from attnrx.models import load_model, reduction_of
 from attnrx.optional import required_module
 from attnrx.progress import Log, no_log
 from attnrx.shrinking import shrink
 from attnrx.training import Reporter, TrainingConfig, train
+from attnrx_lab.clutter import CLUTTERED, object_finding
 
-NAME = "cluttered-digits"
 # The demonstration asks for FASTER and claims LEAST, and at most the loss of MOST_DROP points of accuracy.
 FASTER, LEAST, MOST_DROP = 2.0, 1.5, 1.0
 BATCH, THREADS = 32, 1  # of the latency
 EPOCHS = 3
 SHAPE = {"embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
 PATCHES = 10  # of a side of the image
-LOOKED_AT = 512  # test images of which the remaining patches are counted
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class DemoResult:
 
 
 def demo(
-    data: str | Path | Splits = NAME,
+    data: str | Path | Splits = CLUTTERED,
     folder: Path | str = "runs/demo",
     *,
     epochs: int = EPOCHS,
@@ -72,8 +69,11 @@ def demo(
     stage(f"making it {FASTER:g}x faster")
     found = shrink(load(place), splits, faster=FASTER, batch=BATCH, threads=THREADS, folder=folder, seed=seed, log=log)
     evidence = with_claims(found.evidence)
-    if splits.name == NAME and reduction_of(found.model) is not None:
-        evidence = replace(evidence, findings=(*evidence.findings, object_finding(found.model, splits.test)))
+    if splits.name == CLUTTERED and reduction_of(found.model) is not None:
+        evidence = replace(
+            evidence,
+            findings=(*evidence.findings, object_finding(found.model, splits.test, object_patches("test"), "demo")),
+        )
     stage("writing the folder and model.onnx")
     result = replace(found, evidence=evidence)
     result.save(folder)
@@ -120,16 +120,3 @@ def _claim(finding: Finding, claim: str, limit: float, at_least: bool) -> Findin
     outcome = judged(finding.value, limit, (finding.low, finding.high), finding.n, at_least=at_least)
     details: Mapping[str, Any] = {"quantity": "demonstration"}
     return replace(finding, check="demo", claim=claim, **outcome, details=details)
-
-
-def object_finding(model: nn.Module, images: ImageSet) -> Finding:
-    """Returns the share of the digits' patches that remain to the last layer, alone or merged, with its interval."""
-    images = images.take(min(LOOKED_AT, len(images)))
-    objects, shares = object_patches("test"), []
-    for batch in images.batches(64):
-        left, mask = patches_left(model, batch.images)[:, -1], objects[batch.index]
-        shares.append((left & mask).sum(1) / mask.sum(1))
-    found = statistics.mean_estimate(torch.cat(shares).double(), seed=0).scaled(100.0)
-    claim = "share of the digits' patches that remain in the last layer"
-    fields = {"low": found.low, "high": found.high, "n": len(images)}
-    return Finding("demo", claim, found.value, "%", **fields, details={"quantity": "object patches"})

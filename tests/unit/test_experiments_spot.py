@@ -8,10 +8,22 @@ import pytest
 import torch
 
 from attnrx.api import load
+from attnrx.data import Normalization, load_data, object_patches
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import reduction_of
+from attnrx.tokens import Random
+from attnrx_lab.clutter import CLUTTERED, object_finding
+from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import alone
-from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod, outline_for, token_price
+from attnrx_lab.papers.spot import (
+    ORIGINALS,
+    FineTuning,
+    SpotExperiment,
+    TokenMethod,
+    accuracy_by_group,
+    outline_for,
+    token_price,
+)
 from attnrx_lab.papers.spot_speed import SpeedExperiment
 from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected
 
@@ -155,7 +167,7 @@ def test_an_lvvit_without_weights_is_no_original(tmp_path: Path, monkeypatch: py
 
 
 def test_prices_follow_the_policy():
-    outline = outline_for(None)
+    outline = outline_for(None, "cifar10_small")
     dense, spot, small = (token_price(outline, method) for method in (ORIGINAL, SPOT, projected(0)))
     assert (dense["percent"], dense["predictors"], dense["patches_3"]) == (100, 0, 64)
     assert (spot["patches_1"], spot["patches_2"], spot["patches_3"]) == (44, 31, 21)
@@ -164,10 +176,46 @@ def test_prices_follow_the_policy():
 
 
 def test_speeds_are_timed_beside_the_original(tmp_path: Path):
-    experiment = SpeedExperiment("small", None, (SPOT, ORIGINAL)).as_tiny()
+    experiment = SpeedExperiment("cifar10_small", None, (SPOT, ORIGINAL)).as_tiny()
     run = experiment.run(tmp_path)
     for name in ("spot", "all"):
         ratio, images = run.measure(name, "speed", "ratio"), run.measure(name, "speed", "images")
         assert ratio is not None and 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
         assert images is not None and images["value"] > 0
     assert experiment.run(tmp_path).record == run.record
+
+
+def test_the_oracle_keeps_the_digit_first_and_the_share_is_measured() -> None:
+    images = load_data(CLUTTERED).test.take(24)
+    model, seed = ORIGINALS["cluttered_digits"].build(Normalization((0.1268,), (0.1959,))), 3
+    TokenMethod("oracle", "oracle", 0.5).attach_(model, seed)
+    reduction = reduction_of(model)
+    assert reduction is not None and str(reduction.policy) == "oracle(seed=3):0.5@2,3,4"
+    objects = object_patches("test")
+    shares = [object_finding(model, images, objects, "object_patches", stage).value for stage in ("first", "last")]
+    assert shares == [100.0, 100.0]
+    reduction.policy = replace(reduction.policy, reducer=Random(seed))
+    assert 0 < object_finding(model, images, objects, "object_patches").value < 35  # 12 of 100 patches remain
+
+
+def test_accuracy_is_averaged_over_the_images_of_a_group() -> None:
+    found = accuracy_by_group(torch.tensor([True, False, True, True]), torch.tensor([7, 7, 7, 2]))
+    assert found.details["samples"] == [100.0, 66.6667]
+    assert found.value == pytest.approx((100 + 200 / 3) / 2)
+
+
+def test_a_run_on_the_testbed_counts_the_patches_of_the_objects(tmp_path: Path) -> None:
+    experiment = replace(SUBJECTS["cluttered_digits"], method=at(RANDOM, 0.5)).as_tiny()
+    run = made(experiment, tmp_path)
+    names = ("object_patches_first", "object_patches_last", "accuracy_by_group")
+    first, last, accuracy = (run.measure("random-0.5", "measured", name) for name in names)
+    assert first is not None and last is not None and 0 < last["value"] < first["value"] < 80
+    assert accuracy is not None and len(accuracy["samples"]) == 64
+
+
+def test_generated_objects_are_the_bright_squares() -> None:
+    images = sources.generated_splits("a", 1, 4, 16).test
+    batch = next(iter(images.batches(64)))
+    patches = batch.images.unfold(2, 4, 4).unfold(3, 4, 4).mean((1, 4, 5)).flatten(1)
+    bright = patches > patches.mean(1, keepdim=True)
+    assert torch.equal(bright, sources.generated_objects("test", 4, 4)[batch.index])

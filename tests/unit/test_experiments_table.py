@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from scipy import stats
 
 import attnrx_lab.papers
+from attnrx.checks.statistics import crossed_interval
 from attnrx.cli.main import main
 from attnrx.errors import InvalidInput
 from attnrx_lab.papers import ReproducedTable, Run, load_recipe, make_table
@@ -230,3 +232,21 @@ def test_reproduce_ends_in_exit_code_1_where_a_number_is_off(
     monkeypatch.setattr(attnrx_lab.papers, "reproduce", lambda name, **_: found)
     assert main(["reproduce", "svda/table6"]) == code
     assert ("off: CIFAR-10, over_largest: 0, the paper +2.08 pp" in capsys.readouterr().out) == bool(code)
+
+
+def test_a_difference_between_rows_is_paired_by_seed_and_group() -> None:
+    rows = tuple(Row(f"CIFAR-10, {name}", "cifar10", name, name) for name in ("ours", "theirs"))
+    column = Column("over", "over theirs", "refit", "accuracy", "pp", against="theirs")
+    samples = {"ours": ([70.0, 90.0, 81.0], [60.0, 70.0, 92.0]), "theirs": ([60.0, 85.0, 80.0], [55.0, 60.0, 80.0])}
+    runs = []
+    for seed in (1, 0):  # the order of the runs does not matter
+        rules = {
+            name: {"refit": {"accuracy": {"value": 0.0, "low": None, "high": None, "samples": of_seeds[seed]}}}
+            for name, of_seeds in samples.items()
+        }
+        runs.append(Run(Path("nowhere"), {"rules": rules, "data": {"notes": []}}, SvdaExperiment("cifar10", seed=seed)))
+    found = make_table(replace(RECIPE, rows=rows, columns=(column,), expected={}), runs)
+    (cell,) = found.cells  # a row has no difference from itself
+    interval = crossed_interval(torch.tensor([[10.0, 5.0, 1.0], [5.0, 10.0, 12.0]]))
+    assert (cell.row, cell.seeds) == ("CIFAR-10, ours", pytest.approx((16 / 3, 9.0)))
+    assert (cell.value, cell.low, cell.high) == pytest.approx((interval.value, interval.low, interval.high))

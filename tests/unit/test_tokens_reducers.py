@@ -30,6 +30,7 @@ from attnrx.tokens import (
     ZeroTPrune,
 )
 from attnrx.tokens.pitome import energy_scores
+from attnrx.tokens.spot import attention_features, standardized_features
 from attnrx.tokens.zero_tprune import page_rank, redundant
 
 SHAPE = Shape(8, 2, TokenLayout(1, 9, True, "class"))
@@ -291,3 +292,20 @@ def test_evo_vit_blends_the_class_attention_of_the_layers() -> None:
     blended = reducer.accumulate(reducer.accumulate(reducer.accumulate(None, first), second), third)
     torch.testing.assert_close(blended, torch.tensor([[0.65, 0.35]]))
     assert decided(reducer, state([[1.0], [2.0]], accumulated=blended), 1).kept.tolist() == [[0]]
+
+
+def test_standardized_features_have_mean_zero_and_variance_one_over_the_remaining_patches() -> None:
+    features = torch.tensor([[[1.0, 1e-9, 5.0], [3.0, 3e-9, 5.0], [100.0, 7.0, -1.0]]])
+    found = standardized_features(features, features, torch.tensor([[1.0, 1.0, 0.0]]))
+    expected = torch.tensor([[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0]])
+    torch.testing.assert_close(found[0, :2], expected, rtol=1e-3, atol=1e-6)
+    large = standardized_features(features, features + 1.0, torch.tensor([[1.0, 1.0, 0.0]]))
+    assert large[0, :2, 1].tolist() == [0.0, 0.0]  # 1e-9 is a rounding error of 1
+
+
+def test_standardized_attention_features_of_uniform_attention_are_zero() -> None:
+    attention = torch.full((1, 2, 7, 7), 1 / 7, requires_grad=True)
+    features = attention_features(attention, 1, standardized=True)
+    assert features.shape == (1, 6, 12) and not bool(features.any())
+    features.sum().backward()
+    assert attention.grad is not None and bool(attention.grad.isfinite().all())

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from attnrx import tokens
 from attnrx.errors import AttnrxError, InvalidInput
+from attnrx.serialization.config import to_dict
 from attnrx.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
 from attnrx.tokens.policy import PolicyReader
 from cases import REDUCTIONS
@@ -18,6 +20,11 @@ class Nested(ToMe):
     scores: Reducer = field(default=Random())
     scale: float = 1.0
     how: str = "sum"
+
+
+@dataclass(frozen=True)
+class Mine(ToMe):
+    scale: float = 1.0
 
 
 POLICIES = [
@@ -136,3 +143,15 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
 
 def test_every_reducer_bears_the_name_of_the_registry() -> None:
     assert {kind.name: kind for kind in REDUCERS.values()} == dict(REDUCERS)
+
+
+def test_a_reducer_of_ones_own_has_a_name_after_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_REGISTERED", {})
+    with pytest.raises(AttnrxError, match="mine"):
+        parse_policy("mine:0.7@4")
+    tokens.register_reducer("mine", Mine)
+    policy = parse_policy("mine(scale=2.0):0.7@4")
+    assert policy == TokenPolicy.staged(Mine(2.0), 0.7, (4,)) and str(policy) == "mine(scale=2.0):0.7@4"
+    assert tokens.policy_from_dict(to_dict(policy)) == policy and "mine" not in REDUCERS
+    with pytest.raises(InvalidInput, match="tome exists already"):
+        tokens.register_reducer("tome", Mine)

@@ -20,6 +20,7 @@ LEVEL = 0.95
 DRAWS, FLIPS = 2000, 9999  # bootstrap resamples; random swaps of a permutation test
 # Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
 CHUNK = 2**23
+MOST_DEGREES = 1000  # of Student's t, which is then normal to three digits
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,32 @@ def t_interval(values: Sequence[float]) -> Estimate:
     mean = fmean(values)
     half = student_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)
+
+
+def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
+    """Returns the mean over runs and groups of images with its t interval, if both are random samples.
+
+    The mean square between runs, plus that between groups less the residual, is the variance of the mean times the
+    number of values; the degrees of freedom are those of Hillis (2007, Statistics in Medicine 26, Section 3), rounded
+    down. This is the analysis of several readers who read the same cases, with runs as readers. With one run the
+    interval is over the groups alone.
+    """
+    values = values.double()
+    runs, groups = values.shape
+    mean = values.mean()
+    of_runs, of_groups = values.mean(1), values.mean(0)
+    between_groups = runs * (of_groups - mean).square().sum() / (groups - 1)
+    if runs == 1:
+        variance, degrees = between_groups, float(groups - 1)
+    else:
+        between_runs = groups * (of_runs - mean).square().sum() / (runs - 1)
+        residual = (values - of_runs[:, None] - of_groups + mean).square().sum() / ((runs - 1) * (groups - 1))
+        variance = between_runs + (between_groups - residual).clamp(min=0)
+        # Where runs are equal, only the groups vary.
+        degrees = float(variance.square() * (runs - 1) / between_runs.square()) if between_runs > 0 else math.inf
+    quantile = student_quantile((1 + LEVEL) / 2, int(min(degrees, MOST_DEGREES)))
+    half = quantile * float((variance / values.numel()).sqrt())
+    return Estimate(float(mean), float(mean) - half, float(mean) + half)
 
 
 def calibration_gaps(

@@ -1,15 +1,22 @@
 """Terms of the training objective, which can be combined freely."""
 
+from attnrx.losses.exits import MultiExit
+from attnrx.losses.halting import HaltingPrior, Ponder
 from attnrx.losses.loss import Loss, LossContext, Task
 from attnrx.losses.penalties import FusionOwnership, KeepRatio, PerturbationRobustness, TargetRank
+from attnrx.losses.reinforcement import PolicyGradient
 from attnrx.losses.teaching import Distillation, FeatureDistillation, TokenSimilarity
 
 LOSSES: tuple[type[Loss], ...] = (
     Distillation,
     FeatureDistillation,
     FusionOwnership,
+    HaltingPrior,
     KeepRatio,
+    MultiExit,
     PerturbationRobustness,
+    PolicyGradient,
+    Ponder,
     TargetRank,
     Task,
     TokenSimilarity,
@@ -20,10 +27,14 @@ __all__ = [
     "Distillation",
     "FeatureDistillation",
     "FusionOwnership",
+    "HaltingPrior",
     "KeepRatio",
     "Loss",
     "LossContext",
+    "MultiExit",
     "PerturbationRobustness",
+    "PolicyGradient",
+    "Ponder",
     "TargetRank",
     "Task",
     "TokenSimilarity",

@@ -20,8 +20,8 @@ class LossContext:
     `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
     `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. For mixed
     images, an image has its own label with weight `share` and its `partners` label with the rest. `features` are the
-    block outputs of the model, if a loss needs them. `progress` is the completed share of the run. `memory` is shared
-    by the losses of this step.
+    block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some. `progress`
+    is the completed share of the run. `memory` is shared by the losses of this step.
     """
 
     model: nn.Module
@@ -32,7 +32,7 @@ class LossContext:
     shard: tuple[int, int] = (0, 1)
     partners: Int[Tensor, "batch"] | None = None
     share: float = 1.0
-    features: Sequence[Float[Tensor, "batch tokens features"]] = ()
+    features: Sequence[Float[Tensor, "batch _ features"]] = ()
     progress: float = 1.0
     memory: dict[Any, Any] = field(default_factory=dict)
 
@@ -53,10 +53,12 @@ class Loss(ABC):
     """One term of the training objective: a frozen dataclass of its options, whose call returns the unweighted value.
 
     Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
+    A loss that `reinforces` learns from the results of sampled masks, which then carry no gradient.
     """
 
     reads_labels: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
+    reinforces: ClassVar[bool] = False
     weight: float
 
     def __post_init__(self):

@@ -25,6 +25,7 @@ from attnrx.tokens import (
     image_keys,
     sampled_keep,
 )
+from attnrx.tokens.reducer import KeepDrop
 
 BY = ("mask", "compress")
 
@@ -36,7 +37,7 @@ class TokenRun:
     tokens added by a stage; `trail` holds those indices after each stage. `restorations` has one for
     every chunk of the batch, if features of all patches are requested. `image_keys` are hashes of the images, for
     reducers that need them. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0 for a
-    pruned one, with a gradient.
+    pruned one, with a gradient; `keep_scores` holds the log-probabilities from which it was sampled.
     """
 
     def __init__(self):
@@ -50,6 +51,7 @@ class TokenRun:
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.restorations: list[TokenRestoration] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
+        self.keep_scores: list[KeepDrop] = []
 
     def begin(self) -> None:
         self.__init__()
@@ -86,7 +88,8 @@ class TokenReduction(nn.Module):
     """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
 
     A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
-    learned reducer always masks: it samples which patches are kept, at `temperature`, in any number.
+    learned reducer always masks: it samples which patches are kept, at `temperature`, in any number. With
+    `straight_through` the tokens have a gradient with respect to the samples.
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
     """
@@ -102,6 +105,7 @@ class TokenReduction(nn.Module):
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.run = TokenRun()
         self.temperature = 1.0
+        self.straight_through = True
         self.restored_blocks: Container[int] = ()
         self._calibrated: list[float] | None = None
 
@@ -119,6 +123,15 @@ class TokenReduction(nn.Module):
             yield
         finally:
             self.restored_blocks = before
+
+    @contextmanager
+    def separate_run(self) -> Iterator[None]:
+        """Keeps the statistics of the last forward pass while others run."""
+        before, self.run = self.run, TokenRun()
+        try:
+            yield
+        finally:
+            self.run = before
 
     @property
     def draws(self) -> bool:
@@ -345,6 +358,9 @@ class TokenReduction(nn.Module):
         scores = reducer.keep_scores(state, self.predictor(stage))
         keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
         run.sampled.append(keep)
+        run.keep_scores.append(scores)
+        if not self.straight_through:
+            keep = keep.detach()
         sampled, sizes = reducer.sampled(state, keep, scores), keep
         if sampled.added is not None:
             sizes = keep.scatter(1, sampled.added, 1.0)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from attnrx.errors import InvalidInput
 from attnrx.serialization.config import from_dict
 from attnrx.tokens.ats import ATS
 from attnrx.tokens.attention_average import AttentionAverage, AttentionReceived
@@ -12,6 +13,7 @@ from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.evo_vit import EvoViT
 from attnrx.tokens.halting_scores import HaltingScores
+from attnrx.tokens.head_selector import HeadSelector
 from attnrx.tokens.merging import gathered_rows
 from attnrx.tokens.pitome import PiToMe
 from attnrx.tokens.policy import PolicyReader, TokenPolicy
@@ -50,6 +52,7 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "spot": Spot,
     "zero_tprune": ZeroTPrune,
     "halting_scores": HaltingScores,
+    "head_selector": HeadSelector,
     "spvit": SPViT,
     "dtps": DTPS,
     "pitome": PiToMe,
@@ -58,6 +61,7 @@ REDUCERS: Mapping[str, type[Reducer]] = {
 }
 for _name, _kind in REDUCERS.items():
     _kind.name = _name
+_REGISTERED: dict[str, type[Reducer]] = {}
 
 __all__ = [
     "ALL_LAYERS",
@@ -74,6 +78,7 @@ __all__ = [
     "EViT",
     "EvoViT",
     "HaltingScores",
+    "HeadSelector",
     "MapMoments",
     "Packaging",
     "Part",
@@ -100,11 +105,32 @@ __all__ = [
     "gathered_rows",
     "image_keys",
     "images_of",
+    "known_reducers",
     "parse_policy",
     "parse_reducer",
     "policy_from_dict",
+    "register_reducer",
     "sampled_keep",
 ]
+
+
+def register_reducer(name: str, kind: type[Reducer]) -> None:
+    """Makes a reducer of your own known under a name, in texts of policies and in saved models.
+
+    A model that was saved with it can be loaded after the same call only.
+
+    Raises:
+        InvalidInput: Another reducer has this name.
+    """
+    if known_reducers().get(name, kind) is not kind:
+        raise InvalidInput(f"the token reducer {name} exists already; choose another name.")
+    kind.name = name
+    _REGISTERED[name] = kind
+
+
+def known_reducers() -> Mapping[str, type[Reducer]]:
+    """Returns the reducers of this package and the registered ones, by name."""
+    return {**REDUCERS, **_REGISTERED}
 
 
 def parse_policy(text: str) -> TokenPolicy:
@@ -113,12 +139,12 @@ def parse_policy(text: str) -> TokenPolicy:
     One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
     patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.
     """
-    return PolicyReader(text, REDUCERS).read_policy()
+    return PolicyReader(text, known_reducers()).read_policy()
 
 
 def parse_reducer(text: str) -> Reducer:
     """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`."""
-    reader = PolicyReader(text, REDUCERS)
+    reader = PolicyReader(text, known_reducers())
     reducer = reader.read_reducer()
     reader.expect("end", "the end; a reducer is given here without stages")
     return reducer
@@ -126,4 +152,4 @@ def parse_reducer(text: str) -> Reducer:
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
     """Builds a policy from the record in a model or a prescription."""
-    return from_dict(record, (TokenPolicy, *REDUCERS.values()))
+    return from_dict(record, (TokenPolicy, *known_reducers().values()))

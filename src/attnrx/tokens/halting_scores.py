@@ -1,4 +1,4 @@
-"""The halting rule of A-ViT without its training."""
+"""The halting rule of A-ViT."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class HaltingScores(Selecting):
-    """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., 2022), untrained.
+    """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022, Eqs. 3 to
+    6).
 
-    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. A-ViT combines this
-    rule with training by a ponder loss, which makes x a halting score and is not implemented here: without that
-    training x has no such meaning, and results are not those of A-ViT. In A-ViT tokens halt at any layer where their
-    sum reaches 1 - epsilon, so the number of kept tokens differs between images; here the numbers are the policy's, and
-    only the order is A-ViT's.
+    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with the
+    losses `Ponder` and `HaltingPrior` makes x a halting score; without it x has no such meaning, and results are not
+    those of A-ViT. In A-ViT tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
+    differs between images; here the numbers are the policy's, and only the order is A-ViT's. The class token, whose
+    layers A-ViT averages with halting probabilities, does not halt here.
     """
 
     # The values of the paper.

@@ -119,6 +119,8 @@ class MapMoments:
     def variance(self) -> Float[Tensor, "batch heads queries keys"]:
         """The variance over the layers (the mean of the squared deviations), where it was collected."""
         assert self.squares is not None
+        if self.count == 1:  # exactly 0, without rounding
+            return torch.zeros_like(self.squares)
         mean_square = self.squares / self.count
         return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
 

@@ -99,7 +99,7 @@ class Learner:
         # Of dropout and sampled tokens: other numbers in every process, since each has other images.
         torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
-        self._set_temperature(step)
+        self._set_sampling(step)
         mixed = Mixed(batch.images, None, 1.0)
         if config.mixing is not None:
             mixed = config.mixing.apply(batch, derived_seed(config.seed, MIXING, step))
@@ -115,12 +115,13 @@ class Learner:
         norm = self._update_(step)
         self._record_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
-    def _set_temperature(self, step: int) -> None:
+    def _set_sampling(self, step: int) -> None:
         reduction = reduction_of(self.model)
         if reduction is not None:
             first, last = self.config.temperatures
             # steps - 1, so that the last step has the last temperature
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
+            reduction.straight_through = not any(loss.reinforces for loss in self.config.losses)
 
     def _forward_backward_(
         self, mixed: Mixed, labels: Int[Tensor, "labels"], start: int, step: int

@@ -25,7 +25,8 @@ SCHEMA = 1  # of settings.json and result.json
 MODEL_KNOBS = ("model", "weights")
 DATA_KNOBS = ("dataset", "label_column", "test_column")
 
-Measure = dict[str, Any]  # value, low and high; without an interval the last two are None
+# value, low and high, the last two None without an interval; and `samples`, the values of groups of images, if any.
+Measure = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def measures(evidence: Evidence) -> dict[str, Measure]:
 
 
 def measure_of(finding: Finding) -> Measure:
-    return {"value": finding.value, "low": finding.low, "high": finding.high}
+    found = {"value": finding.value, "low": finding.low, "high": finding.high}
+    return {**found, "samples": finding.details["samples"]} if "samples" in finding.details else found
 
 
 def plain_measures(numbers: Mapping[str, float | int]) -> dict[str, Measure]:
@@ -214,6 +216,10 @@ def _measure_name(finding: Finding) -> str | None:
     match finding.check:
         case "accuracy" if details["quantity"] == "accuracy change":
             return "accuracy_change"
+        case "accuracy" if details["quantity"] == "accuracy by group":
+            return "accuracy_by_group"
+        case "object_patches":
+            return f"object_patches_{details['stage']}"
         case "accuracy":
             return "accuracy" if details["model"] == "candidate" else "original_accuracy"
         case "fidelity" if details["other"] == "candidate":  # the masked model is measured as a candidate of its own

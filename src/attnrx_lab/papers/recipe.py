@@ -13,11 +13,15 @@ _PRINTED = re.compile(r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?(?P<number>[+-]?\
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: the results of one rule in one scenario; without a rule, the printed numbers only."""
+    """One line of a table: the results of one rule in one scenario; without a rule, the printed numbers only.
+
+    `line` is the part of the label that rows of other scenarios share.
+    """
 
     label: str
     scenario: str
     rule: str | None = None
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Column:
 
     `decimals=None` writes three significant digits. An `exact` quantity is a closed form of the paper's shapes: it does
     not depend on training, data or seeds. `null` is the value for a candidate that equals its reference: an interval
-    that includes it cannot confirm any other number.
+    that includes it cannot confirm any other number. With `against`, the `line` of another row of the scenario, it is
+    the difference from that row: paired by seed and by groups of images, over which the quantity has samples.
     """
 
     key: str
@@ -38,6 +43,7 @@ class Column:
     factor: float = 1.0
     exact: bool = False
     null: float = 0.0
+    against: str | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import nn
 from attnrx.api import load
 from attnrx.data import Augmentation, Columns, Normalization, Splits, from_tensors, load_data
 from attnrx.models import build_model, family_of
+from attnrx.shapes import Bool, Tensor
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 SIZES = {"train": 96, "validation": 32, "test": 64}
@@ -70,3 +71,13 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
         augmentation=Augmentation(padding=0, flip=False),  # either would move the square
         notes=("the images are generated; numbers measured on them do not transfer to real datasets",),
     )
+
+
+def generated_objects(split: str, classes: int, patches: int) -> Bool[Tensor, "images patches"]:
+    """Marks the patches of the bright square in the images of `generated_splits`; `patches` are those of a side."""
+    half = patches // 2
+    found = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
+    for number, mask in enumerate(found):
+        row, column = divmod(number % classes % min(classes, 4), 2)
+        mask[row * half : (row + 1) * half, column * half : (column + 1) * half] = True
+    return found.flatten(1)

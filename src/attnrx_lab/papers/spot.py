@@ -1,6 +1,7 @@
 """The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -12,14 +13,17 @@ from torch import nn
 from attnrx.api import adapt_preprocessing, load
 from attnrx.checks import Accuracy, Fidelity
 from attnrx.costs import IRRATT
-from attnrx.data import Normalization, Splits
+from attnrx.data import Normalization, Splits, object_patches
+from attnrx.data.cluttered_digits import canvases
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Evidence
+from attnrx.evidence import Evidence, Finding
 from attnrx.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
 from attnrx.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.progress import Log
+from attnrx.shapes import Bool, Int, Tensor
 from attnrx.tokens import Random, TokenPolicy, parse_policy
 from attnrx.training import TrainingConfig, train
+from attnrx_lab.clutter import CLUTTERED, STAGES, object_finding
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
@@ -45,13 +49,14 @@ class TokenMethod:
     """One line of a table: a reducer as text with a keep ratio at three stages, or None if all tokens are kept.
 
     The stages are one layer after each quarter of the depth, as in the paper: 4, 7, 10 of 12 layers, 5, 9, 13 of 16.
-    A method that is not `trained` is measured without fine-tuning.
+    A method that is not `trained` is measured without fine-tuning; `losses` are added to those of every method.
     """
 
     name: str
     reducer: str | None = None
     ratio: float = 0.7
     trained: bool = True
+    losses: tuple[Loss, ...] = ()
 
     @property
     def learned(self) -> bool:
@@ -64,7 +69,8 @@ class TokenMethod:
             return None
         stages = ",".join(str(depth * quarter // 4 + 1) for quarter in QUARTERS)
         policy = parse_policy(f"{self.reducer}:{self.ratio}@{stages}")
-        return replace(policy, reducer=Random(seed)) if isinstance(policy.reducer, Random) else policy
+        reducer = policy.reducer
+        return replace(policy, reducer=replace(reducer, seed=seed)) if isinstance(reducer, Random) else policy
 
     def attach_(self, model: nn.Module, seed: int) -> None:
         """Attaches the policy to the model, in place; new predictors are drawn from the seed."""
@@ -117,12 +123,11 @@ class SmallOriginal:
     heads: int = 4
     stem_channels: int = 32
     epochs: int = 2
+    batch_size: int = 32
+    learning_rate: float = 1e-3
 
     def build(self, scale: Normalization | None = None) -> nn.Module:
-        facts: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "epochs"}
-        if scale is not None:
-            facts |= {"mean": scale.mean, "std": scale.std}
-        model = build_model("lvvit:t", classifies_patches=False, patch_size=4, mlp_ratio=3.0, seed=0, **facts)
+        model = self._initialized(scale)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim in (2, 4):  # matrices and convolutions
@@ -131,21 +136,75 @@ class SmallOriginal:
 
     def training(self) -> TrainingConfig:
         return TrainingConfig(
-            epochs=self.epochs, batch_size=32, learning_rate=1e-3, precision="fp32", seed=0, checkpoint_every=200
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            precision="fp32",
+            seed=0,
+            checkpoint_every=200,
         )
+
+    def _initialized(self, scale: Normalization | None) -> nn.Module:
+        names = ("image_size", "classes", "width", "depth", "heads", "stem_channels")
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if scale is not None:
+            facts |= {"mean": scale.mean, "std": scale.std}
+        return build_model("lvvit:t", classifies_patches=False, patch_size=4, mlp_ratio=3.0, seed=0, **facts)
+
+
+@dataclass(frozen=True)
+class PlainOriginal(SmallOriginal):
+    """A plain ViT of timm for grey images: every token starts with the pixels of its own patch alone.
+
+    So a model that prunes the patches of an object cannot find the object in their neighbours, as it could behind a
+    convolutional stem.
+    """
+
+    def _initialized(self, scale: Normalization | None) -> nn.Module:
+        scale = scale or Normalization.half(1)
+        shape: dict[str, Any] = {"img_size": self.image_size, "patch_size": 4, "in_chans": 1, "mlp_ratio": 2.0}
+        shape |= {"embed_dim": self.width, "depth": self.depth, "num_heads": self.heads, "num_classes": self.classes}
+        normalization = {"mean": scale.mean, "std": scale.std}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return build_model("timm:vit_tiny_patch16_224", pretrained_cfg_overlay=normalization, **shape)
 
 
 SMALL = SmallOriginal()
+# Of subjects without a pre-trained model. Eight epochs on the clutter take 2 to 4 minutes of one CPU core.
+ORIGINALS: Mapping[str, SmallOriginal] = {
+    "cifar10_small": SMALL,
+    "cluttered_digits": PlainOriginal(40, width=32, depth=4, heads=2, epochs=8, batch_size=64, learning_rate=2e-3),
+}
 # A tiny run: four layers, so that there are three stages, on images of sixteen patches.
 TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1)
 
 
-def outline_for(model: str | None) -> nn.Module:
-    """Returns the shapes of a model, or without a name those of the small original."""
+def outline_for(model: str | None, subject: str) -> nn.Module:
+    """Returns the shapes of a model, or without a name those of the subject's small original."""
     if model is not None:
         return sources.outline_of(model)
     with torch.device("meta"):
-        return SMALL.build()
+        return ORIGINALS[subject].build()
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The patches of the object in every test image, and the group of the image: images of one object are alike."""
+
+    objects: Bool[Tensor, "images patches"]
+    groups: Int[Tensor, "images"]
+
+
+def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "images"]) -> Finding:
+    """Returns the top-1 accuracy with that of every group of images as samples, in the order of the groups' numbers."""
+    _, numbers = groups.unique(return_inverse=True)
+    totals = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64)
+    hits = totals.scatter_add(0, numbers, correct.double())
+    samples = 100 * hits / totals.scatter_add(0, numbers, torch.ones(len(numbers), dtype=torch.float64))
+    details = {"quantity": "accuracy by group", "samples": [round(value, 4) for value in samples.tolist()]}
+    claim = "top-1 accuracy of the candidate, the mean over groups of images"
+    return Finding("accuracy", claim, float(samples.mean()), "%", n=len(samples), details=details)
 
 
 @dataclass(frozen=True)
@@ -217,13 +276,15 @@ class SpotExperiment(Experiment):
         """The original that is trained here, if it is not pre-trained."""
         if self.tiny:
             return TINY
-        return SMALL if self.model is None else None
+        return ORIGINALS[self.subject] if self.model is None else None
 
     def splits(self) -> Splits:
         """Loads the data at the size of the model, or generates it."""
         if self.tiny:
             return sources.generated_splits(self.subject, 3, TINY.classes, TINY.image_size)
-        splits = sources.data_for(outline_for(self.model), self.dataset, (self.label_column, self.test_column))
+        splits = sources.data_for(
+            outline_for(self.model, self.subject), self.dataset, (self.label_column, self.test_column)
+        )
         return replace(
             splits,
             validation=first_images(splits.validation, self.validation_images),
@@ -239,6 +300,7 @@ class SpotExperiment(Experiment):
             losses.append(KeepRatio(tuning.keep_ratio))
             if tuning.similarity:
                 losses.append(TokenSimilarity(teacher, tuning.similarity, weights))
+        losses += self.method.losses
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -259,7 +321,7 @@ class SpotExperiment(Experiment):
         evidence = evidence_at(folder / "evidence.json", lambda: self._evidence(original, teacher, splits, folder))
         found = measures(evidence)
         log(f"{self.name}: top-1 {found['accuracy']['value']:.2f} %")
-        price = plain_measures(token_price(outline_for(self.model), self.method))
+        price = plain_measures(token_price(outline_for(self.model, self.subject), self.method))
         return {
             "data": {"name": splits.name, "test": evidence.about["data"], "notes": [*splits.notes, *self._notes()]},
             "model": {"fingerprint": model_fingerprint(original)},
@@ -294,7 +356,24 @@ class SpotExperiment(Experiment):
             candidate = load(train(candidate, own, self.training(teacher), folder / "train").folder)
         comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
         comparison = replace(comparison, candidate=candidate.to(comparison.device))
-        return evidence_by([Accuracy(most_drop=None), Fidelity()], comparison, self)
+        evidence = evidence_by([Accuracy(most_drop=None), Fidelity()], comparison, self)
+        correct, marks = comparison.predictions.correct("candidate"), self._marks()
+        if marks is None:
+            own = [accuracy_by_group(correct, torch.arange(len(correct)))]
+        else:
+            index = torch.cat([batch.index for batch in adapted.test.batches(BATCH)])
+            own = [accuracy_by_group(correct, marks.groups[index])]
+            own += [object_finding(candidate, adapted.test, marks.objects, "object_patches", stage) for stage in STAGES]
+        return replace(evidence, findings=(*evidence.findings, *own))
+
+    def _marks(self) -> "Marks | None":
+        """Returns what is known of the test images: the patches of the objects, and which images show the same one."""
+        if self.dataset != CLUTTERED:
+            return None
+        if self.tiny:
+            objects = sources.generated_objects("test", TINY.classes, TINY.image_size // 4)
+            return Marks(objects, torch.arange(len(objects)))
+        return Marks(object_patches("test"), canvases("test").digits)
 
     def _notes(self) -> list[str]:
         """Returns notes on the protocol, for readers of the numbers."""

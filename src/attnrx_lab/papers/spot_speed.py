@@ -11,7 +11,7 @@ from attnrx.costs import Conditions, LatencyComparison, LatencyProtocol, compare
 from attnrx.models import build_model, family_of
 from attnrx.progress import Log
 from attnrx_lab.papers.experiment import Experiment, Measure, evaluation_device, plain_measures
-from attnrx_lab.papers.spot import SMALL, TINY, TokenMethod, outline_for, token_price
+from attnrx_lab.papers.spot import ORIGINALS, TINY, TokenMethod, outline_for, token_price
 
 WARMUP = 2  # rounds that do not count
 
@@ -21,7 +21,8 @@ class SpeedExperiment(Experiment):
     """Forward passes of one model with every method, and of the reference implementation, in turns on the same batch.
 
     Weights, predictors and images are drawn from the seed and nothing is trained: the latency depends on the number of
-    pruned tokens, not on which. Without a `model`, it is a small one. The device is an accelerator if there is one.
+    pruned tokens, not on which. Without a `model`, it is the subject's small
+    one. The device is an accelerator if there is one.
     """
 
     kind: ClassVar[str] = "spot-speed"
@@ -50,7 +51,7 @@ class SpeedExperiment(Experiment):
         protocol = LatencyProtocol(conditions, rounds=self.rounds, warmup=WARMUP, seed=self.seed)
         candidates = {method.name: self._timed(method) for method in self.methods}
         timed = compare_latencies(candidates, family.library_model(model), images, protocol)
-        outline = outline_for(self.model)
+        outline = outline_for(self.model, self.subject)
         rules = {
             method.name: {
                 "paper": plain_measures(token_price(outline, method)),
@@ -66,8 +67,10 @@ class SpeedExperiment(Experiment):
 
     def _timed(self, method: TokenMethod | None = None) -> nn.Module:
         """Returns the model with random weights, with the tokens of a method."""
-        own = TINY if self.tiny else SMALL
-        model = own.build() if self.tiny or self.model is None else build_model(self.model)
+        if self.tiny:
+            model = TINY.build()
+        else:
+            model = ORIGINALS[self.subject].build() if self.model is None else build_model(self.model)
         if method is not None:
             method.attach_(model, self.seed)
         return model.eval()

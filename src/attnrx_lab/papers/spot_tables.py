@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from attnrx.losses import HaltingPrior, MultiExit, PolicyGradient, Ponder
+from attnrx_lab.clutter import CLUTTERED, STAGES
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod
 from attnrx_lab.papers.spot_speed import SpeedExperiment
@@ -20,6 +22,12 @@ CLASS_ATTENTION = TokenMethod("class-attention", "class_attention")
 EVIT = TokenMethod("evit", "evit")
 DYNAMICVIT = TokenMethod("dynamicvit", "dynamicvit")
 HALTING_SCORES = TokenMethod("halting-scores", "halting_scores")  # the rule of A-ViT, untrained
+A_VIT = TokenMethod("a-vit", "halting_scores", losses=(HaltingPrior(), Ponder()))
+# IA-RED2 and RL4EViT train a predictor by policy gradients; its features are not what distinguishes them.
+IA_RED2 = TokenMethod("ia-red2", "dynamicvit", losses=(PolicyGradient(),))
+RL4EVIT = TokenMethod("rl4evit", "dynamicvit", losses=(PolicyGradient(credit="patch", baseline="mean"),))
+METR = TokenMethod("metr", "evit", losses=(MultiExit(),))
+ATTENTION_AVERAGE = TokenMethod("attention-average", "attention_average")
 ZERO_TPRUNE = TokenMethod("zero-tprune", "zero_tprune", trained=False)
 NO_MEAN = TokenMethod("spot-no-mean", "spot(mean=false)")
 NO_VARIANCE = TokenMethod("spot-no-variance", "spot(variance=false)")
@@ -35,15 +43,35 @@ def projected(features: int) -> TokenMethod:
     return TokenMethod(f"spot-projected-{features}", f"spot(projected={features})")
 
 
+def projections(width: int) -> tuple[Line, ...]:
+    """Returns the lines of Figure 5 for a model of this width, with their controls."""
+    return (
+        ("as many token features as the width", SPOT),
+        *((f"1/{divisor}", projected(width // divisor)) for divisor in (2, 4, 8, 16)),
+        ("no token features", projected(0)),
+        *CONTROLS,
+    )
+
+
 def at(method: TokenMethod, ratio: float) -> TokenMethod:
     """The same method with another keep ratio."""
     # The default ratio keeps the plain name, so that its runs are shared by all recipes.
-    return method if ratio == method.ratio else replace(method, name=f"{method.name}-{ratio:g}", ratio=ratio)
+    same = method.reducer is None or ratio == method.ratio
+    return method if same else replace(method, name=f"{method.name}-{ratio:g}", ratio=ratio)
+
+
+def lines_by_subject(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
+    """Returns the lines for each of the subjects, ABLATED by default; those on the testbed prune at its own ratio."""
+    testbed = tuple((label, method and at(method, TESTBED_RATIO)) for label, method in lines)
+    return {subject: testbed if subject == TESTBED else tuple(lines) for subject in subjects or ABLATED}
 
 
 # The originals: the paper's four on ImageNet, a pre-trained ViT-Tiny on ten classes of it, distilled from the logits
 # of the original alone, and a small model for a CPU. The paper trains 80 epochs on eight GPUs for each line. CIFAR-10
-# on one CPU core: 16 minutes for the original, which all recipes share, and 1.5 minutes for every line and seed.
+# on one CPU core: 16 minutes for the original, which all recipes share, and 1.5 minutes for every line and seed. Digits
+# among clutter (`attnrx_lab.clutter`) are a testbed on which tokens matter: the digit is on 4 of 100 patches, and 12
+# remain. On one CPU core: 3 minutes for the original, and 8 to 30 seconds for every line and seed.
+TESTBED, TESTBED_RATIO = "cluttered_digits", 0.5
 DEIT_TINY, DEIT_SMALL, VIT_TINY = (f"timm:{size}_patch16_224" for size in ("deit_tiny", "deit_small", "vit_tiny"))
 IMAGENETTE: dict[str, Any] = {"label_column": "imagenet1k_label", "test_column": "ilsvrc_val"}
 SUBJECTS: Mapping[str, SpotExperiment] = {
@@ -66,6 +94,17 @@ SUBJECTS: Mapping[str, SpotExperiment] = {
         batch_size=64,
         **IMAGENETTE,
     ),
+    TESTBED: SpotExperiment(
+        TESTBED,
+        None,
+        CLUTTERED,
+        SPOT,
+        tuning=FineTuning(precision="fp32", images=2560),
+        epochs=1,
+        batch_size=32,
+        test_images=1440,
+        validation_images=320,
+    ),
     "cifar10_small": SpotExperiment(
         "cifar10_small",
         None,
@@ -85,9 +124,10 @@ TITLES = {
     "lvvit_small": "LV-ViT-S",
     "vit_tiny": "ViT-Tiny",
     "cifar10_small": "CIFAR-10",
+    TESTBED: "digits among clutter",
 }
-# What the paper varies SPOT on, and the two originals that a CPU can measure.
-ABLATED = ("deit_small", "vit_tiny", "cifar10_small")
+# What the paper varies SPOT on, and the originals that a CPU can measure.
+ABLATED = ("deit_small", "vit_tiny", "cifar10_small", TESTBED)
 
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")
@@ -100,7 +140,15 @@ OWN_COLUMNS = (
     Column("percent", "MACs", "paper", "percent", "%", decimals=1),
     *(Column(f"patches_{n}", f"patches, stage {n}", "paper", f"patches_{n}", decimals=0) for n in (1, 2, 3)),
 )
-COLUMNS = (ACCURACY, CHANGE, PREDICTORS, GFLOPS, *OWN_COLUMNS)
+OVER_RANDOM, OVER_DYNAMICVIT = (
+    Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", against=line)
+    for line in ("random", "DynamicViT")
+)
+OBJECTS = tuple(
+    Column(f"objects_{stage}", f"object patches, {stage} stage", "measured", f"object_patches_{stage}", "%", decimals=1)
+    for stage in STAGES
+)
+COLUMNS = (ACCURACY, CHANGE, OVER_RANDOM, PREDICTORS, GFLOPS, *OWN_COLUMNS)
 IMAGES = Column("images", "images / s", "speed", "images", decimals=0)
 SPEEDUP = Column("ratio", "of the original's", "speed", "ratio", "x")
 TRANSFER_COLUMNS = (
@@ -115,7 +163,9 @@ def spot_recipe(
 ) -> Recipe:
     """Makes a table of some lines for every subject; a line without a method has the printed numbers only."""
     lines = [(subject, label, method) for subject, own in parts.items() for label, method in own]
-    rows = (Row(f"{TITLES[subject]}, {label}", subject, method and method.name) for subject, label, method in lines)
+    rows = (
+        Row(f"{TITLES[subject]}, {label}", subject, method and method.name, label) for subject, label, method in lines
+    )
     protocol = (replace(SUBJECTS[subject], method=method) for subject, _, method in lines if method)
     return Recipe(title, tuple(rows), tuple(columns), tuple(protocol), table, not_stated)
 
@@ -166,12 +216,7 @@ CONTROLS: tuple[Line, ...] = (
 
 # Table 1. Keep ratios are 0.7, or what comes nearest to the printed GFLOPS where another budget was printed.
 HALTING = "the halting rule of A-ViT, untrained"
-A_VIT: Line = ("A-ViT (trains its halting scores: not here)", None)
-LEFT_OUT: tuple[Line, ...] = (
-    ("IA-RED2 (learns by reinforcement: not here)", None),
-    ("RL4EViT (learns by reinforcement: not here)", None),
-    ("METR (trains the backbone in its own way: not here)", None),
-)
+TRAINED: tuple[Line, ...] = (("IA-RED2", IA_RED2), ("RL4EViT", RL4EVIT), ("METR", METR))
 FIRST: tuple[Line, ...] = (("original", ORIGINAL), ("DynamicViT", DYNAMICVIT))
 LAST: tuple[Line, ...] = (
     ("SPOT", SPOT),
@@ -180,7 +225,15 @@ LAST: tuple[Line, ...] = (
     ("class attention, not fine-tuned", untrained(CLASS_ATTENTION)),
     ("ToMe, not fine-tuned", TokenMethod("tome", "tome", trained=False)),
 )
-OWN = (*FIRST, (HALTING, HALTING_SCORES), ("EViT", EVIT), ("Zero-TPrune", ZERO_TPRUNE), *LAST)
+OWN = (
+    *FIRST,
+    ("A-ViT", A_VIT),
+    (HALTING, HALTING_SCORES),
+    ("EViT", EVIT),
+    *TRAINED,
+    ("Zero-TPrune", ZERO_TPRUNE),
+    *LAST,
+)
 
 # Figures 4, 5 and 7.
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -202,6 +255,42 @@ TIMED = (
     ("class attention", CLASS_ATTENTION),
     ("random", RANDOM),
 )
+SOFT: tuple[Line, ...] = (
+    ("SPViT", TokenMethod("spvit", "spvit")),
+    ("SPViT with DynamicViT's predictor", TokenMethod("spvit-dynamicvit", "spvit(scores=dynamicvit)")),
+    ("SPViT + SPOT", TokenMethod("spvit-spot", f"spvit(scores={ONE_LAYER.reducer})")),
+    ("dTPS", TokenMethod("dtps", "dtps")),
+    ("dTPS + SPOT", TokenMethod("dtps-spot", f"dtps(scores={ONE_LAYER.reducer})")),
+)
+COARSER: tuple[Line, ...] = (
+    ("head-averaged attention", TokenMethod("spot-head-averaged", "spot(head_averaged=true)")),
+    ("one predictor for all stages", TokenMethod("spot-shared", "spot(shared=true)")),
+)
+COMPARED: tuple[Line, ...] = (
+    ("original", ORIGINAL),
+    ("oracle: the object first", TokenMethod("oracle", "oracle")),
+    *CONTROLS,
+    ("attention average", ATTENTION_AVERAGE),
+    ("EViT", EVIT),
+    ("DynamicViT", DYNAMICVIT),
+    ("ATS", TokenMethod("ats", "ats")),
+    ("Evo-ViT", TokenMethod("evo-vit", "evo_vit")),
+    (HALTING, HALTING_SCORES),
+    ("A-ViT", A_VIT),
+    *TRAINED,
+    ("Zero-TPrune", replace(ZERO_TPRUNE, trained=True, name="zero-tprune-tuned")),
+    ("ToMe", TokenMethod("tome-tuned", "tome")),
+    ("ward", TokenMethod("ward", "ward")),
+    *SOFT,
+    *MOMENTS,
+    ("SPOT without token features", projected(0)),
+    *COARSER,
+    ("SPOT, attention features standardized", TokenMethod("spot-standardized", "spot(standardized=true)")),
+    (
+        "the same without token features",
+        TokenMethod("spot-standardized-projected-0", "spot(standardized=true,projected=0)"),
+    ),
+)
 NOT_STATED = "what spot/table1 lists"
 
 RECIPES = {
@@ -214,9 +303,10 @@ RECIPES = {
         "1",
         "weight decay, schedule, warm-up, augmentation, precision, seeds, and how the rows of other methods were made",
         {
-            "deit_tiny": (*FIRST, A_VIT, *OWN[2:4], ("Zero-TPrune", at(ZERO_TPRUNE, 0.8)), *LAST),
+            "deit_tiny": (*FIRST, *OWN[2:5], ("Zero-TPrune", at(ZERO_TPRUNE, 0.8)), *LAST),
             "deit_small": (
-                *(*FIRST, A_VIT, (HALTING, at(HALTING_SCORES, 0.85)), ("EViT", EVIT), *LEFT_OUT),
+                *(*FIRST, ("A-ViT", at(A_VIT, 0.85)), (HALTING, at(HALTING_SCORES, 0.85)), ("EViT", EVIT)),
+                *(("IA-RED2", at(IA_RED2, 0.75)), *TRAINED[1:]),
                 *(("Zero-TPrune", at(ZERO_TPRUNE, 0.75)), ("SPOT, keep ratio 0.65", at(SPOT, 0.65)), *LAST),
             ),
             "lvvit_tiny": (*FIRST, *LAST),
@@ -230,24 +320,17 @@ RECIPES = {
         "SPOT with less of the attention",
         "2",
         f"{NOT_STATED}, and which of the first two lines is without the mean",
-        dict.fromkeys(ABLATED, (*MOMENTS, *CONTROLS)),
+        lines_by_subject((*MOMENTS, *CONTROLS)),
     ),
     # Soft methods by their own scores, and by SPOT's without the mean and variance over the layers. SPViT is printed at
-    # 2.9 for DeiT-S and costs 3.0: only its packaging is here, with DynamicViT's predictor in place of its selector.
+    # 2.9 for DeiT-S.
     "table3": spot_recipe(
         "Soft methods with SPOT's scores",
         "3",
         f"{NOT_STATED}, and the training of the methods that SPOT is combined with",
-        dict.fromkeys(
-            ("deit_tiny", "deit_small", "vit_tiny", "cifar10_small"),
-            (
-                ("SPViT", TokenMethod("spvit", "spvit")),
-                ("SPViT + SPOT", TokenMethod("spvit-spot", f"spvit(scores={ONE_LAYER.reducer})")),
-                ("dTPS", TokenMethod("dtps", "dtps")),
-                ("dTPS + SPOT", TokenMethod("dtps-spot", f"dtps(scores={ONE_LAYER.reducer})")),
-                ("class attention, the rest packaged (EViT)", EVIT),
-                *CONTROLS,
-            ),
+        lines_by_subject(
+            (*SOFT, ("class attention, the rest packaged (EViT)", EVIT), *CONTROLS),
+            ("deit_tiny", *ABLATED),
         ),
     ),
     # A head on frozen features (Section 6.2.2): the paper's datasets, and two that ViT-Tiny is measured on here.
@@ -285,14 +368,13 @@ RECIPES = {
         "SPOT and an average of attention",
         "7",
         NOT_STATED,
-        dict.fromkeys(
-            ABLATED,
+        lines_by_subject(
             (
                 ("original", ORIGINAL),
-                ("averaging across layers", TokenMethod("attention-average", "attention_average")),
+                ("averaging across layers", ATTENTION_AVERAGE),
                 ("SPOT without token features", projected(0)),
                 *CONTROLS,
-            ),
+            )
         ),
     ),
     # The predictor with head-averaged attention costs 0.1075 by its own description (18 features), and 12 features give
@@ -301,15 +383,15 @@ RECIPES = {
         "SPOT with coarser information",
         "8",
         f"{NOT_STATED}, and which features the mean over the heads leaves out",
-        dict.fromkeys(
-            ABLATED,
-            (
-                ("SPOT", SPOT),
-                ("head-averaged attention", TokenMethod("spot-head-averaged", "spot(head_averaged=true)")),
-                ("one predictor for all stages", TokenMethod("spot-shared", "spot(shared=true)")),
-                *CONTROLS,
-            ),
-        ),
+        lines_by_subject((("SPOT", SPOT), *COARSER, *CONTROLS)),
+    ),
+    # Ten minutes of one CPU core for every seed after the original.
+    "testbed": spot_recipe(
+        "Token reducers where tokens matter",
+        "none; digits among clutter are not in it",
+        "everything: original, data and training are this package's own. Every reducer runs before layers 2, 3 and 4",
+        lines_by_subject(COMPARED, (TESTBED,)),
+        (ACCURACY, CHANGE, *OBJECTS, OVER_RANDOM, OVER_DYNAMICVIT, PREDICTORS, *OWN_COLUMNS),
     ),
     "figure4": spot_recipe(
         "SPOT and its controls over the keep ratio",
@@ -323,13 +405,8 @@ RECIPES = {
         "Figure 5",
         f"{NOT_STATED}, and the numbers behind the drawn points",
         {
-            subject: (
-                ("as many token features as the width", SPOT),
-                *((f"1/{divisor}", projected(width // divisor)) for divisor in (2, 4, 8, 16)),
-                ("no token features", projected(0)),
-                *CONTROLS,
-            )
-            for subject, width in (("deit_small", 384), ("vit_tiny", 192), ("cifar10_small", 64))
+            subject: lines_by_subject(projections(width), (subject,))[subject]
+            for subject, width in zip(ABLATED, (384, 192, 64, 32), strict=True)
         },
     ),
     "figure7": speed_recipe(
@@ -337,7 +414,7 @@ RECIPES = {
         "Figure 7",
         "batch size, precision and software of the measurement, and the numbers behind the drawn curves",
         dict.fromkeys(
-            ABLATED,
+            ABLATED[:3],
             tuple(
                 (f"{title}, {ratio:g}", method and at(method, ratio))
                 for title, method in TIMED

@@ -7,7 +7,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from attnrx.checks.statistics import t_interval
+import torch
+
+from attnrx.checks.statistics import Estimate, crossed_interval, t_interval
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.serialization.storage import write_json, write_text
 from attnrx_lab.comparison.comparing import markdown_table
@@ -23,11 +25,11 @@ MARKS = {AGREES: "", OFF: " !", UNDECIDED: " ?", NOT_AT_PROTOCOL: " ~"}
 ROUNDING = 1e-9  # of float64, beside the half unit of a printed digit
 
 LEGEND = (
-    "In brackets the 95 % interval: over the seeds where there are several, else over the test images. In parentheses "
-    "the paper's number. ! marks a number that is off: no value that rounds to the paper's lies in the 95 % interval "
-    "for the mean of as many further seeds as the paper has (one number in twenty is off by chance); ? one whose "
-    "interval includes no effect as well; ~ one that was not made at the paper's protocol, and is not compared. A dash "
-    "marks what was not measured."
+    "In brackets the 95 % interval: over the seeds where there are several, else over the test images; of a difference "
+    "between two rows, paired, over both. In parentheses the paper's number. ! marks a number that is off: no value "
+    "that rounds to the paper's lies in the 95 % interval for the mean of as many further seeds as the paper has (one "
+    "number in twenty is off by chance); ? one whose interval includes no effect as well; ~ one that was not made at "
+    "the paper's protocol, and is not compared. A dash marks what was not measured."
 )
 
 
@@ -153,8 +155,9 @@ def make_table(
     for row in rows:
         for column in recipe.columns:
             at_protocol = same_shapes if column.exact else not deviations.get(row.scenario)
-            if values := _measured(runs, row, column):
-                cells.append(_cell(values, row, column, recipe, at_protocol))
+            values, interval = _differences(runs, row, column, rows) if column.against else _measured(runs, row, column)
+            if values:
+                cells.append(_cell(values, interval, row, column, recipe, at_protocol))
     return ReproducedTable(
         recipe,
         rows=tuple(row.label for row in rows),
@@ -167,28 +170,60 @@ def make_table(
     )
 
 
-def _measured(runs: Sequence[Run], row: Row, column: Column) -> list[Measure]:
-    own = (run for run in runs if row.rule is not None and run.experiment.scenario == row.scenario)
-    found = (run.measure(row.rule or "", column.kind, column.quantity) for run in own)
-    return [measure for measure in found if measure is not None]
-
-
-def _cell(measures: Sequence[Measure], row: Row, column: Column, recipe: Recipe, at_protocol: bool) -> Cell:
-    """Averages the seeds, and predicts the 95 % interval for the mean of the paper's seeds, drawn as ours were."""
-    values = [column.factor * measure["value"] for measure in measures]
-    mean, wider, deviation, ends = fmean(values), 1.0, None, []
+def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
+    """Returns the number of every seed, and their t interval; with one seed that of its own measurement, if any."""
+    found = [measure for _, measure in _measures(runs, row, column)]
+    values = [column.factor * measure["value"] for measure in found]
     if len(values) > 1:
-        over = t_interval(values)
-        ends, deviation = [over.low, over.high], stdev(values)
-        # A mean of m further seeds has the variance s^2 (1/n + 1/m) about a mean of n: the t interval, sqrt(1 + n/m)
-        # times as wide.
-        wider = (1 + len(values) / len(recipe.seeds)) ** 0.5
-    elif measures[0]["low"] is not None and measures[0]["high"] is not None:
-        ends = sorted(column.factor * measures[0][end] for end in ("low", "high"))  # a negative factor swaps them
-    low, high = ends or (None, None)
-    predicted = (
-        (mean - wider * (mean - ends[0]), mean + wider * (ends[1] - mean)) if ends and not column.exact else None
+        return values, t_interval(values)
+    if not found or found[0]["low"] is None or found[0]["high"] is None:
+        return values, None
+    return values, Estimate(found[0]["value"], found[0]["low"], found[0]["high"]).scaled(column.factor)
+
+
+def _differences(
+    runs: Sequence[Run], row: Row, column: Column, rows: Sequence[Row]
+) -> tuple[list[float], Estimate | None]:
+    """Returns the differences from the row `column.against`, by seed, and their interval over seeds and images."""
+    other = next((each for each in rows if (each.scenario, each.line) == (row.scenario, column.against)), None)
+    if other is None or other == row:
+        return [], None
+    own, theirs = (
+        {seed: measure["samples"] for seed, measure in _measures(runs, each, column) if "samples" in measure}
+        for each in (row, other)
     )
+    seeds = sorted(own.keys() & theirs.keys())
+    if not seeds:
+        return [], None
+    samples = (torch.tensor([each[seed] for seed in seeds], dtype=torch.float64) for each in (own, theirs))
+    differences = column.factor * torch.sub(*samples)
+    return differences.mean(1).tolist(), crossed_interval(differences)
+
+
+def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, Measure]]:
+    """Returns the measure of every seed in which the rule of the row was measured."""
+    own = (run for run in runs if row.rule is not None and run.experiment.scenario == row.scenario)
+    found = ((run.experiment.seed, run.measure(row.rule or "", column.kind, column.quantity)) for run in own)
+    return [(seed, measure) for seed, measure in found if measure is not None]
+
+
+def _cell(
+    values: Sequence[float],
+    interval: Estimate | None,
+    row: Row,
+    column: Column,
+    recipe: Recipe,
+    at_protocol: bool,
+) -> Cell:
+    """Averages the seeds, and predicts the 95 % interval for the mean of the paper's seeds, drawn as ours were."""
+    mean, deviation = fmean(values), stdev(values) if len(values) > 1 else None
+    low, high = (None, None) if interval is None else (interval.low, interval.high)
+    # A mean of m further seeds has the variance s^2 (1/n + 1/m) about a mean of n: the t interval, sqrt(1 + n/m) times
+    # as wide.
+    wider = (1 + len(values) / len(recipe.seeds)) ** 0.5 if len(values) > 1 else 1.0
+    predicted = None
+    if interval is not None and not column.exact:
+        predicted = (mean - wider * (mean - interval.low), mean + wider * (interval.high - mean))
     expected = recipe.expected.get(row.label, {}).get(column.key)
     verdict = None
     if expected is not None:

@@ -1,0 +1,101 @@
+"""The losses that train the halting scores of A-ViT (Yin et al., CVPR 2022)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.losses.loss import Loss, LossContext
+from attnrx.models import reduction_of
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens import HaltingScores, Soft
+
+Scores = Float[Tensor, "batch patches"]
+
+
+@dataclass(frozen=True)
+class Ponder(Loss):
+    """The mean over all patches of N + r: the layers that a patch runs through, and the remainder (A-ViT, Eq. 10).
+
+    A patch halts after the layer N at which its halting scores sum to 1 - `epsilon`, at the stage that prunes it, or
+    after the last layer; r is 1 minus the sum of its scores before layer N. Gradients flow through r alone. The
+    weight is the paper's.
+    """
+
+    reads_features: ClassVar[bool] = True
+    epsilon: float = 0.01
+    weight: float = 5e-4
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.epsilon < 1:
+            raise InvalidInput(f"{self}: a patch halts at a sum of 1 - epsilon; give a number between 0 and 1.")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        return ponder([*_halting(context)], self.epsilon)
+
+
+@dataclass(frozen=True)
+class HaltingPrior(Loss):
+    """The divergence KL(H || target) of the distribution of halting scores over the layers (A-ViT, Eqs. 11 and 12).
+
+    H is the mean halting score of every layer, over the images and the patches that it receives, scaled to a sum of 1;
+    the target is a Gaussian around `depth`, with a deviation of one layer. Without a `depth` it is the number of layers
+    that a patch runs through on average under the policy. The weight is the paper's.
+    """
+
+    reads_features: ClassVar[bool] = True
+    depth: float | None = None
+    weight: float = 0.1
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        scores, present = zip(*_halting(context), strict=True)
+        shares = torch.stack([mask.mean() for mask in present])
+        means = torch.stack([(score * mask).sum() for score, mask in zip(scores, present, strict=True)])
+        means = means / (shares * present[0].numel())
+        depth = float(shares.sum()) if self.depth is None else self.depth
+        layers = torch.arange(1, len(means) + 1, device=means.device, dtype=means.dtype)
+        target = (-0.5 * (layers - depth).square()).log_softmax(0)
+        found = means.clamp_min(torch.finfo(means.dtype).tiny).log().log_softmax(0)
+        return (found.exp() * (found - target)).sum()
+
+
+def ponder(layers: list[tuple[Scores, Scores]], epsilon: float) -> Float[Tensor, ""]:
+    """Returns the mean of N + r from the halting scores of every layer and the mask of the patches that it receives."""
+    running = torch.ones_like(layers[0][0])
+    count, total, latest = (torch.zeros_like(running) for _ in range(3))
+    for scores, present in layers:
+        active = running * present
+        count = count + active
+        latest = torch.where(active > 0, scores, latest)
+        total = total + scores * active
+        running = running * (total.detach() < 1 - epsilon)
+    return (count + 1 - (total - latest)).mean()
+
+
+def _halting(context: LossContext) -> Iterator[tuple[Scores, Scores]]:
+    """Yields for every layer the halting scores of all patches of the image, and 1 for those that it received."""
+    reduction = reduction_of(context.model)
+    reducer = None if reduction is None else reduction.policy.reducer
+    scores_of = reducer.scores if isinstance(reducer, Soft) else reducer
+    if reduction is None or not isinstance(scores_of, HaltingScores) or not reduction.run.trail:
+        raise NotSupported("this loss trains the token reducer halting_scores; attach a policy with it, or omit it.")
+    prefix, patches = reduction.shape.layout.prefix, reduction.shape.layout.patches
+    for number, tokens in enumerate(context.features, 1):
+        scores = scores_of.layer_score(tokens)[:, prefix:]
+        stages = sum(layer <= number for layer in reduction.policy.layers)
+        if not stages:
+            yield scores, torch.ones_like(scores)
+            continue
+        indices = reduction.run.trail[stages - 1]
+        if scores.shape[1] == patches:  # restored to all patches, or masked
+            scores = scores.gather(1, indices.clamp_min(0))
+        # One more column collects added tokens (-1), and is cut off.
+        target = indices.where(indices >= 0, patches)
+        room = scores.new_zeros(len(scores), patches + 1)
+        yield (
+            room.scatter(1, target, scores)[:, :patches],
+            room.scatter(1, target, 1.0)[:, :patches],
+        )

@@ -1,0 +1,77 @@
+"""Digits among clutter as a testbed of token reducers: the patches that matter are known for every image."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from attnrx.checks import statistics
+from attnrx.data import ImageSet, load_data, object_patches
+from attnrx.data.cluttered_digits import PLACEMENTS
+from attnrx.evidence import Finding
+from attnrx.model_diagnosis import patches_left
+from attnrx.models import reduction_of
+from attnrx.shapes import Bool, Tensor
+from attnrx.tokens import Random, TokenState, image_keys, register_reducer
+from attnrx.tokens.reducer import PerPatch
+
+CLUTTERED = "cluttered-digits"
+LOOKED_AT = 512  # test images of which the remaining patches are counted
+STAGES = {"first": 0, "last": -1}
+LOWER_BITS = 0xFFFFFFFF  # of an image key, whose higher bits are undefined
+
+
+@dataclass(frozen=True)
+class Oracle(Random):
+    """Keeps the patches of the digit first, then random ones: the limit of a reducer that prunes.
+
+    Images are recognized by a hash of their pixels, so neither model nor policy stores their patches. In an image of
+    other data no patch is known, and the selection is random.
+    """
+
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        """Returns a number in [0, 1) for every patch, plus 1 for those of the digit."""
+        chance, known = super().relevance(state, predictor), _objects_by_key()
+        assert state.image_keys is not None
+        objects = [known.get(key & LOWER_BITS) for key in state.image_keys.tolist()]
+        added = [
+            torch.zeros_like(one) if of_image is None else of_image.to(indices.device)[indices].to(one.dtype)
+            for one, of_image, indices in zip(chance, objects, state.patch_indices, strict=True)
+        ]
+        return chance + torch.stack(added)
+
+
+register_reducer("oracle", Oracle)
+
+
+@cache
+def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
+    """Returns the digit's patches of every image of the testbed, by the image's key."""
+    splits, found = load_data(CLUTTERED), {}
+    for split in PLACEMENTS:
+        objects = object_patches(split)
+        for batch in getattr(splits, split).batches(256):
+            keys = (image_keys(batch.images) & LOWER_BITS).tolist()
+            found.update(zip(keys, objects[batch.index], strict=True))
+    return found
+
+
+def object_finding(
+    model: nn.Module, images: ImageSet, objects: Bool[Tensor, "rows patches"], check: str, stage: str = "last"
+) -> Finding:
+    """Returns the share of the objects' patches that remain after the first or the last stage, with its interval.
+
+    `objects` has a row for every image of the split; a patch that was merged or fused into another does not count.
+    """
+    images = images.take(min(LOOKED_AT, len(images)))
+    shares = []
+    for batch in images.batches(64):
+        mask = objects[batch.index]
+        left = mask if reduction_of(model) is None else patches_left(model, batch.images)[:, STAGES[stage]]
+        shares.append((left & mask).sum(1) / mask.sum(1))
+    found = statistics.mean_estimate(torch.cat(shares).double(), seed=0).scaled(100.0)
+    claim = f"share of the objects' patches that remain after the {stage} stage"
+    details = {"quantity": "object patches", "stage": stage}
+    return Finding(check, claim, found.value, "%", low=found.low, high=found.high, n=len(images), details=details)

@@ -1,0 +1,179 @@
+"""The losses of token reducers of other papers, against their equations."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.losses import HaltingPrior, Loss, LossContext, MultiExit, PolicyGradient, Ponder, Task
+from attnrx.losses.halting import ponder
+from attnrx.losses.reinforcement import reinforced
+from attnrx.models import attach_tokens_, family_of, recording_blocks, reduction_of
+from attnrx.tokens import DynamicViT, EViT, HaltingScores, Reducer, TokenPolicy, TokenState
+from attnrx.tokens.head_selector import HeadSelectorPredictor, head_mean
+from pretrained import TIMM, VIT, of_timm
+
+
+def reducing(reducer: Reducer) -> nn.Module:
+    """A ViT of three layers and 16 patches, of which eight and then four remain."""
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    torch.manual_seed(0)
+    attach_tokens_(model, family_of(model), TokenPolicy.staged(reducer, 0.5, (2, 3)))
+    return model.train()
+
+
+def context_of(model: nn.Module, straight_through: bool = True, progress: float = 1.0) -> LossContext:
+    reduction = reduction_of(model)
+    assert reduction is not None
+    reduction.straight_through = straight_through
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(6, 3, 32, 32, generator=generator, dtype=torch.float64)
+    torch.manual_seed(2)
+    with recording_blocks(model, family_of(model)) as features:
+        logits = model(images)
+    return LossContext(
+        model, images, torch.tensor([0, 1, 2, 3, 4, 0]), logits, 4, features=tuple(features), progress=progress
+    )
+
+
+def test_ponder_is_the_layers_and_the_remainder() -> None:
+    first, second, third = torch.tensor([[[0.2, 0.995, 0.4]], [[0.9, 0.3, 0.1]], [[0.5, 0.5, 0.5]]])
+    present = torch.ones(1, 3)
+    layers = [(first, present), (second, present), (third, torch.tensor([[1.0, 1.0, 0.0]]))]
+    # The first patch halts after two layers, r = 1 - 0.2; the second after one, r = 1; the third is pruned after two.
+    assert float(ponder(layers, 0.01)) == pytest.approx(((2 + 0.8) + (1 + 1) + (2 + 0.6)) / 3)
+
+
+def test_ponder_of_a_model_counts_the_layers_of_every_patch() -> None:
+    context = context_of(reducing(HaltingScores()))
+    scores = [torch.sigmoid(5.0 * tokens[:, 1:, 0] - 10.0).tolist() for tokens in context.features[:2]]
+    reduction = reduction_of(context.model)
+    assert reduction is not None
+    expected = 0.0
+    for image, (eight, four) in enumerate(zip(*(stage.tolist() for stage in reduction.run.trail), strict=True)):
+        for patch in range(16):
+            before = [scores[0][image][patch]] if patch in eight else []
+            before += [scores[1][image][eight.index(patch)]] if patch in four else []
+            expected += 1 + len(before) + 1 - sum(before)
+    assert Ponder()(context).item() == pytest.approx(expected / (6 * 16))
+
+
+def test_the_halting_prior_is_a_divergence_from_a_gaussian() -> None:
+    context = context_of(reducing(HaltingScores()))
+    reduction = reduction_of(context.model)
+    assert reduction is not None
+    means = []
+    for tokens in context.features:
+        scores = torch.sigmoid(5.0 * tokens[:, 1:, 0] - 10.0)
+        means.append(float(scores.mean()))
+    shares = [mean / sum(means) for mean in means]
+    target = [math.exp(-((layer - 1.75) ** 2) / 2) for layer in (1, 2, 3)]  # 1 + 0.5 + 0.25 layers
+    expected = sum(share * math.log(share / weight * sum(target)) for share, weight in zip(shares, target, strict=True))
+    assert HaltingPrior()(context).item() == pytest.approx(expected)
+    assert HaltingPrior(depth=1.75)(context).item() == pytest.approx(expected)
+
+
+def test_the_policy_gradient_is_minus_the_log_probability_times_the_advantage() -> None:
+    probabilities = torch.tensor([[0.9, 0.4, 0.2]])
+    scores = torch.stack([probabilities.log(), (1 - probabilities).log()], dim=-1)
+    keeps = [torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0, 0.0]])]
+    found = reinforced([scores, scores], keeps, [torch.tensor([[2.0]]), torch.tensor([[3.0, 7.0, -1.0]])])
+    first = -2 * (math.log(0.9) + math.log(0.6) + math.log(0.2)) / 3
+    second = -(3 * math.log(0.9) - math.log(0.8)) / 2  # the second patch was dropped before
+    assert float(found) == pytest.approx((first + second) / 2)
+
+
+def test_the_rewards_are_those_of_the_papers() -> None:
+    right, keep = torch.tensor([True, False]), torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+    (by_stage,) = PolicyGradient(penalty=0.5)._rewards(right, [keep])
+    assert by_stage.tolist() == [[1 - 0.25**2], [-0.5]]
+    (by_patch,) = PolicyGradient("patch", "mean", saving=0.25)._rewards(right, [keep])
+    torch.testing.assert_close(by_patch, torch.tensor([[0.75, 1.25, 1.25, 1.25], [-1.25, -1.25, -0.75, -0.75]]))
+
+
+@pytest.mark.parametrize("loss", [PolicyGradient(), PolicyGradient("patch", "mean")], ids=["ia-red2", "rl4evit"])
+def test_predictors_learn_by_the_policy_gradient_alone(loss: Loss) -> None:
+    model = reducing(DynamicViT())
+    reduction = reduction_of(model)
+    assert reduction is not None
+    context = context_of(model, straight_through=False, progress=0.99)
+    sampled = list(reduction.run.sampled)
+    Task()(context).backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in reduction.parameters())
+    backbone = next(model.parameters()).grad
+    assert backbone is not None and bool(backbone.any())
+    model.zero_grad()
+    loss(context).backward()
+    assert all(bool(stage.scores[0].weight.grad.any()) for stage in reduction.stages)  # type: ignore[union-attr, index]
+    assert [id(keep) for keep in reduction.run.sampled] == [id(keep) for keep in sampled]  # other losses read them
+    assert model.training
+
+
+def test_stages_begin_to_learn_one_after_another() -> None:
+    model = reducing(DynamicViT())
+    reduction = reduction_of(model)
+    assert reduction is not None
+    PolicyGradient()(context_of(model, straight_through=False, progress=0.4)).backward()
+    first, second = (stage.scores[0].weight.grad for stage in reduction.stages)  # type: ignore[union-attr, index]
+    assert first is not None and second is None
+
+
+def test_exits_are_the_classifier_on_early_class_tokens() -> None:
+    model = reducing(EViT())
+    context = context_of(model)
+    norm, (classifier,) = family_of(model).pooled_norm(model), family_of(model).heads(model)
+    for share in (0.0, 1.0):
+        expected = 0.0
+        for tokens in context.features[:2]:
+            answer = classifier(norm(tokens)[:, 0])
+            if share:
+                final = context.logits.softmax(-1)
+                expected += float((final * (final.log() - answer.log_softmax(-1))).sum(1).mean()) / 2
+            else:
+                expected += float(nn.functional.cross_entropy(answer, context.labels)) / 2
+        assert MultiExit(distilled=share)(context).item() == pytest.approx(expected)
+
+
+def test_a_selector_by_heads_weights_their_probabilities() -> None:
+    keep = torch.tensor([0.9, 0.2])  # of two heads, for one patch
+    scores = torch.stack([keep, 1 - keep], dim=-1).log()[None, :, None]
+    found = head_mean(scores, torch.tensor([[[0.5, 0.25]]]).log())
+    wanted = (0.5 * 0.9 + 0.25 * 0.2) / 0.75
+    torch.testing.assert_close(found.exp(), torch.tensor([[[wanted, 1 - wanted]]]))
+
+
+def test_a_head_scores_its_own_share_of_the_features() -> None:
+    torch.manual_seed(0)
+    predictor = HeadSelectorPredictor(8, 2)
+    predictor.get_parameter("head_weights.2.bias").data.copy_(torch.tensor([0.0, -100.0]))  # the second head is ignored
+    tokens = torch.randn(1, 4, 8)
+    state = TokenState(tokens, 1, torch.ones(1, 4), torch.arange(3)[None])
+    alone = predictor.scores(predictor.features(tokens[:, 1:, :4], torch.ones(1, 3)))
+    torch.testing.assert_close(predictor(state), alone)
+    torch.testing.assert_close(predictor(state).exp().sum(-1), torch.ones(1, 3))
+    with pytest.raises(NotSupported, match="no multiple of 3"):
+        HeadSelectorPredictor(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Ponder(epsilon=0.0), "between 0 and 1"),
+        (lambda: PolicyGradient(credit="token"), "choose credit"),
+        (lambda: PolicyGradient(baseline="none"), "choose baseline"),
+        (lambda: PolicyGradient(saving=-1.0), "negative"),
+        (lambda: MultiExit(distilled=1.5), "a share"),
+    ],
+)
+def test_impossible_options_of_losses_are_refused(make, named: str) -> None:
+    with pytest.raises(InvalidInput, match=named):
+        make()
+
+
+@pytest.mark.parametrize("loss", [Ponder(), HaltingPrior(), PolicyGradient()], ids=str)
+def test_losses_without_their_reducer_are_refused(loss: Loss) -> None:
+    with pytest.raises(NotSupported, match="omit"):
+        loss(replace(context_of(reducing(EViT()))))
