@@ -105,5 +105,5 @@ def test_controls_are_measured_only_where_a_table_compares_with_them():
 
 
 def test_strength_knobs_reach_the_training():
-    training = TINY.changed({"strength_init": 8.0, "strength_learning_rate": 100.0, "precision": "fp32"}).training()
+    training = replace(TINY, strength_init=8.0, strength_learning_rate=100.0, precision="fp32").training()
     assert (training.strength_init, training.strength_learning_rate, training.precision) == (8.0, 100.0, "fp32")

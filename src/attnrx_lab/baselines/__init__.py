@@ -1,20 +1,30 @@
 """Baselines: published compression methods, each implemented as in its paper, for comparisons."""
 
+from collections.abc import Mapping
+
+from attnrx_lab.baselines.corp import CorpBaseline
 from attnrx_lab.baselines.factoring import (
     FACTORS,
     FactoringBaseline,
     MapStatistics,
     ModelCompressor,
 )
+from attnrx_lab.baselines.prescribed import PrescribedBaseline
+from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 
-BASELINES = (*FACTORS, "torch_pruning")
+PRESCRIBED: Mapping[str, type[PrescribedBaseline]] = {each.name: each for each in (CorpBaseline, SnapVitBaseline)}
+BASELINES = (*FACTORS, *PRESCRIBED, "torch_pruning")
 
 __all__ = [
     "BASELINES",
     "FACTORS",
+    "PRESCRIBED",
+    "CorpBaseline",
     "FactoringBaseline",
     "MapStatistics",
     "ModelCompressor",
+    "PrescribedBaseline",
+    "SnapVitBaseline",
     "TorchPruningBaseline",
 ]

@@ -21,6 +21,7 @@ from attnrx.rules import SHARE, Template
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
+    PRESCRIBED,
     FactoringBaseline,
     MapStatistics,
     ModelCompressor,
@@ -97,6 +98,8 @@ class MethodBench:
             return RuleCompressor(self, method)
         if method.baseline in FACTORS:
             return FactoringBaseline(self.model, method.baseline, self._statistics)
+        if method.baseline in PRESCRIBED:
+            return PRESCRIBED[method.baseline](self.model, self.diagnosis, self.calibration, self.seed)
         return TorchPruningBaseline(self.model, self.calibration)
 
     @cached_property
