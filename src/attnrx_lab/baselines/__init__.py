@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from attnrx_lab.baselines.corp import CorpBaseline
+from attnrx_lab.baselines.diffrate import DiffRateBaseline
 from attnrx_lab.baselines.factoring import (
     FACTORS,
     FactoringBaseline,
@@ -14,13 +15,14 @@ from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 
 PRESCRIBED: Mapping[str, type[PrescribedBaseline]] = {each.name: each for each in (CorpBaseline, SnapVitBaseline)}
-BASELINES = (*FACTORS, *PRESCRIBED, "torch_pruning")
+BASELINES = (*FACTORS, *PRESCRIBED, "diffrate", "torch_pruning")
 
 __all__ = [
     "BASELINES",
     "FACTORS",
     "PRESCRIBED",
     "CorpBaseline",
+    "DiffRateBaseline",
     "FactoringBaseline",
     "MapStatistics",
     "ModelCompressor",

@@ -1,4 +1,4 @@
-"""CORP and SnapViT: their equations, nested budgets, and costs of the realized models."""
+"""CORP, SnapViT and DiffRate: their equations, nested budgets, and costs of the realized models."""
 
 import copy
 from dataclasses import replace
@@ -11,12 +11,22 @@ import cases
 from attnrx.api import diagnose, realize
 from attnrx.costs import count_params
 from attnrx.errors import NotSupported
-from attnrx.models import VisionTransformer, family_of
+from attnrx.models import VisionTransformer, build_model, family_of
 from attnrx.prescription import LayerPrescription
-from attnrx_lab.baselines import PRESCRIBED, CorpBaseline, PrescribedBaseline, SnapVitBaseline
+from attnrx.tokens import parse_policy
+from attnrx_lab.baselines import (
+    PRESCRIBED,
+    CorpBaseline,
+    DiffRateBaseline,
+    PrescribedBaseline,
+    SnapVitBaseline,
+    diffrate,
+)
 from attnrx_lab.baselines.corp import logit_compensation
+from attnrx_lab.baselines.diffrate import differentiable_macs
 from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at
 from attnrx_lab.baselines.snapvit import self_supervised_loss
+from attnrx_lab.papers.sources import generated_splits
 from comparisons import logits, pixels
 
 
@@ -49,8 +59,8 @@ def test_logit_compensation_solves_the_ridge_regression_of_the_removed_logits() 
     torch.manual_seed(0)
     images, tokens, keep = 3, 9, torch.tensor([True, False, True, True, False])
     query, key = (torch.randn(images, tokens, 5, dtype=torch.float64) for _ in range(2))
-    grams = [side.mT @ side for side in (query, key)]
-    mix = logit_compensation(*grams, keep, penalty=1e-12)
+    grams = query.mT @ query, key.mT @ key
+    mix = logit_compensation(grams[0], grams[1], keep, penalty=1e-12)
     rows = torch.cat(
         [torch.kron(q[:, keep].contiguous(), k[:, keep].contiguous()) for q, k in zip(query, key, strict=True)]
     )
@@ -119,3 +129,37 @@ def test_the_loss_of_two_equal_views_is_the_entropy_of_neither() -> None:
     outputs = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
     target = (torch.nn.functional.normalize(outputs[0], dim=0) / 0.04).softmax(0)
     assert self_supervised_loss(outputs) >= torch.special.entr(target).sum()
+
+
+SHAPE = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 3, "heads": 2, "stem_channels": 4, "classes": 4}
+
+
+def with_class_token() -> torch.nn.Module:
+    return build_model("lvvit:t", classifies_patches=False, mlp_ratio=2.0, seed=0, **SHAPE).eval()
+
+
+def test_macs_of_diffrate_are_those_of_a_schedule() -> None:
+    model, policy = with_class_token(), parse_policy("tome:0.5@2")
+    family = family_of(model)
+    layout, depth = family.token_layout(model), len(family.attention(model))
+    counts = torch.tensor([float(each) for each in policy.tokens(layout, depth)], dtype=torch.float64)
+    expected = family.costs(model, tokens=policy)
+    assert float(differentiable_macs(model)(counts)) == pytest.approx(expected.macs - expected.predictors.macs)
+
+
+def test_the_schedule_of_diffrate_fits_its_share_and_follows_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffrate, "STEPS", 3)
+    model, images = with_class_token(), generated_splits("squares", 3, 4, 16).train
+    before = family_of(model).costs(model).macs
+    own = DiffRateBaseline(model, images)
+    share = own.share_within(round(0.85 * before))
+    assert share is not None and own.make(share) is not model
+    small, policy = own.make(share), own.policy(share)
+    assert policy is not None and own.costs(share).macs == family_of(small).costs(small).macs <= 0.85 * before
+    assert logits(small, images).isfinite().all()
+    assert own.policy(share) is policy and parse_policy(str(policy)) == policy
+    assert own.costs(1.0).macs == before and own.share_within(1) is None
+    learned, uniform = own._learned(share), own._uniform(share)
+    assert learned[0] != pytest.approx(uniform)
+    with pytest.raises(NotSupported, match="class token"):
+        DiffRateBaseline(cases.model(cases.CONFIGS["dense"]), images)
