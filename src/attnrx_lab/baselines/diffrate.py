@@ -16,7 +16,7 @@ from attnrx.planning.budget import largest_share
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import DTPS, ClassAttention, Predicting, Shape, TokenPolicy, TokenState
 from attnrx.tokens.reducer import KeepDrop
-from attnrx_lab.baselines.factoring import ModelCompressor
+from attnrx_lab.baselines.searched import SearchedBaseline
 
 STEPS, BATCH = 40, 8
 LEARNING_RATE = 0.05
@@ -57,7 +57,7 @@ class RatedByAttention(Predicting):
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
 
 
-class DiffRateBaseline(ModelCompressor):
+class DiffRateBaseline(SearchedBaseline):
     """DiffRate (Chen et al., ICCV 2023): a schedule of patches for all layers, learned with frozen weights.
 
     One share per layer is learned on unlabelled calibration images by Adam, from a uniform schedule of the target's
@@ -68,48 +68,32 @@ class DiffRateBaseline(ModelCompressor):
     Ours are: one rate per layer instead of one for pruning and one for merging; fusion before a layer instead of
     between attention and MLP; a logistic boundary with Gumbel noise (`RatedByAttention`) instead of the paper's
     probabilities of candidate rates with a straight-through mask; divergence instead of cross-entropy, so that no
-    labels are used; the steps, rates and weights above (the paper trains three epochs of ImageNet); and a share of the
-    MACs as the share of the method.
+    labels are used; and the steps, rates and weights above (the paper trains three epochs of ImageNet).
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
-        self.model, self.calibration, self.seed = model, calibration, seed
+        super().__init__(model)
+        self.calibration, self.seed = calibration, seed
         self.family = family_of(model)
         self.layout = self.family.token_layout(model)
         self.depth = len(self.family.attention(model))
-        self._policies: dict[float, TokenPolicy] = {}
         if not self.layout.class_token or self.depth < 2:
             raise NotSupported("the baseline diffrate needs a class token and two layers or more.")
-
-    def share_within(self, macs: int) -> float | None:
-        """Returns the share of the original's MACs, for which the schedule is learned; None if it is too small."""
-        share = macs / self.family.costs(self.model).macs
-        return share if self._uniform(share) is not None else None
 
     @property
     def least(self) -> float:
         """The share of the MACs at which every stage keeps one patch."""
         fewest = self._policy([1 / self.layout.patches] * (self.depth - 1))
-        return self._costs(fewest).macs / self.family.costs(self.model).macs
+        return self._costs(fewest).macs / self._macs
 
-    def costs(self, share: float) -> ModelCosts:
-        policy = self.policy(share)
-        return self.family.costs(self.model) if policy is None else self._costs(policy)
-
-    def make(self, share: float) -> nn.Module:
-        policy = self.policy(share)
+    def searched(self, share: float) -> nn.Module:
         changed = copy.deepcopy(self.model)
-        if policy is not None:
-            attach_tokens_(changed, self.family, policy)
+        attach_tokens_(changed, self.family, self.policy(share))
         return changed
 
-    def policy(self, share: float) -> TokenPolicy | None:
-        """Returns the learned schedule whose MACs are at most this share of the model's; None at share 1."""
-        if share >= 1:
-            return None
-        if share not in self._policies:
-            self._policies[share] = self._within(self._learned(share), share)
-        return self._policies[share]
+    def policy(self, share: float) -> TokenPolicy:
+        """Returns the learned schedule whose MACs are at most this share of the model's."""
+        return self._within(self._learned(share), share)
 
     def _policy(self, kept: list[float]) -> TokenPolicy:
         """Returns the policy of these shares of the image's patches, one per stage; at least one patch is kept."""
@@ -125,7 +109,7 @@ class DiffRateBaseline(ModelCompressor):
 
     def _within(self, kept: list[float], share: float) -> TokenPolicy:
         """Returns the schedule to the smallest power with which it costs at most this share of the MACs."""
-        most = share * self.family.costs(self.model).macs
+        most = share * self._macs
 
         def at(part: float) -> TokenPolicy:
             return self._policy([own ** (1 / part - 1) for own in kept])
@@ -137,7 +121,7 @@ class DiffRateBaseline(ModelCompressor):
 
     def _uniform(self, share: float) -> float | None:
         """Returns the share that every stage keeps of its patches in a uniform schedule of these MACs."""
-        most = share * self.family.costs(self.model).macs
+        most = share * self._macs
 
         def policy(kept: float) -> TokenPolicy:
             return self._policy([kept**stage for stage in range(1, self.depth)])
@@ -158,7 +142,6 @@ class DiffRateBaseline(ModelCompressor):
         for logit in logits:
             nn.init.constant_(logit, start)
         macs = differentiable_macs(self.model)
-        whole = self.family.costs(self.model).macs
         optimizer = torch.optim.Adam(logits, lr=LEARNING_RATE)
         weight = next(self.model.parameters())
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -169,7 +152,7 @@ class DiffRateBaseline(ModelCompressor):
                     target = self.model.eval()(images).log_softmax(-1)
                 divergence = F.kl_div(model(images).log_softmax(-1), target, log_target=True, reduction="batchmean")
                 kept = torch.stack([logit.sigmoid() for logit in logits]).cumprod(0)
-                cost = macs(self.layout.prefix + self.layout.patches * torch.cat([kept.new_ones(1), kept])) / whole
+                cost = macs(self.layout.prefix + self.layout.patches * torch.cat([kept.new_ones(1), kept])) / self._macs
                 optimizer.zero_grad()
                 (divergence + COST_WEIGHT * (cost - share).square()).backward()
                 optimizer.step()

@@ -22,9 +22,11 @@ from attnrx.rules import SHARE, Template
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
+    GATES,
     PRESCRIBED,
     DiffRateBaseline,
     FactoringBaseline,
+    GatedBaseline,
     MapStatistics,
     ModelCompressor,
     TorchPruningBaseline,
@@ -104,6 +106,8 @@ class MethodBench:
             return PRESCRIBED[method.baseline](self.model, self.diagnosis, self.calibration, self.seed)
         if method.baseline == "diffrate":
             return DiffRateBaseline(self.model, self.calibration, self.seed)
+        if method.baseline in GATES:
+            return GatedBaseline(self.model, method.baseline, self.calibration, self.seed)
         return TorchPruningBaseline(self.model, self.calibration)
 
     @cached_property
