@@ -122,6 +122,7 @@ def test_baselines_fit_their_budget(kind: str, monkeypatch: pytest.MonkeyPatch) 
     costs = own.costs(0.6)
     assert costs.macs <= 0.6 * family_of(model).costs(model).macs and costs.params == count_params(small)
     assert logits(small, images).isfinite().all()
+    assert 0 < own.least < 0.5 and own.share_within(1) is None
     torch.testing.assert_close(logits(model, images), before)  # the original does not train
 
 

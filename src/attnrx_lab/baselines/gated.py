@@ -10,7 +10,7 @@ from attnrx.api import realize
 from attnrx.data import ImageSet
 from attnrx.losses import Loss, LossContext
 from attnrx.shapes import ImageBatch, Tensor
-from attnrx_lab.baselines.gates import UVC, VTP, WDPRUNING, GateBudget, GatedModel, prescribe_gates
+from attnrx_lab.baselines.gates import UVC, VTP, WDPRUNING, GateBudget, GatedModel, least_gated_share, prescribe_gates
 from attnrx_lab.baselines.searched import SearchedBaseline
 
 STEPS, BATCH = 100, 32  # of the gates, and again of the fine-tuning
@@ -35,8 +35,7 @@ class GatedBaseline(SearchedBaseline):
 
     @property
     def least(self) -> float:
-        """The share of the MACs of the model with one unit of each kind."""
-        return 0.0
+        return least_gated_share(self.model)
 
     def searched(self, share: float) -> nn.Module:
         gated = GatedModel(copy.deepcopy(self.model), self.kind)

@@ -1,5 +1,6 @@
 """Learned gates on query-key dimensions, value dimensions and hidden units: VTP, WDPruning and UVC."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -222,6 +223,12 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
     if low == len(values):
         raise NotSupported(f"gates cannot reach {100 * macs:.1f} % of the MACs.")
     return _prescription(model, importance, float(values[low]))
+
+
+def least_gated_share(model: nn.Module) -> float:
+    """Returns the share of the MACs that is left where only the units stay that no threshold removes."""
+    found = _prescription(model, unit_norms(model), math.inf)
+    return prescribed_costs(model, found).macs / family_of(model).costs(model).macs
 
 
 def _prescription(model: nn.Module, importance: UnitScores, threshold: float) -> Prescription:
