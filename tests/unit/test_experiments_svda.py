@@ -9,7 +9,7 @@ import pytest
 from attnrx.errors import CheckpointError, UnknownName
 from attnrx.evidence import Evidence
 from attnrx_lab.papers import Run
-from attnrx_lab.papers.svda import CONTROL_KINDS, SvdaExperiment
+from attnrx_lab.papers.svda import CONTROL_KINDS, RATIO, SvdaExperiment
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -85,3 +85,25 @@ def test_finished_run_is_read_back_without_data(run: Run, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(SvdaExperiment, "splits", unreachable)
     assert TINY.run(Path(run.folder)).record == run.record
+
+
+def test_a_table_measures_what_it_shows_and_the_next_one_adds_to_it(tmp_path: Path):
+    first, second = {("rho-0.90", "mask", "discrepancy_to_original")}, {("rho-0.90", "refit", RATIO)}
+    record = TINY.run(tmp_path, keys=first).record
+    assert list(record["rules"]) == ["rho-0.90"] and record["stages"] == ["rho-0.90/mask"]
+    assert [path.name for path in (tmp_path / "evidence").rglob("*.json")] == ["mask.json"]
+    run = TINY.run(tmp_path, keys=second)
+    assert set(run.record["stages"]) == {f"rho-0.90/{kind}" for kind in ("mask", "refit", "renormalized")}
+    assert run.measure("rho-0.90", "refit", RATIO) is not None
+    assert run.record["rules"]["rho-0.90"]["mask"] == record["rules"]["rho-0.90"]["mask"]
+
+
+def test_controls_are_measured_only_where_a_table_compares_with_them():
+    assert TINY.stages({("rho-0.90", "mask", "nearer_than_random")}) == {"rho-0.90/controls-mask"}
+    assert TINY.stages({("rho-0.95", "exact", "removed")}) == {"rho-0.95/exact"}
+    assert len(TINY.stages()) == 4 * (4 + 3)
+
+
+def test_strength_knobs_reach_the_training():
+    training = replace(TINY, strength_init=8.0, strength_learning_rate=100.0, precision="fp32").training()
+    assert (training.strength_init, training.strength_learning_rate, training.precision) == (8.0, 100.0, "fp32")

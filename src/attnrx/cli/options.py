@@ -187,7 +187,8 @@ def add_methods(parser: Parser, shares: str) -> None:
         "each 'NAME=RULES [refine=STEPS] [repair=STEPS]', with the rules of `attnrx prescribe`, e.g. "
         "'both=qk=total_rank:{share} tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule "
         "without a map is that of qk), or "
-        "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, or torch_pruning"
+        "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, or corp, "
+        "snapvit, vtp, wdpruning, uvc, diffrate, torch_pruning"
     )
     option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=True)
     points = parser.add_mutually_exclusive_group()

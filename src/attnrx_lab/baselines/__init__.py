@@ -1,20 +1,39 @@
 """Baselines: published compression methods, each implemented as in its paper, for comparisons."""
 
+from collections.abc import Mapping
+
+from attnrx_lab.baselines.corp import CorpBaseline
+from attnrx_lab.baselines.diffrate import DiffRateBaseline
 from attnrx_lab.baselines.factoring import (
     FACTORS,
     FactoringBaseline,
     MapStatistics,
     ModelCompressor,
 )
+from attnrx_lab.baselines.gated import GatedBaseline
+from attnrx_lab.baselines.gates import GATES, GateBudget, GatedModel, prescribe_gates
+from attnrx_lab.baselines.prescribed import PrescribedBaseline
+from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 
-BASELINES = (*FACTORS, "torch_pruning")
+PRESCRIBED: Mapping[str, type[PrescribedBaseline]] = {each.name: each for each in (CorpBaseline, SnapVitBaseline)}
+BASELINES = (*FACTORS, *PRESCRIBED, *GATES, "diffrate", "torch_pruning")
 
 __all__ = [
     "BASELINES",
     "FACTORS",
+    "GATES",
+    "PRESCRIBED",
+    "CorpBaseline",
+    "DiffRateBaseline",
     "FactoringBaseline",
+    "GateBudget",
+    "GatedBaseline",
+    "GatedModel",
     "MapStatistics",
     "ModelCompressor",
+    "PrescribedBaseline",
+    "SnapVitBaseline",
     "TorchPruningBaseline",
+    "prescribe_gates",
 ]

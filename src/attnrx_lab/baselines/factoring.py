@@ -19,7 +19,7 @@ from attnrx.data import ImageSet
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
 from attnrx.errors import NotSupported
 from attnrx.models import LowRankLinear, evaluating, family_of
-from attnrx.planning.budget import GRID
+from attnrx.planning.budget import GRID, largest_share
 from attnrx.shapes import Float, Tensor
 
 
@@ -30,6 +30,10 @@ class ModelCompressor(ABC):
     def least(self) -> float:
         """The smallest share that can be requested."""
         return 1 / GRID
+
+    def share_within(self, macs: int) -> float | None:
+        """Returns the largest share that costs no more; None if even the smallest costs more."""
+        return largest_share(lambda share: self.costs(share).macs <= macs, self.least)
 
     @abstractmethod
     def costs(self, share: float) -> ModelCosts:

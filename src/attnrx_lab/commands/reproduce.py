@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, DRAWS, add_out, option, seeds
+from attnrx.cli.options import BATCH, COUNT, DRAWS, NUMBER, add_out, option, seeds
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -15,8 +15,12 @@ EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 # The options that change the setting of the experiment with the same name; the others are those of the recipe.
 KNOBS: Mapping[str, tuple[Any, str]] = {
     "epochs": (COUNT, "epochs of training or fine-tuning"),
+    "precision": (("bf16", "fp32"), "of the training"),
+    "strength_init": (NUMBER, "first value of every strength"),
+    "strength_learning_rate": (NUMBER, "factor on the learning rate of the strengths"),
     "draws": (DRAWS, "random controls for each prescription"),
-    "test_images": (COUNT, "measure on fewer test images"),
+    "train_images": (COUNT, "train on fewer images"),
+    "test_images": (COUNT, "validate and measure on fewer images"),
     "control_images": (COUNT, "measure the controls on fewer test images"),
     "calibration_images": (COUNT, "diagnose on so many training images"),
     "batch_size": (BATCH, "images in a step of training"),

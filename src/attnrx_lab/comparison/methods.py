@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import floor
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
-from attnrx.planning.budget import costs_at, largest_share, least_share
+from attnrx.planning.budget import costs_at, least_share
 from attnrx.realization import realize_fitted
 from attnrx.realization.refinement import Refinement, refine
 from attnrx.realization.repair import Repair, repair
@@ -21,7 +22,11 @@ from attnrx.rules import SHARE, Template
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
+    GATES,
+    PRESCRIBED,
+    DiffRateBaseline,
     FactoringBaseline,
+    GatedBaseline,
     MapStatistics,
     ModelCompressor,
     TorchPruningBaseline,
@@ -97,6 +102,12 @@ class MethodBench:
             return RuleCompressor(self, method)
         if method.baseline in FACTORS:
             return FactoringBaseline(self.model, method.baseline, self._statistics)
+        if method.baseline in PRESCRIBED:
+            return PRESCRIBED[method.baseline](self.model, self.diagnosis, self.calibration, self.seed)
+        if method.baseline == "diffrate":
+            return DiffRateBaseline(self.model, self.calibration, self.seed)
+        if method.baseline in GATES:
+            return GatedBaseline(self.model, method.baseline, self.calibration, self.seed)
         return TorchPruningBaseline(self.model, self.calibration)
 
     @cached_property
@@ -175,9 +186,8 @@ def points(
         return
     yield from ((share, None) for share in shares)
     for target in targets:
-        least = compressor.least
-        share = largest_share(lambda share, most=target * before.macs: compressor.costs(share).macs <= most, least)
+        share = compressor.share_within(floor(target * before.macs))
         if share is None:
-            yield Unreached(method.name, target, compressor.costs(least).macs / before.macs)
+            yield Unreached(method.name, target, compressor.costs(compressor.least).macs / before.macs)
         else:
             yield share, target

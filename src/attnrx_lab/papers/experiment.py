@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,9 @@ DATA_KNOBS = ("dataset", "label_column", "test_column")
 
 # value, low and high, the last two None without an interval; and `samples`, the values of groups of images, if any.
 Measure = dict[str, Any]
+
+MeasureKey = tuple[str, str, str]
+"""The rule, the kind and the quantity of a number in result.json."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +73,35 @@ class Experiment(ABC):
     def as_tiny(self) -> "Experiment":
         """The same run on generated images or weights, in a second or two."""
 
+    def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
+        """Returns the names of the stages that measure these numbers, or of all stages.
+
+        By default there are none: the run is measured as a whole.
+        """
+        return frozenset()
+
     @abstractmethod
-    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Returns the `data`, the `rules` with their numbers, and other parts of result.json.
 
-        Stages already in the folder are read back. It claims the folder once model and data are loaded.
+        Only the requested stages are measured; those already in the folder are read back. It claims the folder once
+        model and data are loaded.
         """
 
-    def run(self, folder: Path | str, log: Log = no_log) -> Run:
-        """Makes the run, continues it, or reads it back; a folder that holds another one is refused."""
+    def run(self, folder: Path | str, log: Log = no_log, keys: Collection[MeasureKey] | None = None) -> Run:
+        """Makes the run, continues it, or reads it back; a folder that holds another one is refused.
+
+        With `keys` it measures the stages that hold these numbers only. The result contains the stages of all calls, so
+        several tables share one run.
+        """
         folder = Path(folder)
-        result = folder / "result.json"
+        result, stages = folder / "result.json", self.stages(keys)
         with alone(folder):  # a second process waits here, and then reads the result of the first
             self.require(folder)
-            if not result.exists():
-                own = self.measured(folder, log)
-                write_json(result, {**self._header(), **own})
+            known = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
+            if not (result.exists() and stages <= known):
+                own = self.measured(folder, log, stages | known)
+                write_json(result, {**self._header(), "stages": sorted(stages | known), **own})
                 log(f"{self.name}: done, {result}")
         return Run(folder, read_json(result), self)
 

@@ -1,5 +1,6 @@
 """The fusion experiment: which head uses which of the directions that all heads of a layer share (Figures 2 and 3)."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -56,7 +57,7 @@ class FusionExperiment(Experiment):
         outline = sources.outline_of(self.model)
         return sources.tiny_twin(outline, self.seed, len(family_of(outline).attention(outline)))
 
-    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Decomposes every layer at every share."""
         model = self.original()
         self.claim(folder)

@@ -1,6 +1,6 @@
 """The IrrAtt experiment: a pre-trained model and several ways of compressing it, with costs and quality."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
     MODEL_KNOBS,
     Experiment,
+    MeasureKey,
     comparison_with,
     evidence_at,
     evidence_by,
@@ -180,8 +181,14 @@ class IrrattExperiment(Experiment):
             seed=self.seed,
         )
 
-    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
-        """Computes the costs of every method, and measures those that can be made."""
+    def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
+        """Returns the names of the methods."""
+        if keys is None:
+            return frozenset(method.name for method in self.methods)
+        return frozenset(rule for rule, _, _ in keys)
+
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
+        """Computes the costs of the requested methods, and measures those that can be made."""
         model = self.original()
         splits = self.splits(model)
         calibration = first_images(splits.train, self.calibration_images)
@@ -203,7 +210,7 @@ class IrrattExperiment(Experiment):
             return evidence_by([Accuracy(most_drop=None), Fidelity()], compared, self, **about)
 
         outline, rules, notes = sources.outline_of(self.model), {}, [*splits.notes, *NOTES]
-        for method in self.methods:
+        for method in (method for method in self.methods if method.name in stages):
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
             if not method.by_training:
                 log(f"{self.name}: {method.name}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnrx.errors import InvalidInput
-from attnrx_lab.papers.experiment import Experiment
+from attnrx_lab.papers.experiment import Experiment, MeasureKey
 
 _PRINTED = re.compile(r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?(?P<number>[+-]?\d+(?:\.(?P<decimals>\d+))?)(?:%| pp)?")
 
@@ -92,3 +92,8 @@ class Recipe:
     name: str = ""
     paper: str = ""
     expected: Mapping[str, Mapping[str, Expected]] = field(default_factory=dict)
+
+    def keys(self, scenario: str) -> frozenset[MeasureKey]:
+        """Returns the numbers that the rows of a scenario show."""
+        rules = [row.rule for row in self.rows if row.scenario == scenario and row.rule is not None]
+        return frozenset((rule, column.kind, column.quantity) for rule in rules for column in self.columns)

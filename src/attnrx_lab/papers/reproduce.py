@@ -45,8 +45,9 @@ def reproduce(
 
     `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's, and `knobs`
     the settings of its protocol: each experiment lists its own, None means unchanged. Runs are stored in
-    `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption; several processes
-    may work in one folder. The table is saved as NAME.json and NAME.md in the folder.
+    `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption; each recipe
+    measures the numbers of its own table. Several processes may work in one folder. The table is saved as NAME.json
+    and NAME.md in the folder.
     """
     recipe = load_recipe(name)
     seeds = tuple(dict.fromkeys(seeds or recipe.seeds))
@@ -62,7 +63,7 @@ def reproduce(
         other = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, recipe.seeds))}"
         for texts in deviations.values():
             texts.append(other)
-    runs = [each.run(Path(folder) / each.place, log) for each in wanted]
+    runs = [each.run(Path(folder) / each.place, log, recipe.keys(each.scenario)) for each in wanted]
     table = make_table(recipe, runs, deviations, same_shapes="model" not in changes)
     table.save(folder)
     return table

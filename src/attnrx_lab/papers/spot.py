@@ -1,7 +1,7 @@
 """The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -312,7 +312,7 @@ class SpotExperiment(Experiment):
             seed=self.seed,
         )
 
-    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Trains the original if necessary, prunes tokens, fine-tunes and measures."""
         splits = self.splits()
         original, teacher = self._original(splits, folder, log)

@@ -1,5 +1,6 @@
 """Throughput of a model with pruned tokens: every method and the original, round by round."""
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +40,7 @@ class SpeedExperiment(Experiment):
     def as_tiny(self) -> "SpeedExperiment":
         return replace(self, tiny=True, batch_size=2, rounds=2)
 
-    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Times every method in turns with the original."""
         self.claim(folder)
         log(f"{self.name}: {len(self.methods)} methods, {self.rounds} rounds")

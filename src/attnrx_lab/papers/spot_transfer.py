@@ -1,6 +1,6 @@
 """Tables 4 and 5 of the SPOT paper: a model and its candidates, on other datasets and on corrupted images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -108,7 +108,7 @@ class SpotTransferExperiment(Experiment):
             )
         return made
 
-    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Computes the costs of all policies, and measures the candidates in one pass."""
         model = self.original()
         splits, made = self.splits(model), self.made()

@@ -1,6 +1,6 @@
 """The SVDA experiment: one model is trained, and measured as each rule and realization compresses it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from attnrx.rules import EnergyRetention, Rule, TopRank
 from attnrx.training import TrainingConfig, train
 from attnrx_lab.papers.experiment import (
     Experiment,
+    MeasureKey,
     comparison_with,
     evidence_at,
     evidence_by,
@@ -37,6 +38,15 @@ CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized
 # The retention ratios, and a stronger cut of every head to a share of its directions, whatever the strengths.
 RHOS, RANK_SHARE = (0.85, 0.90, 0.95), 0.5
 
+# The rules of the rows by name, for a number of directions in a head.
+RULES: dict[str, Callable[[int], Rule]] = {
+    **{f"rho-{rho:.2f}": lambda directions, rho=rho: EnergyRetention(rho) for rho in RHOS},
+    f"share-{RANK_SHARE:.2f}": lambda directions: TopRank(round(RANK_SHARE * directions)),
+}
+
+CONTROLS = "controls-"  # the prefix of the evidence about controls, before the kind
+RATIO = "discrepancy_over_renormalized"  # of refit
+
 # The model of a tiny run: one layer of two heads with 32 directions each, on images of four tokens.
 TINY_MODEL = {"image_size": 8, "patch_size": 4, "width": 64, "depth": 1, "heads": 2, "mlp_ratio": 1.0}
 TINY_CLASSES = 4
@@ -49,21 +59,27 @@ class SvdaExperiment(Experiment):
     """One dataset, one seed: the training, the prescriptions, and the numbers of images.
 
     Epochs, batch size and seeds are those of the paper for 32x32 images (Table 4); training settings that it does not
-    state are those of `TrainingConfig`, and `draws` and the numbers of images are chosen here. `test_images` and
-    `control_images` limit the test images of candidates and controls; None means the whole test split.
+    state are those of `TrainingConfig`, and `draws` and the numbers of images are chosen here. `strength_init` and
+    `strength_learning_rate` are the start value and the learning-rate factor of the strengths in `TrainingConfig`.
+    `train_images` limits the training images, `test_images` the images of the validation and the test split, and
+    `control_images` the test images of the controls; None means the whole split.
     """
 
     kind: ClassVar[str] = "svda"
     knobs: ClassVar[tuple[str, ...]] = (
-        *("epochs", "batch_size", "draws"),
-        *("test_images", "control_images", "calibration_images"),
+        *("epochs", "batch_size", "precision", "strength_init", "strength_learning_rate", "draws"),
+        *("train_images", "test_images", "control_images", "calibration_images"),
     )
 
     dataset: str
     seed: int = 42
     epochs: int = 80
     batch_size: int = 256
+    precision: str = "bf16"
+    strength_init: float | None = None
+    strength_learning_rate: float = 1.0
     draws: int = 10
+    train_images: int | None = None
     test_images: int | None = None
     control_images: int | None = None
     calibration_images: int = 512
@@ -97,33 +113,58 @@ class SvdaExperiment(Experiment):
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
+            precision=self.precision,
+            strength_init=self.strength_init,
+            strength_learning_rate=self.strength_learning_rate,
             seed=self.seed,
             compile=torch.cuda.is_available() and not self.tiny,
             checkpoint_every=100,  # steps that an interruption may lose
         )
 
-    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
-        """Trains, diagnoses, prescribes, realizes and measures.
+    def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
+        """Returns the pieces of evidence, RULE/KIND or RULE/controls-KIND, by their paths in the folder evidence/."""
+        if keys is None:
+            parts = (*KINDS, *(f"{CONTROLS}{kind}" for kind in CONTROL_KINDS))
+            return frozenset(f"{rule}/{part}" for rule in RULES for part in parts)
+        return frozenset(f"{rule}/{part}" for rule, kind, quantity in keys for part in _parts(kind, quantity))
+
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
+        """Trains, diagnoses, prescribes, realizes and measures the requested pieces of evidence.
 
         `train/` is the trainer's own folder, so an interrupted training continues from its last checkpoint.
         """
         splits = self.splits()
+        splits = replace(
+            splits,
+            train=first_images(splits.train, self.train_images),
+            validation=first_images(splits.validation, self.test_images),
+            test=first_images(splits.test, self.test_images),
+        )
         self.claim(folder)
         log(f"{self.name}: training in {folder / 'train'}")
         trained = train(self.model(splits), splits, self.training(), folder / "train")
         model = load(trained.folder)  # as saved: on the CPU, and not compiled
         diagnosis = diagnose(model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
-        test = first_images(splits.test, self.test_images)
-        comparison = comparison_with(model, test, seed=self.seed, diagnosis=diagnosis)
+        comparison = comparison_with(model, splits.test, seed=self.seed, diagnosis=diagnosis)
         bench = _Bench(self, model, diagnosis, first_images(splits.train, self.calibration_images), comparison)
         directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
-        rules: dict[str, Rule] = {f"rho-{rho:.2f}": EnergyRetention(rho) for rho in RHOS}
-        rules[f"share-{RANK_SHARE:.2f}"] = TopRank(round(RANK_SHARE * directions))
+        found = {}
+        for name, rule in RULES.items():
+            parts = {stage.removeprefix(f"{name}/") for stage in stages if stage.startswith(f"{name}/")}
+            if parts:
+                found[name] = bench.examined(rule(directions), folder / "evidence" / name, parts, log)
         return {
-            "data": {"name": splits.name, "test": test.fingerprint, "notes": list(splits.notes)},
+            "data": {"name": splits.name, "test": splits.test.fingerprint, "notes": list(splits.notes)},
             "model": {"fingerprint": diagnosis.fingerprint},
-            "rules": {name: bench.examined(rule, folder / "evidence" / name, log) for name, rule in rules.items()},
+            "rules": found,
         }
+
+
+def _parts(kind: str, quantity: str) -> tuple[str, ...]:
+    """Returns the pieces of evidence that hold one quantity of a realization."""
+    if quantity == RATIO:
+        return kind, "renormalized"
+    return (f"{CONTROLS}{kind}",) if "_than_" in quantity else (kind,)  # the findings of the check `controls`
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
@@ -143,8 +184,11 @@ class _Bench:
     calibration: ImageSet
     comparison: Comparison
 
-    def examined(self, rule: Rule, folder: Path, log: Log) -> dict[str, Any]:
-        """Returns every measure of one rule's prescription by realization; none if the rule removes nothing."""
+    def examined(self, rule: Rule, folder: Path, parts: Collection[str], log: Log) -> dict[str, Any]:
+        """Returns the measures of one rule's prescription by realization; none if the rule removes nothing.
+
+        `parts` are the names of the pieces of evidence to measure.
+        """
         try:
             prescription = prescribe(self.diagnosis, rule)
         except NoOpPrescription as error:
@@ -152,22 +196,23 @@ class _Bench:
             return {}
         removed = plain_measures({"removed": 100 * prescription.removed_share})
         found: dict[str, Any] = {kind: dict(removed) for kind in KINDS}
-        for stage, make in self._stages(prescription):
-            log(f"{self.experiment.name}: {folder.name}, {stage}")
-            found[stage.removeprefix("controls-")] |= measures(evidence_at(folder / f"{stage}.json", make))
-        refit, renormalized = (found[kind]["discrepancy_to_original"]["value"] for kind in ("refit", "renormalized"))
-        if renormalized > 0:
-            found["refit"] |= plain_measures({"discrepancy_over_renormalized": refit / renormalized})
+        for part, make in self._parts(prescription):
+            if part in parts:
+                log(f"{self.experiment.name}: {folder.name}, {part}")
+                found[part.removeprefix(CONTROLS)] |= measures(evidence_at(folder / f"{part}.json", make))
+        distances = [found[kind].get("discrepancy_to_original") for kind in ("refit", "renormalized")]
+        if all(distances) and distances[1]["value"] > 0:
+            found["refit"] |= plain_measures({RATIO: distances[0]["value"] / distances[1]["value"]})
         return found
 
-    def _stages(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
+    def _parts(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
         """Returns the pieces of evidence about one prescription by name, each with the function that computes it."""
-        # Realized when the first stage that is not stored needs it, and kept: every realization is compared with it.
+        # Realized when the first part that is not stored needs it, and cached: every realization is compared with it.
         masked = cache(partial(self._realized, prescription, "mask"))
         for kind in KINDS:
             yield kind, partial(self._measured, prescription, kind, masked)
         for kind in CONTROL_KINDS:
-            yield f"controls-{kind}", partial(self._controlled, prescription, kind)
+            yield f"{CONTROLS}{kind}", partial(self._controlled, prescription, kind)
 
     def _measured(self, prescription: Prescription, kind: str, masked: Callable[[], nn.Module]) -> Evidence:
         """Returns accuracy, fidelity and costs of one realization; for the mask also the bounds of the theorems."""

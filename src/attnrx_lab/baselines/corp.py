@@ -1,0 +1,121 @@
+"""CORP as a baseline: one-shot removal of hidden units and query-key dimensions with ridge compensation."""
+
+from functools import cached_property
+from math import floor
+
+import torch
+
+from attnrx.decompositions import compensated
+from attnrx.models import evaluating, family_of, observing
+from attnrx.observation import Observation
+from attnrx.prescription import Basis, HiddenDecision, LayerPrescription, ScoreDecision
+from attnrx.shapes import Bool, Float, Tensor
+from attnrx_lab.baselines.prescribed import PrescribedBaseline
+
+# The penalty of both regressions, relative to the mean diagonal of their normal equations.
+PENALTY = 1e-2
+# The normal equations of the logits need both Gram matrices of every image: 0.3 MB an image for ViT-Tiny in float32.
+LOGIT_IMAGES = 128
+BATCH = 32
+
+
+class CorpBaseline(PrescribedBaseline):
+    """CORP (Zhang and Yang, 2026, arXiv 2602.05243): closed-form one-shot pruning without labels or gradients.
+
+    Every MLP keeps the same share of its hidden units, and every head the same share of its query-key dimensions. The
+    removed activations are an affine function of the kept ones, x_P ~ A x_S + c, and the removed logits a bilinear one,
+    Q_P K_P^T ~ Q_S M K_S^T; A, c and M are solved by ridge regression on the calibration images and folded into the
+    second linear map, W_S + W_P A, and into the queries, Q_S (I + M).
+
+    The objectives and the folding follow the abstract of the paper. Ours are: the ranking, by the mean square of a
+    hidden unit and by the mean over images of |q_j|^2 |k_j|^2, the energy of the logits of a dimension; the penalty
+    (PENALTY); one share for both kinds of units in all layers; and the number of images of the logits (LOGIT_IMAGES).
+    """
+
+    name = "corp"
+
+    def layers(self, share: float, fitted: bool = True) -> list[LayerPrescription]:
+        found = []
+        for index in range(len(self.attention)):
+            decisions = {"qk": self._scores(index, share, fitted), "hidden": self._hidden(index, share, fitted)}
+            found.append(LayerPrescription({name: own for name, own in decisions.items() if own is not None}))
+        return found
+
+    def _hidden(self, index: int, share: float, fitted: bool) -> HiddenDecision | None:
+        units = self.diagnosis.layers[index].hidden
+        assert units is not None and units.covariance is not None and units.mean is not None
+        energy = units.covariance.diagonal() + units.mean.square()
+        keep = _strongest(energy[None], share)[0]
+        if bool(keep.all()):
+            return None
+        weight, bias = units.weight.double()[:, keep], units.bias.double()
+        if fitted:
+            mean = units.mean.double()
+            weight = compensated(units.covariance, units.weight, keep, PENALTY)
+            bias = bias + units.weight.double() @ mean - weight @ mean[keep]
+        reason = f"keeps the {int(keep.sum())} of {len(keep)} hidden units with the largest mean square"
+        return HiddenDecision(keep, energy.clamp_min(0).sqrt(), weight, bias, (reason,))
+
+    def _scores(self, index: int, share: float, fitted: bool) -> ScoreDecision:
+        spectrum = self.diagnosis.layers[index].spectrum
+        query, key = self._grams[index]
+        energy = (query.diagonal(dim1=-2, dim2=-1) * key.diagonal(dim1=-2, dim2=-1)).mean(0)
+        keep = _strongest(energy, share)
+        strength = torch.where(keep, spectrum.strength.double(), 0.0)
+        kept = int(keep[0].sum())
+        reasons = (f"keeps the {kept} of {keep.shape[1]} query-key dimensions with the largest logits",) * len(keep)
+        if bool(keep.all()):
+            return ScoreDecision(keep, strength, reasons)
+        identity = torch.eye(keep.shape[1], dtype=torch.float64).expand(len(keep), -1, -1)
+        left = identity.clone()
+        if fitted:
+            for head, own in enumerate(keep):
+                rows = torch.nonzero(own).flatten()
+                mix = logit_compensation(query[:, head], key[:, head], own)
+                left[head, rows[:, None], rows] += mix.T
+        return ScoreDecision(keep, strength, reasons, Basis(left, identity, shared=False))
+
+    @cached_property
+    def _grams(self) -> list[tuple[Float[Tensor, "images heads d d"], Float[Tensor, "images heads d d"]]]:
+        """The Gram matrices of queries and keys of every image by layer, mean over tokens."""
+        sums: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.attention]
+
+        def observe(index: int, observation: Observation) -> None:
+            for store, side in zip(sums[index], (observation.query, observation.key), strict=True):
+                rows = side.transpose(1, 2).float()  # [batch, heads, tokens, directions]
+                store.append((rows.mT @ rows / rows.shape[2]).cpu())
+
+        images = self.calibration.take(min(LOGIT_IMAGES, len(self.calibration)))
+        weight = next(self.model.parameters())
+        with evaluating([self.model]), observing(self.model, family_of(self.model), observe):
+            for batch in images.batches(BATCH, device=weight.device):
+                self.model(batch.images.to(weight.dtype))
+        return [(torch.cat(query), torch.cat(key)) for query, key in sums]
+
+
+def logit_compensation(
+    query: Float[Tensor, "images d d"],
+    key: Float[Tensor, "images d d"],
+    keep: Bool[Tensor, "d"],
+    penalty: float = PENALTY,
+) -> Float[Tensor, "kept kept"]:
+    """Returns the M that minimizes the sum over images of |Q_S M K_S^T - Q_P K_P^T|^2 plus a penalty on |M|^2.
+
+    `query` and `key` are the Gram matrices Q^T Q and K^T K of every image, S the kept dimensions and P the others. The
+    normal equations are sum Gq_SS M Gk_SS = sum Gq_SP Gk_PS: with row-major vec, a sum of Kronecker products.
+    """
+    query, key, size = query.double(), key.double(), int(keep.sum())
+    own, other = query[:, keep][:, :, keep], key[:, keep][:, :, keep]
+    # Both products of all images at once: [a b, images] @ [images, c d], then the axes of a Kronecker product.
+    products = (own.flatten(1).T @ other.flatten(1)).reshape(size, size, size, size)
+    system = products.permute(0, 2, 1, 3).reshape(size * size, size * size)
+    removed = (query[:, keep][:, :, ~keep] @ key[:, ~keep][:, :, keep]).sum(0)
+    scale = penalty * system.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny ** 0.5)
+    system.diagonal().add_(scale)
+    return torch.linalg.solve(system, removed.flatten()).reshape(size, size)
+
+
+def _strongest(energy: Float[Tensor, "groups units"], share: float) -> Bool[Tensor, "groups units"]:
+    """Returns a mask of the largest `share` of every row, rounded down, at least one."""
+    kept = max(1, floor(share * energy.shape[1]))
+    return torch.zeros_like(energy, dtype=torch.bool).scatter_(1, energy.topk(kept, dim=1).indices, True)

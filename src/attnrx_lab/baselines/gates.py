@@ -1,0 +1,276 @@
+"""Learned gates on query-key dimensions, value dimensions and hidden units: VTP, WDPruning and UVC."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.losses import Loss, LossContext
+from attnrx.models import family_of, model_fingerprint
+from attnrx.planning.budget import prescribed_costs
+from attnrx.prescription import (
+    Decision,
+    HeadDecision,
+    HiddenDecision,
+    LayerPrescription,
+    OutputDecision,
+    Prescription,
+    ScoreDecision,
+)
+from attnrx.shapes import Bool, Float, Tensor
+from attnrx_lab.baselines.factoring import linear_at, weights_at
+
+VTP, WDPRUNING, UVC = GATES = ("vtp", "wdpruning", "uvc")
+
+GATED = {"qk": "query", "vo": "output", "hidden": "fc2"}
+"""The map whose weight holds the gates of a kind of units: rows of the query, columns of the other two."""
+
+SURROGATE = 0.1  # of the ranks in [0, 1]: the width of the sigmoid that stands for the step of WDPruning
+OPEN = 3.0  # the first score of UVC: a gate of 0.95
+
+UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
+
+
+class UnitGates(nn.Module):
+    """The scores of all units by layer and kind, with a threshold for each, and the multiplier of UVC.
+
+    - VTP (Zhu et al., 2021, arXiv 2104.08500): a gate is its score, which starts at 1.
+    - WDPruning (Yu et al., AAAI 2022): a gate is 1 where the score is above the learned threshold of its layer and
+      kind, else 0; gradients pass the step as those of a sigmoid.
+    - UVC (Yu et al., ICLR 2022, arXiv 2203.08243): a gate is the sigmoid of its score, and the budget has a Lagrange
+      multiplier.
+
+    The papers state the gates of VTP, the thresholds of WDPruning and the primal-dual budget of UVC. Ours are: the
+    units (those that prescriptions of attnrx remove); the scores of WDPruning start at the rank of a unit by the norms
+    of its weights; UVC's sigmoid in place of its sorted magnitudes, and no removal of blocks.
+    """
+
+    def __init__(self, model: nn.Module, kind: str):
+        super().__init__()
+        if kind not in GATES:
+            raise UnknownName("kind of gates", kind, GATES)
+        self.kind = kind
+        self.scores, self.thresholds = nn.ParameterDict(), nn.ParameterDict()
+        for (layer, name), first in unit_norms(model).items():
+            start = {VTP: torch.ones_like(first), WDPRUNING: _ranks(first), UVC: torch.full_like(first, OPEN)}[kind]
+            self.scores[f"{layer}-{name}"] = nn.Parameter(start)
+            if kind == WDPRUNING:
+                self.thresholds[f"{layer}-{name}"] = nn.Parameter(start.new_zeros(()))
+        self.multiplier = nn.Parameter(torch.zeros(()))
+
+    def gate(self, layer: int, name: str) -> Float[Tensor, "units"]:
+        """Returns the gates of the units of one kind in a layer."""
+        score = self.scores[f"{layer}-{name}"]
+        if self.kind == VTP:
+            return score
+        if self.kind == UVC:
+            return score.sigmoid()
+        distance = score - self.thresholds[f"{layer}-{name}"]
+        soft = (distance / SURROGATE).sigmoid()
+        return (distance > 0).to(soft) + soft - soft.detach()
+
+    def gates(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
+        places = [key.partition("-") for key in self.scores]
+        return {(int(layer), name): self.gate(int(layer), name) for layer, _, name in places}
+
+    def importance(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
+        """Returns the order in which units are kept: the size of a gate, or a score less its threshold."""
+        found = {}
+        for layer, name in self.gates():
+            score = self.scores[f"{layer}-{name}"].detach()
+            if self.kind == WDPRUNING:
+                score = score - self.thresholds[f"{layer}-{name}"].detach()
+            found[layer, name] = score.abs() if self.kind == VTP else score
+        return found
+
+
+class GatedModel(nn.Module):
+    """A model with gates: queries, head outputs and hidden units are multiplied by them, in the weights that read them.
+
+    Raises:
+        NotSupported: A layer has other scores than plain dot products, or no MLP of two linear maps.
+    """
+
+    def __init__(self, model: nn.Module, kind: str):
+        super().__init__()
+        family = family_of(model)
+        plain = all(attention.spec.is_plain for attention in family.attention(model))
+        if not plain or not family.mlp(model) or not family.has_plain_units(model):
+            raise NotSupported("gates need plain dot products and an MLP of two linear maps in every layer.")
+        self.model = model
+        self.gates = UnitGates(model, kind).to(next(model.parameters()))
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        return functional_call(self.model, self.gated_parameters(), (images,))
+
+    def gated_parameters(self) -> dict[str, Tensor]:
+        """Returns the weights that hold gates, multiplied by them, by their names in the model."""
+        found = {}
+        for place, gate in self.gates.gates().items():
+            for name, parameter in self._held[place]:
+                found[name] = parameter * (gate if place[1] != "qk" else gate.view(-1, *(1,) * (parameter.ndim - 1)))
+        return found
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, str], list[tuple[str, nn.Parameter]]]:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found = {}
+        for layer, kind in self.gates.gates():
+            linear = linear_at(self.model, (layer, GATED[kind]))
+            parts = [linear.get_parameter("weight")]
+            if kind == "qk" and isinstance(linear.bias, nn.Parameter):
+                parts.append(linear.bias)
+            found[layer, kind] = [(names[id(parameter)], parameter) for parameter in parts]
+        return found
+
+    @torch.no_grad()
+    def fold_(self) -> nn.Module:
+        """Writes the soft gates into the weights, and returns the model; gates of 0 or 1 (WDPruning) are left out."""
+        if self.gates.kind != WDPRUNING:
+            for name, gated in self.gated_parameters().items():
+                self.model.get_parameter(name).copy_(gated)
+        return self.model
+
+
+@dataclass(frozen=True)
+class GateBudget(Loss):
+    """The term that closes the gates of a `GatedModel`, for a share of the MACs.
+
+    - VTP: the sum of the absolute gates, its l1 sparsity; the budget is met afterwards by the number of kept units.
+    - WDPruning: the squared distance of the share of the MACs of the open gates from the target.
+    - UVC: multiplier * (share of the MACs - target), minimized over the gates and maximized over the multiplier >= 0;
+      one step of descent on both does so, because the gradient of the multiplier has the opposite sign.
+
+    The weights of the terms are ours.
+    """
+
+    macs: float
+    weight: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.macs <= 1:
+            raise InvalidInput(f"{self}: macs is a share of the model's MACs in (0, 1].")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        gated = context.model
+        if not isinstance(gated, GatedModel):
+            raise NotSupported("GateBudget needs gates, and this model has none: wrap it in GatedModel.")
+        found = gated.gates.gates()
+        if gated.gates.kind == VTP:
+            return torch.stack([gate.abs().sum() for gate in found.values()]).sum()
+        excess = gated_macs(gated.model, found) - self.macs
+        if gated.gates.kind == WDPRUNING:
+            return excess.square()
+        multiplier = F.softplus(gated.gates.multiplier)
+        return multiplier.detach() * excess - multiplier * excess.detach()
+
+
+def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]]:
+    """Returns for all units by layer and kind the product of the norms of the weights before and after them."""
+    found = {}
+    pairs = {"qk": ("query", "key"), "vo": ("value", "output"), "hidden": ("fc1", "fc2")}
+    for layer in range(len(family_of(model).attention(model))):
+        for kind, names in pairs.items():
+            first, second = (linear_at(model, (layer, name)).get_parameter("weight").detach() for name in names)
+            found[layer, kind] = first.norm(dim=1) * second.norm(dim=1 if kind == "qk" else 0)
+    return found
+
+
+def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
+    """Returns the MACs of one unit by layer and kind, for one image."""
+    family = family_of(model)
+    costs, found = family.costs(model), {}
+    for layer, attention in enumerate(family.attention(model)):
+        tokens, width = costs.layers[layer].tokens, attention.spec.width
+        found[layer, "qk"] = found[layer, "vo"] = 2 * tokens * width + tokens**2
+        units = linear_at(model, (layer, "fc2")).get_parameter("weight").shape[1]
+        found[layer, "hidden"] = costs.layers[layer].mlp.macs // units
+    return found
+
+
+def gated_macs(model: nn.Module, gates: Mapping[tuple[int, str], Float[Tensor, "units"]]) -> Float[Tensor, ""]:
+    """Returns the MACs with these gates as a share of the model's: a unit counts as much as its gate."""
+    costs = unit_macs(model)
+    removed = torch.stack([(1 - gate).sum() * costs[place] for place, gate in gates.items()]).sum()
+    return 1 - removed / family_of(model).costs(model).macs
+
+
+def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Prescription:
+    """Returns the prescription that keeps the units of the largest importance, of at most this share of the MACs.
+
+    One threshold is used for all layers and kinds. The most important unit of every MLP and of every head's queries
+    stays; a head without value dimensions is removed. Nothing is compensated.
+
+    Raises:
+        NotSupported: Even the last units cost more.
+    """
+    places = list(importance)
+    values = torch.cat([importance[place].double().cpu() for place in places]).sort().values
+    most = macs * family_of(model).costs(model).macs
+    # The costs fall with the threshold, so that a bisection over its candidates finds the smallest one that fits.
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        found = _prescription(model, importance, float(values[middle]))
+        low, high = (low, middle) if prescribed_costs(model, found).macs <= most else (middle + 1, high)
+    if low == len(values):
+        raise NotSupported(f"gates cannot reach {100 * macs:.1f} % of the MACs.")
+    return _prescription(model, importance, float(values[low]))
+
+
+def least_gated_share(model: nn.Module) -> float:
+    """Returns the share of the MACs that is left where only the units stay that no threshold removes."""
+    found = _prescription(model, unit_norms(model), math.inf)
+    return prescribed_costs(model, found).macs / family_of(model).costs(model).macs
+
+
+def _prescription(model: nn.Module, importance: UnitScores, threshold: float) -> Prescription:
+    layers = []
+    for layer, attention in enumerate(family_of(model).attention(model)):
+        spec = attention.spec
+        kept = {kind: importance[layer, kind].detach().double().cpu() for kind in GATED}
+        heads = kept["vo"].view(len(spec.heads), -1), kept["qk"].view(len(spec.heads), -1)
+        values = heads[0] >= threshold
+        stays = values.any(1)
+        scores = _at_least_one(heads[1], threshold) & stays[:, None]
+        hidden = _at_least_one(kept["hidden"][None], threshold)[0]
+        reasons = tuple(f"keeps {int(own.sum())} of {len(own)} gated dimensions" for own in scores)
+        decisions: dict[str, Decision] = {"qk": ScoreDecision(scores, attention.spectrum().strength * scores, reasons)}
+        if not bool(stays.all()):
+            reason = f"keeps the {int(stays.sum())} of {len(stays)} heads with an open gate"
+            decisions["heads"] = HeadDecision(stays, heads[0].amax(1), (reason,))
+        if not bool(values.all()):
+            decisions["vo"] = _value_decision(values, heads[0])
+        if not bool(hidden.all()):
+            weight, stored = weights_at(model, (layer, "fc2"))
+            bias = weight.new_zeros(len(weight)) if stored is None else stored
+            reason = f"keeps {int(hidden.sum())} of {len(hidden)} gated hidden units"
+            decisions["hidden"] = HiddenDecision(hidden, kept["hidden"], weight[:, hidden], bias, (reason,))
+        layers.append(LayerPrescription(decisions))
+    return Prescription(tuple(layers), {}, model_fingerprint(model), {"baseline": "gates"})
+
+
+def _value_decision(keep: Bool[Tensor, "heads d"], importance: Float[Tensor, "heads d"]) -> OutputDecision:
+    heads, size = keep.shape
+    encode = torch.eye(size, dtype=torch.float64).repeat(heads, 1)[keep.flatten()]  # on the features of one head
+    decode = torch.eye(keep.numel(), dtype=torch.float64)[:, keep.flatten()]
+    ranks = tuple(keep.sum(1).tolist())
+    reasons = tuple(f"keeps {rank} of {keep.shape[1]} gated value dimensions" for rank in ranks)
+    return OutputDecision(ranks, encode, decode, encode.new_zeros(keep.numel()), importance, reasons)
+
+
+def _at_least_one(scores: Float[Tensor, "groups units"], threshold: float) -> Bool[Tensor, "groups units"]:
+    largest = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.argmax(1, keepdim=True), True)
+    return (scores >= threshold) | largest
+
+
+def _ranks(norms: Float[Tensor, "units"]) -> Float[Tensor, "units"]:
+    """Returns the rank of every unit, in (0, 1): the smallest first."""
+    return (norms.argsort(stable=True).argsort().to(norms) + 0.5) / len(norms)

@@ -1,0 +1,43 @@
+"""Baselines that are learned for one target of MACs: the share of a model is its share of the MACs."""
+
+from abc import abstractmethod
+
+from torch import nn
+
+from attnrx.costs import ModelCosts
+from attnrx.models import family_of
+from attnrx_lab.baselines.factoring import ModelCompressor
+
+
+class SearchedBaseline(ModelCompressor):
+    """A method that learns a smaller model for a share of the MACs; every model is made once and kept.
+
+    Other compressors have a share of units, for which costs are known before anything is learned.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._made: dict[float, nn.Module] = {}
+
+    @abstractmethod
+    def searched(self, share: float) -> nn.Module:
+        """Learns and returns a model with at most this share of the MACs, which is below 1."""
+
+    def share_within(self, macs: int) -> float | None:
+        share = macs / self._macs
+        return share if share >= self.least else None
+
+    def costs(self, share: float) -> ModelCosts:
+        made = self.make(share)
+        return family_of(made).costs(made)
+
+    def make(self, share: float) -> nn.Module:
+        if share >= 1:
+            return self.model
+        if share not in self._made:
+            self._made[share] = self.searched(share)
+        return self._made[share]
+
+    @property
+    def _macs(self) -> int:
+        return family_of(self.model).costs(self.model).macs

@@ -1,0 +1,159 @@
+"""SnapViT as a baseline: heads and hidden units ranked once by label-free sensitivities, for any budget."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.data.images import generator
+from attnrx.prescription import HeadDecision, HiddenDecision, LayerPrescription
+from attnrx.rules.decisions import keep_only
+from attnrx.rules.outputs import limited_to_heads
+from attnrx.shapes import Float, ImageBatch, Tensor
+from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at
+from attnrx_lab.baselines.prescribed import PrescribedBaseline
+
+GRADIENT_IMAGES = 64
+SMALLEST_CROP = 0.4  # share of the area of an image
+TEACHER, STUDENT = 0.04, 0.1  # temperatures (DINO: Caron et al., 2021)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A head or a hidden unit of a layer: its importance per parameter, and its parameters."""
+
+    importance: float
+    layer: int
+    is_head: bool
+    number: int
+    params: int
+
+
+class SnapVitBaseline(PrescribedBaseline):
+    """SnapViT (Simoncini et al., NeurIPS 2025, arXiv 2510.17700): one ranking of heads and hidden units, no retraining.
+
+    The local curvature is the mean over images of the squared gradient of a self-supervised loss, H = mean |grad L_i|^2
+    (`self_supervised_loss`); near a minimum the removal of a structure changes the loss by the sum of H theta^2 / 2
+    over its parameters. Structures are removed in the order of their importance, so that one ranking serves every
+    budget. Nothing is compensated.
+
+    The paper adds interactions between blocks, which it learns by an evolutionary search: they are not here. Ours are:
+    the importance is divided by the number of parameters, so that heads and units can be ranked together; the last
+    unit of an MLP stays; the loss compares the outputs of the model instead of projected features; one crop for each of
+    GRADIENT_IMAGES images.
+    """
+
+    name = "snapvit"
+
+    def layers(self, share: float, fitted: bool = True) -> list[LayerPrescription]:
+        removed = self._removed(share)
+        found = []
+        for index, layer in enumerate(self.diagnosis.layers):
+            units, spectrum = layer.hidden, layer.spectrum
+            assert units is not None
+            importance = self._importance[index]
+            heads, hidden = (torch.ones(len(own), dtype=torch.bool) for own in importance)
+            for structure in (own for own in removed if own.layer == index):
+                (heads if structure.is_head else hidden)[structure.number] = False
+            decisions = {}
+            kept = None
+            if not bool(heads.all()):
+                reason = f"keeps the {int(heads.sum())} heads with the largest sensitivity"
+                kept = decisions["heads"] = HeadDecision(heads, importance[0], (reason,))
+            decisions["qk"] = limited_to_heads(keep_only(spectrum, spectrum.used), kept)
+            if not bool(hidden.all()):
+                reason = f"keeps the {int(hidden.sum())} of {len(hidden)} hidden units with the largest sensitivity"
+                weight = units.weight.double()[:, hidden]
+                decisions["hidden"] = HiddenDecision(hidden, importance[1], weight, units.bias.double(), (reason,))
+            found.append(LayerPrescription(decisions))
+        return found
+
+    def _removed(self, share: float) -> list[Structure]:
+        """Returns the least important structures that have together at most 1 - share of the parameters of all."""
+        allowed = (1 - share) * sum(own.params for own in self._ranking)
+        found, params = [], 0
+        last = {(own.layer, own.is_head): own for own in self._ranking}  # the most important of each kind
+        for structure in self._ranking:
+            if not structure.is_head and last[structure.layer, False] is structure:
+                continue
+            params += structure.params
+            if params > allowed:
+                break
+            found.append(structure)
+        return found
+
+    @cached_property
+    def _ranking(self) -> list[Structure]:
+        """All structures, by increasing importance per parameter."""
+        found = []
+        for layer, (attention, parts) in enumerate(zip(self.attention, self._importance, strict=True)):
+            width, inputs = attention.spec.width, self._linear(layer, "fc1").shape[1]
+            head_params = [
+                2 * width * (rows + reads)
+                for rows, reads in zip(attention.spec.rows, attention.spec.reads, strict=True)
+            ]
+            params = (head_params, [2 * inputs] * len(parts[1]))
+            for is_head, own, counts in zip((True, False), parts, params, strict=True):
+                pairs = enumerate(zip(own.tolist(), counts, strict=True))
+                found += [Structure(value / count, layer, is_head, each, count) for each, (value, count) in pairs]
+        return sorted(found, key=lambda own: (own.importance, own.layer, own.is_head, own.number))
+
+    @cached_property
+    def _importance(self) -> list[tuple[Float[Tensor, "heads"], Float[Tensor, "units"]]]:
+        """The sum of H theta^2 / 2 over the weights of every head, and of every hidden unit, by layer."""
+        curvature = self._curvature
+        found = []
+        for layer, attention in enumerate(self.attention):
+            own = {
+                name: curvature[layer, name] * self._linear(layer, name).detach().cpu().double().square() / 2
+                for name in (*ATTENTION_MAPS, *MLP_MAPS)
+            }
+            rows, reads = attention.spec.rows, attention.spec.reads
+            parts = [own[name].sum(1).split(rows) for name in ("query", "key")]
+            parts += [own["value"].sum(1).split(reads), own["output"].sum(0).split(reads)]
+            heads = torch.stack([torch.stack([part.sum() for part in split]) for split in parts]).sum(0)
+            found.append((heads, own["fc1"].sum(1) + own["fc2"].sum(0)))
+        return found
+
+    @cached_property
+    def _curvature(self) -> dict[tuple[int, str], Tensor]:
+        """The mean over images of the squared gradient of every weight."""
+        model = copy.deepcopy(self.model).eval().requires_grad_(False)
+        places = [(layer, name) for layer in range(len(self.attention)) for name in (*ATTENTION_MAPS, *MLP_MAPS)]
+        weights = [linear_at(model, place).get_parameter("weight").requires_grad_() for place in places]
+        sums = [torch.zeros_like(weight) for weight in weights]
+        images = self.calibration.take(min(GRADIENT_IMAGES, len(self.calibration)))
+        count = 0
+        for views in self._views(images.batches(1, device=weights[0].device), weights[0].dtype):
+            gradients = torch.autograd.grad(self_supervised_loss(model(views)), weights)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total += gradient.square()
+            count += 1
+        return {place: total.cpu().double() / count for place, total in zip(places, sums, strict=True)}
+
+    def _views(self, batches: Iterator, dtype: torch.dtype) -> Iterator[ImageBatch]:
+        """Yields every image with a random crop of it, resized to its size."""
+        for number, batch in enumerate(batches):
+            image = batch.images.to(dtype)
+            draws = torch.rand(3, generator=generator(self.seed, number)).tolist()
+            side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * draws[0]) ** 0.5
+            height, width = (round(side * own) for own in image.shape[2:])
+            top, start = round(draws[1] * (image.shape[2] - height)), round(draws[2] * (image.shape[3] - width))
+            crop = image[:, :, top : top + height, start : start + width]
+            yield torch.cat([image, F.interpolate(crop, image.shape[2:], mode="bilinear", antialias=True)])
+
+    def _linear(self, layer: int, name: str) -> Tensor:
+        return linear_at(self.model, (layer, name)).get_parameter("weight")
+
+
+def self_supervised_loss(outputs: Float[Tensor, "2 features"]) -> Float[Tensor, ""]:
+    """Returns the cross-entropy between the outputs for an image and for a crop of it, in nats.
+
+    Both are divided by their norms; the first is the target, sharpened, without a gradient (DINO: Caron et al., 2021,
+    without the centre and the moving average, which a fixed teacher does not need).
+    """
+    whole, crop = F.normalize(outputs, dim=-1)
+    return -((whole.detach() / TEACHER).softmax(-1) * (crop / STUDENT).log_softmax(-1)).sum()
