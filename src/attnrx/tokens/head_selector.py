@@ -18,8 +18,8 @@ class HeadSelector(Predicting):
 
     The width is divided among the heads. Every head has local and global features of its share and scores it; a branch
     weights the heads of every patch by the mean of each share, and the score is the weighted mean of the heads'
-    probabilities. Chosen here: the perceptrons of features and scores are
-    DynamicViT's, shared by the heads; that of the branch has two linear maps.
+    probabilities. Chosen here: the perceptrons of features and scores are DynamicViT's, shared by the heads; that of
+    the branch has two linear maps.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:
