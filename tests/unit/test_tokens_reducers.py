@@ -295,12 +295,13 @@ def test_evo_vit_blends_the_class_attention_of_the_layers() -> None:
 
 
 def test_standardized_features_have_mean_zero_and_variance_one_over_the_remaining_patches() -> None:
-    features = torch.tensor([[[1.0, 1e-9, 5.0], [3.0, 3e-9, 5.0], [100.0, 7.0, -1.0]]])
-    found = standardized_features(features, features, torch.tensor([[1.0, 1.0, 0.0]]))
-    expected = torch.tensor([[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0]])
-    torch.testing.assert_close(found[0, :2], expected, rtol=1e-3, atol=1e-6)
-    large = standardized_features(features, features + 1.0, torch.tensor([[1.0, 1.0, 0.0]]))
-    assert large[0, :2, 1].tolist() == [0.0, 0.0]  # 1e-9 is a rounding error of 1
+    features = torch.tensor([[[1.0, 1e-9, 5.0], [3.0, 3e-9, 5.0], [100.0, 7.0, -1.0]]]).float()
+    there = torch.tensor([[1.0, 1.0, 0.0]]).float()
+    found = standardized_features(features, features, there)
+    expected = torch.tensor([[[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]]).float()
+    torch.testing.assert_close(found, expected)
+    large = standardized_features(features, features + 1.0, there)
+    assert large[0, :, 1].tolist() == [0.0, 0.0, 0.0]  # 1e-9 is a rounding error of 1
 
 
 def test_standardized_attention_features_of_uniform_attention_are_zero() -> None:

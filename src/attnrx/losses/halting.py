@@ -17,7 +17,7 @@ Scores = Float[Tensor, "batch patches"]
 
 @dataclass(frozen=True)
 class Ponder(Loss):
-    """The mean over all patches of N + r: the layers that a patch runs through, and the remainder (A-ViT, Eq. 10).
+    """A-ViT's ponder loss: the mean over all patches of N + r, the layers that a patch runs through and the remainder.
 
     A patch halts after the layer N at which its halting scores sum to 1 - `epsilon`, at the stage that prunes it, or
     after the last layer; r is 1 minus the sum of its scores before layer N. Gradients flow through r alone. The
@@ -39,7 +39,7 @@ class Ponder(Loss):
 
 @dataclass(frozen=True)
 class HaltingPrior(Loss):
-    """The divergence KL(H || target) of the distribution of halting scores over the layers (A-ViT, Eqs. 11 and 12).
+    """The divergence KL(H || target) of the distribution of halting scores over the layers (A-ViT's prior).
 
     H is the mean halting score of every layer, over the images and the patches that it receives, scaled to a sum of 1;
     the target is a Gaussian around `depth`, with a deviation of one layer. Without a `depth` it is the number of layers

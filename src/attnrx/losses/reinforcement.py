@@ -23,8 +23,8 @@ class PolicyGradient(Loss):
     reward of a stage is 1 - u^2 where the answer is right and -`penalty` where it is wrong; u is the share of the
     image's patches that the stage keeps. The value is a mean over images, stages and the remaining patches.
 
-    `credit="stage"`, `baseline="greedy"` are those of IA-RED2 (Pan et al., NeurIPS 2021, Eqs. 5 to 7): all patches of a
-    stage share its reward, the baseline is the reward of the same image under the selection of inference (self-critical
+    `credit="stage"`, `baseline="greedy"` are those of IA-RED2 (Pan et al., NeurIPS 2021): all patches of a stage share
+    its reward, the baseline is the reward of the same image under the selection of inference (self-critical
     training), and the stages begin to learn one after another, at equal parts of the run. There the backbone and the
     predictors are trained in turns, and the predictor is an attention of its own; here both learn at every step, and
     any predictor can be used.

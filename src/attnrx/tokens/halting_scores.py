@@ -14,8 +14,7 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class HaltingScores(Selecting):
-    """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022, Eqs. 3 to
-    6).
+    """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022).
 
     After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with the
     losses `Ponder` and `HaltingPrior` makes x a halting score; without it x has no such meaning, and results are not

@@ -14,12 +14,12 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class HeadSelector(Predicting):
-    """Keeps the patches that a learned predictor of several heads selects (SPViT: Kong et al., ECCV 2022, Section 4.1).
+    """Keeps the patches that a learned predictor of several heads selects: SPViT's selector (Kong et al., ECCV 2022).
 
-    The width is divided among the heads. Every head has local and global features of its share and scores it (Eqs. 5 to
-    7); a branch weights the heads of every patch by the mean of each share (Eqs. 8 and 9), and the score is the
-    weighted mean of the heads' probabilities (Eq. 10). The paper does not state the layers of its perceptrons: those of
-    features and scores are DynamicViT's, shared by the heads, those of the branch are two linear maps.
+    The width is divided among the heads. Every head has local and global features of its share and scores it; a branch
+    weights the heads of every patch by the mean of each share, and the score is the weighted mean of the heads'
+    probabilities. Chosen here: the perceptrons of features and scores are DynamicViT's, shared by the heads; that of
+    the branch has two linear maps.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:
@@ -55,6 +55,6 @@ class HeadSelectorPredictor(nn.Module):
 def head_mean(
     scores: Float[Tensor, "batch heads patches 2"], log_weights: Float[Tensor, "batch patches heads"]
 ) -> KeepDrop:
-    """Returns the logarithm of the weighted mean of the heads' probabilities (Eq. 10)."""
+    """Returns the logarithm of the weighted mean of the heads' probabilities."""
     weights = log_weights.transpose(1, 2)[..., None]
     return torch.logsumexp(scores + weights, dim=1) - torch.logsumexp(weights, dim=1)

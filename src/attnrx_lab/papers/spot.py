@@ -233,8 +233,9 @@ class SpotExperiment(Experiment):
     `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model, a small one
     is trained first, once for all methods and seeds of the subject. `dataset` and the columns are the arguments of
     `load_data`. The seed draws the predictors, the order of the images and the masks in training; the images are the
-    same for all seeds. Everything is measured on the first `test_images`, paired with the original. `tiny` trains and
-    measures a tiny model on generated images; the costs are always those of the model itself.
+    same for all seeds. Everything is measured on the first `test_images`, paired with the original; where the patches
+    of the objects are known, the share that remains too. `tiny` trains and measures a tiny model on generated images;
+    the costs are always those of the model itself.
     """
 
     kind: ClassVar[str] = "spot"
