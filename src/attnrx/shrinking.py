@@ -188,7 +188,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
 
     The budgets are those of `shrink`, several of one kind. Every size is planned, realized, repaired and verified by
     itself, and a saved model with evidence in a folder of its own; the original is the largest. Budgets in between are
-    met by the nearest size with more or fewer tokens. All sizes are timed together, relative to the model in its own
+    met by the next larger size with fewer tokens. All sizes are timed together, relative to the model in its own
     library. An interrupted call goes on with the first size that is missing.
 
     Raises:
@@ -345,6 +345,7 @@ class _Work:
                     costs.params / whole.params,
                     1 / speeds[name].faster.value,
                     next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
+                    reduction_of(model) is not None,
                 )
             )
         return tuple(found)

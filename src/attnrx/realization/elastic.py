@@ -1,7 +1,6 @@
 """An elastic model: a folder with several sizes of one model, from which a model for any budget is loaded."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import family_of, load_model, reduction_of
 from attnrx.serialization.storage import check_schema, read_json, write_json
-from attnrx.serialization.validation import JSON_OBJECT, Choice, Items, Number, Optional, Record, Text, validated
+from attnrx.serialization.validation import JSON_OBJECT, Choice, Flag, Items, Number, Optional, Record, Text, validated
 from attnrx.tokens import TokenPolicy
 
 KIND, SCHEMA = "attnrx elastic model", 1
@@ -20,7 +19,7 @@ INDEX = "elastic.json"
 ORIGINAL = "original"
 # A size is loaded as it is for budgets up to this share above its own.
 SAME = 1.01
-HALVINGS = 30  # of the search for the number of tokens
+HALVINGS = 20  # of the search for the number of tokens
 
 SIZE = Record(
     {
@@ -29,6 +28,7 @@ SIZE = Record(
         "params": Number(0.0, 2.0),
         "latency": Optional(Number(0.0, 100.0)),
         "divergence": Optional(Number(0.0)),
+        "reduces_tokens": Flag(),
     }
 )
 RECORD = Record(
@@ -54,6 +54,7 @@ class Size:
     params: float
     latency: float | None = None
     divergence: float | None = None
+    reduces_tokens: bool = True
 
     def __str__(self) -> str:
         speed = "" if self.latency is None else f", {1 / self.latency:.2f}x the speed"
@@ -67,7 +68,7 @@ class Size:
 class Elastic:
     """Several sizes of one model in a folder, each an ordinary saved model, and the original.
 
-    `load` returns the model for a budget: a stored size, or the nearest one with more or fewer tokens. The weights of a
+    `load` returns the model for a budget: a stored size, or the next larger one with fewer tokens. The weights of a
     size are those that were repaired for it, so sizes do not share them; the token policy has no weights and takes any
     value in between.
     """
@@ -114,13 +115,21 @@ class Elastic:
                 raise self._too_small(of, most)
             return load_model(self.folder / found.name, **given)
         macs = most if of == "macs" else self._macs_for(most)
-        for size in sorted(self.sizes, key=lambda size: abs(math.log(size.macs / macs))):
+        for size in self._candidates(macs):
             model = load_model(self.folder / size.name, **given)
             whole = family_of(model).costs(model).macs / size.macs
             is_own = size.macs <= macs <= SAME * size.macs
             if is_own or fit_tokens_(model, macs * whole) or size.macs <= macs:
                 return model
         raise self._too_small(of, most)
+
+    def _candidates(self, macs: float) -> Iterator[Size]:
+        """Yields the size of these MACs, then those to be reduced further, then those to be reduced less."""
+        order = sorted(self.sizes, key=lambda size: size.macs)
+        yield from (size for size in order if size.macs <= macs <= SAME * size.macs)
+        # A larger size with fewer tokens diverges less than a smaller one with more, whose weights have lost more.
+        yield from (size for size in order if size.macs > macs and size.reduces_tokens)
+        yield from (size for size in reversed(order) if size.macs <= macs)
 
     def _macs_for(self, latency: float) -> float:
         """Returns the share of the MACs at a share of the latency, by linear interpolation."""
