@@ -19,6 +19,7 @@ from attnrx.checks import (
     PatchProbe,
     Promises,
     Retrieval,
+    Shift,
 )
 from attnrx.costs import LatencyProtocol
 from attnrx.data import MemoryImages, Normalization, from_tensors
@@ -269,6 +270,14 @@ def with_strength(given: Prescription, factor: float) -> Prescription:
 EXPECTED = {"value": 0.5, "spread": 0.2, "images": 12}
 PROMISED = {"expected": dict.fromkeys(("divergence", "agreement", "change"), EXPECTED), "measured": None}
 
+
+def first_class(vit: VisionTransformer) -> tuple[int, ...]:
+    """The class of the first random picture."""
+    images = next(iter(pixels(vit.config, 20).batches(20))).images
+    with torch.no_grad():
+        return (int(vit(images.to(next(vit.parameters()).dtype)).argmax(-1)[0]),)
+
+
 # name -> the check, for a reference with a prescription.
 CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "accuracy": lambda vit, given: Accuracy(),
@@ -284,4 +293,5 @@ CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "transfer": lambda vit, given: Transfer(pixels(vit.config, 18), vit.config.classes, seeds=(0, 1), epochs=2),
     "robustness": lambda vit, given: Robustness(("gaussian_noise", "jpeg_compression"), (1, 5)),
     "promises": lambda vit, given: Promises(promised=PROMISED),
+    "shift": lambda vit, given: Shift(first_class(vit)),
 }

@@ -64,7 +64,8 @@ def test_only_the_statistics_in_use_are_collected(
     found = operations(reducer).maps
     assert found["aten._softmax"] == computed
     assert found["aten.add"] + found["aten.add_"] == summed
-    variances = 2 if isinstance(reducer, Spot) and reducer.variance else 0
+    # Of one layer, before the first stage, the variance is zero and not computed.
+    variances = 1 if isinstance(reducer, Spot) and reducer.variance else 0
     assert found["aten.addcmul"] + found["aten.addcmul_"] == squared + variances
     assert found["aten.gather"] == moved
 

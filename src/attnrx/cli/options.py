@@ -101,6 +101,23 @@ def seeds(text: str) -> tuple[int, ...]:
     return found
 
 
+def several_shares(text: str) -> tuple[float, ...]:
+    """The type of several different shares, with commas between them."""
+    return _numbers(text, SHARE)
+
+
+def several_speeds(text: str) -> tuple[float, ...]:
+    """The type of several different speed-ups, with commas between them."""
+    return _numbers(text, SPEED)
+
+
+def _numbers(text: str, kind: RealNumber) -> tuple[float, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}; give numbers with commas between them") from error
+
+
 def option(
     group: argparse._ActionsContainer, name: str, value: Any, help: str, default: Any = None, **more: Any
 ) -> None:

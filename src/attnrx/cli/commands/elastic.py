@@ -3,8 +3,19 @@
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, numbers, splits_argument
-from attnrx.cli.options import BATCH, SEED, SHARE, SPEED, THREADS, add_data, add_device, add_model, add_out, option
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import (
+    BATCH,
+    SEED,
+    THREADS,
+    add_data,
+    add_device,
+    add_model,
+    add_out,
+    option,
+    several_shares,
+    several_speeds,
+)
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -17,9 +28,9 @@ def add(parser: Parser) -> None:
     add_model(parser, "the model to make smaller")
     add_data(parser, "the images to plan and to verify on")
     budgets = parser.add_mutually_exclusive_group(required=True)
-    option(budgets, "--faster", "TIMES", "speed-ups, e.g. 1.3,1.6,2, measured on this machine")
-    option(budgets, "--macs", "SHARES", "shares of the MACs that stay, e.g. 0.8,0.6,0.4")
-    option(budgets, "--params", "SHARES", "shares of the parameters that stay, e.g. 0.8,0.6")
+    option(budgets, "--faster", several_speeds, "speed-ups, e.g. 1.3,1.6,2, measured on this machine", metavar="TIMES")
+    option(budgets, "--macs", several_shares, "shares of the MACs that stay, e.g. 0.8,0.6,0.4", metavar="SHARES")
+    option(budgets, "--params", several_shares, "shares of the parameters that stay, e.g. 0.8,0.6", metavar="SHARES")
     add_out(parser, "the folder of the sizes; load PATH@macs=0.55 or PATH@faster=1.4", folder=True)
     option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured", "quick")
     option(parser, "--batch", BATCH, "images per forward pass whose latency is measured", 32)
@@ -29,17 +40,15 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    given = {"faster": (arguments.faster, SPEED), "macs": (arguments.macs, SHARE), "params": (arguments.params, SHARE)}
-    budgets = {name: numbers(f"--{name}", text, kind) for name, (text, kind) in given.items() if text is not None}
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     made = rx.elastic(
         model,
         splits_argument(model, arguments),
         arguments.out,
-        faster=budgets.get("faster", ()),
-        macs=budgets.get("macs", ()),
-        params=budgets.get("params", ()),
+        faster=arguments.faster or (),
+        macs=arguments.macs or (),
+        params=arguments.params or (),
         batch=arguments.batch,
         threads=arguments.threads,
         effort=arguments.effort,
