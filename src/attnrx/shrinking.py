@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from attnrx.planning.target import DROP, target_of
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.progress import Log, no_log
 from attnrx.realization import calibrated, realize_fitted
-from attnrx.realization.elastic import ORIGINAL, Elastic, Size, require_budgets
+from attnrx.realization.elastic import ORIGINAL, Elastic, Size
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
@@ -96,8 +97,7 @@ class Shrunk:
         file = export(
             self.model, path, to=f"int8(images={len(calibration)})", calibration=calibration, class_names=names
         )
-        rounds = ROUNDS * max(SMALL // batch, 1)
-        protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2, kernels=False)
+        protocol = LatencyProtocol(Conditions(threads=threads), rounds_of(batch), warmup=2, kernels=False)
         checks: tuple[Check, ...] = (Fidelity(), Latency(batch, protocol, library=True))
         if tested.has_labels:
             checks = (Accuracy(None), *checks)
@@ -202,7 +202,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    require_budgets(values)
+    if len(set(values)) != len(values):
+        raise InvalidInput(f"{kind}={values}: give every budget once.")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in sorted(values, reverse=kind != "faster")}
     folder = Path(folder)
     with shared_subprocess() if kind == "faster" else nullcontext():
@@ -310,8 +311,10 @@ class _Work:
         log("realizing and verifying")
         chosen = _by_image(found.promising) if self.by_image else found.promising
         slim, how = _repaired(self.original, chosen, self.fitted, Repair(preset.repair_steps, seed=self.seed), log)
-        prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
-        checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=ROUNDS * max(SMALL // batch, 1)))
+        prescription = calibrated(
+            replace(chosen, about={**chosen.about, "realized": {**how, **self.fitted_classes}}), slim
+        )
+        checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=rounds_of(batch)))
         if self.tested.has_labels:
             checks = (Accuracy(None), *checks)
         about = {"target": str(target), **self.about}
@@ -319,6 +322,13 @@ class _Work:
         evidence = verify(slim, self.original, self.tested, checks, about, **given)
         samples = _samples(self.tested, self.class_names)
         return Shrunk(slim, prescription, evidence, found, self.diagnosis, samples, self.class_names)
+
+    @cached_property
+    def fitted_classes(self) -> dict[str, list[int]]:
+        """The classes of the images of the repair, as the prescriptions record them; none for embeddings."""
+        if output_kind_of(self.original).name != "logits":
+            return {}
+        return {"classes": _classes(self.original, self.fitted)}
 
     def timing_record(self) -> dict[str, Any]:
         """Returns the conditions of the latency of the sizes, as JSON-ready values."""
@@ -329,7 +339,7 @@ class _Work:
         """Returns the costs of the stored sizes, all timed in turns."""
         models = {name: load(folder / name) for name in names}
         whole, timing = family_of(self.original).costs(self.original), self.settings.timing
-        protocol = LatencyProtocol(timing.conditions, ROUNDS * max(SMALL // timing.batch, 1), warmup=2, kernels=False)
+        protocol = LatencyProtocol(timing.conditions, rounds_of(timing.batch), warmup=2, kernels=False)
         shape = timing.batch, *family_of(self.original).input_shape(self.original)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         reference = family_of(self.original).library_model(self.original)
@@ -356,8 +366,6 @@ def _repaired(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Realizes a plan and repairs its MLPs, if it has any that can be; returns how, as `attnrx realize` records it."""
     how = {"by": "compress", "norms": "renormalized", "refine": 0, "calibration_images": len(images)}
-    if output_kind_of(model).name == "logits":
-        how["classes"] = _classes(model, images)
     if replace(prescription, tokens=None).rules:
         try:
             fits = [lambda found: repair(found, model, images, settings).model]
@@ -365,6 +373,11 @@ def _repaired(
         except (NotSupported, InvalidInput) as error:
             log(f"not repaired: {error}")
     return realize(model, prescription, calibration=images), how
+
+
+def rounds_of(batch: int) -> int:
+    """Returns the rounds of a final latency measurement, more for few images."""
+    return ROUNDS * max(SMALL // batch, 1)
 
 
 def _classes(model: nn.Module, images: ImageSet) -> list[int]:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models import TokenReduction, reduction_of
 from attnrx.shapes import Float, Int, Tensor
 
 
@@ -73,6 +74,17 @@ class Loss(ABC):
     def name(self) -> str:
         """The name under which the term is logged."""
         return "".join("_" + letter.lower() if letter.isupper() else letter for letter in type(self).__name__)[1:]
+
+
+def sampling_reduction(loss: Loss, context: LossContext) -> TokenReduction:
+    """Returns the token reduction whose sampled masks a loss reads; raises NotSupported if the model samples none."""
+    reduction = reduction_of(context.model)
+    if reduction is None or not reduction.run.sampled:
+        raise NotSupported(
+            f"{type(loss).__name__} needs a learned token reducer (spot, dynamicvit), and this model has none; attach "
+            "a policy or omit the loss."
+        )
+    return reduction
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from attnrx.attention.forms import SharedForm, SvdaForm
 from attnrx.decompositions import ownership_penalty
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses.loss import Loss, LossContext
-from attnrx.models import family_of, observing, reduction_of
+from attnrx.losses.loss import Loss, LossContext, sampling_reduction
+from attnrx.models import family_of, observing
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 
@@ -106,12 +106,7 @@ class KeepRatio(Loss):
     weight: float = 2.0
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        reduction = reduction_of(context.model)
-        if reduction is None or not reduction.run.sampled:
-            raise NotSupported(
-                "KeepRatio needs a learned token reducer (spot, dynamicvit), and this model has none; attach a policy "
-                "or omit the loss."
-            )
+        reduction = sampling_reduction(self, context)
         wanted = reduction.policy.keep
         found = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
         return (found - found.new_tensor(wanted[: found.shape[1]])).square().mean()

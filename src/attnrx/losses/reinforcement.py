@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses.loss import Loss, LossContext
-from attnrx.models import TokenReduction, evaluating, reduction_of
+from attnrx.errors import InvalidInput
+from attnrx.losses.loss import Loss, LossContext, sampling_reduction
+from attnrx.models import TokenReduction, evaluating
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.tokens.reducer import KeepDrop, PerPatch
 
@@ -53,12 +53,7 @@ class PolicyGradient(Loss):
             raise InvalidInput(f"{self}: penalty and saving may not be negative.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        reduction = reduction_of(context.model)
-        if reduction is None or not reduction.run.sampled:
-            raise NotSupported(
-                "PolicyGradient needs a learned token reducer (spot, dynamicvit), and this model has none; attach a "
-                "policy or omit the loss."
-            )
+        reduction = sampling_reduction(self, context)
         sampled, scores = [keep.detach() for keep in reduction.run.sampled], reduction.run.keep_scores
         right = context.logits.argmax(-1) == context.labels
         rewards = self._rewards(right, sampled)

@@ -1,6 +1,6 @@
 """An elastic model: a folder with several sizes of one model, from which a model for any budget is loaded."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import NotSupported
 from attnrx.models import family_of, load_model, reduction_of
 from attnrx.serialization.storage import check_schema, read_json, write_json
 from attnrx.serialization.validation import JSON_OBJECT, Choice, Flag, Items, Number, Optional, Record, Text, validated
@@ -186,9 +186,3 @@ def scaled(policy: TokenPolicy, factor: float) -> TokenPolicy:
     """Returns the policy with the share of pruned patches after every stage multiplied by the factor."""
     keep = tuple(max(1 - factor * (1 - share), 1e-6) for share in policy.keep)
     return replace(policy, keep=keep, num_pruned=None)
-
-
-def require_budgets(shares: Sequence[float]) -> None:
-    """Raises InvalidInput for no budgets, or the same one twice."""
-    if not shares or len(set(shares)) != len(shares):
-        raise InvalidInput(f"{list(shares)}: give one or more different budgets, e.g. macs=(0.8, 0.6, 0.4).")
