@@ -159,9 +159,9 @@ def test_without_the_packages_their_extra_is_named(
 def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespace) -> None:
     out = made.root / "shrunk"
     given = ("--data", made.data, "--macs", 0.8, "--batch", 2, "--threads", 1, "--no-onnx", "--out", out)
-    done = call("shrink", made.run, *given, "--int8")
+    done = call("shrink", made.run, *given, "--to", "int8")
     assert "model-int8.onnx: " in done.out, done.err
     evidence = rx.Evidence.load(out / "evidence-int8.json")
     assert {"divergence", "agreement", "speed"} <= {one.details["quantity"] for one in evidence.findings}
     assert evidence.about["candidate"] == rx.models.model_fingerprint(rx.load(out / "model-int8.onnx"))
-    assert "fixed shapes" in call("shrink", made.run, *given, "--int8", "--by-image").err
+    assert "fixed shapes" in call("shrink", made.run, *given, "--to", "int8", "--by-image").err

@@ -18,7 +18,7 @@ from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
-from attnrx.exporting import fitting_names
+from attnrx.exporting import fitting_names, parse_format
 from attnrx.model_data import splits_for
 from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
@@ -35,7 +35,6 @@ from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSED, PREDICTED = 128, 96
-QUANTIZED_ON = 64  # images for the ranges of activations
 ROUNDS, SMALL = 8, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
@@ -76,34 +75,36 @@ class Shrunk:
             export(self.model, folder / "model.onnx", class_names=fitting_names(self.model, self.class_names))
         return folder
 
-    def save_int8(
+    def save_exported(
         self,
         folder: Path | str,
+        to: str,
         original: nn.Module,
         data: ImageData | Splits,
         *,
         batch: int = 32,
         threads: int | None = None,
     ) -> Evidence:
-        """Writes model-int8.onnx to the folder, and evidence-int8.json of what that file costs against the original.
+        """Writes a file of another format to the folder, and evidence of what that file costs against the original.
 
-        It is calibrated on the images that the plan was made on, and verified on those that neither has seen. Its speed
-        is that of `batch` images in ONNX Runtime, relative to the original in its own library.
+        `to` is a format of `export`, e.g. "int8" or "openvino(precision=bf16)"; the files are named after it:
+        model-int8.onnx and evidence-int8.json. It is calibrated on the images that the plan was made on, and verified
+        on those that neither has seen. Its speed is that of `batch` images in the runtime of the format, relative to
+        the original in its own library.
         """
+        form = parse_format(to)
         planned, _, tested = three_parts(splits_for(original, data))
-        calibration = planned.take(min(QUANTIZED_ON, len(planned)))
+        calibration = planned.take(min(form.wanted, len(planned)))
         names = fitting_names(self.model, self.class_names)
-        path = Path(folder) / "model-int8.onnx"
-        file = export(
-            self.model, path, to=f"int8(images={len(calibration)})", calibration=calibration, class_names=names
-        )
+        path = Path(folder) / f"model-{form.name}{form.suffix}"
+        file = export(self.model, path, to=form, calibration=calibration, class_names=names)
         protocol = LatencyProtocol(Conditions(threads=threads), rounds_of(batch), warmup=2, kernels=False)
         checks: tuple[Check, ...] = (Fidelity(), Latency(batch, protocol, library=True))
         if tested.has_labels:
             checks = (Accuracy(None), *checks)
-        about = {"target": self.evidence.about.get("target"), "file": path.name}
+        about = {"target": self.evidence.about.get("target"), "file": path.name, "format": str(form)}
         evidence = verify(file, original, tested, checks, about, batch_size=32)
-        evidence.save(path.with_name("evidence-int8.json"))
+        evidence.save(path.with_name(f"evidence-{form.name}.json"))
         return evidence
 
     def report(self, title: str) -> ReportContent:

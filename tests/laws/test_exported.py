@@ -84,17 +84,65 @@ def test_a_file_has_the_scale_of_its_layers(tmp_path: Path) -> None:
     require_same(answers(rx.export(scaled, tmp_path / "scaled.onnx")), answers(scaled))
 
 
-@pytest.mark.parametrize("to", ["openvino", "aotinductor"])
+@pytest.mark.parametrize(
+    ("policy", "to"), [("evit:0.6@2,4", "aotinductor"), ("evit:0.6@2,4", "openvino"), ("ward:0.6@2,4", "openvino")]
+)
 @pytest.mark.slow
-def test_other_runtimes_answer_alike(to: str, tmp_path: Path) -> None:
+def test_other_runtimes_answer_alike(policy: str, to: str, tmp_path: Path) -> None:
     if to == "openvino":
         pytest.importorskip("openvino")
-    small = realized("evit:0.6@2,4", "compress")
+    small = realized(policy, "compress")
     path = tmp_path / f"small{FORMATS[to].suffix}"
     exported = rx.export(small, path, to)
     for count in (1, 5):
         require_same(answers(exported, count), answers(small, count))
         require_same(answers(rx.load(path, trust=to == "aotinductor"), count), answers(small, count))
+
+
+@pytest.mark.slow
+def test_an_onnx_file_with_merging_runs_in_openvino(tmp_path: Path) -> None:
+    """OpenVINO does not sort stably, so merging must not depend on the order of equal keys."""
+    openvino = pytest.importorskip("openvino")
+    small = realized("ward:0.6@2,4", "compress")
+    rx.export(small, tmp_path / "small.onnx")
+    hints = {"INFERENCE_PRECISION_HINT": "f32"}
+    run = openvino.Core().compile_model(str(tmp_path / "small.onnx"), "CPU", hints)
+    require_same(torch.from_numpy(run(batch(5).numpy())[0]), answers(small))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.slow
+def test_lower_precisions_of_openvino(precision: str, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    small = realized("ward:0.6@2,4", "compress")
+    to, calibration = f"openvino(precision={precision},images=16)", images_for(small, 16)
+    exported = rx.export(small, tmp_path / "small.xml", to, calibration=calibration)
+    apart = (answers(exported) - answers(small)).abs().max()
+    assert apart < 0.3 * answers(small).abs().max()
+    assert torch.equal(answers(rx.load(tmp_path / "small.xml")), answers(exported))
+    if precision == "int8":  # bfloat16 depends on the processor
+        assert apart > 1e-4
+        with pytest.raises(InvalidInput, match="calibration images"):
+            rx.export(small, tmp_path / "other.xml", to)
+
+
+@pytest.mark.slow
+def test_a_map_of_outliers_stays_in_float(tmp_path: Path) -> None:
+    """One hidden unit far above all others takes the 8 bits of its map; that map is found and left alone."""
+    onnx = pytest.importorskip("onnx")
+    model = copy.deepcopy(deep()).float().eval()
+    with torch.no_grad():
+        first, second = family_of(model).mlp(model)[2]
+        first.get_parameter("bias")[0] = 2000.0
+        second.get_parameter("weight")[:, 0] /= 2000.0
+    images, apart, kept = images_for(model, 16), {}, {}
+    for tolerance in (0.03, 1e6):
+        path = tmp_path / f"{tolerance:g}.onnx"
+        to = f"int8(images=16,tolerance={tolerance:g},most_difference=1000)"
+        exported = rx.export(model, path, to, calibration=images)
+        apart[tolerance] = float((answers(exported) - answers(model)).norm() / answers(model).norm())
+        kept[tolerance] = sum(node.op_type == "DequantizeLinear" for node in onnx.load(path).graph.node)
+    assert apart[0.03] < 0.5 * apart[1e6] and kept[0.03] < kept[1e6]
 
 
 @pytest.mark.slow

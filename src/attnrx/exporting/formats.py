@@ -49,8 +49,6 @@ class Format(ABC):
     """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
     is_native_code: ClassVar[bool] = False
     """Whether opening a file of this format runs machine code of the file."""
-    calibrated: ClassVar[bool] = False
-    """Whether the format needs calibration images."""
 
     @abstractmethod
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
@@ -74,6 +72,11 @@ class Format(ABC):
     def limit(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""
         return ROUNDING[dtype]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the format needs calibration images."""
+        return False
 
     @property
     def wanted(self) -> int:
@@ -134,28 +137,6 @@ class AOTInductor(Program):
         from torch._inductor import aoti_load_package
 
         return aoti_load_package(str(path))
-
-
-@dataclass(frozen=True)
-class OpenVINO(Format):
-    """An .xml file with the graph and a .bin file with the weights, translated from the program.
-
-    It runs in float32, also on CPUs that support narrower types.
-    """
-
-    name: ClassVar[str] = "openvino"
-    suffix: ClassVar[str] = ".xml"
-
-    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        openvino = _library("openvino", "openvino")
-        # By default the weights would be stored in float16.
-        openvino.save_model(openvino.convert_model(program), str(path), compress_to_fp16=False)
-
-    def open(self, path: Path, device: str, threads: int) -> Run:
-        hints = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-        compiled = _library("openvino", "openvino").Core().compile_model(str(path), "CPU", hints)
-        # A copy, which the next call cannot overwrite.
-        return lambda images: torch.from_numpy(compiled(_to_numpy(images))[0].copy())
 
 
 INPUT, BATCH, OPSETS = "images", "batch", range(18, 24)
@@ -226,7 +207,10 @@ class Onnx(Format):
             verbose=False,
             optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
         )
-        _library("onnxscript.optimizer").fold_constants(translated.model)
+        # Weights of any size, which are else transposed or joined in every call, and never quantised.
+        _library("onnxscript.optimizer").fold_constants(
+            translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
+        )
         passes = _library("onnx_ir.passes.common")
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
@@ -279,8 +263,6 @@ def _name_batch(model: Any) -> None:
                 value.shape[index] = re.sub(rf"\b{re.escape(symbol)}\b", BATCH, str(size))
 
 
-# The last operator of an activation function: its own, or the product that ends decomposed GELU, SiLU and gates.
-ACTIVATIONS = ("Gelu", "Mul", "Relu")
 METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 
 
@@ -289,66 +271,84 @@ class Int8(Onnx):
     """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
 
     Weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
-    calibration images; both are unsigned. The outputs of activation functions have outliers that a per-tensor 8-bit
-    range does not cover: linear maps after them are quantised only with `after_activation`, and the two products inside
-    attention only with `attention`. Patch embedding, norms, softmax and activation functions are never quantised.
+    calibration images. Weights have 7 bits, so that sums of two products do not saturate on processors without VNNI,
+    and are signed, as OpenVINO's kernels need them. Linear maps that change the outputs on calibration images by more
+    than `tolerance` (norm of the difference over norm of the outputs) stay in float: one hidden unit that is a hundred
+    times larger than all others, as pre-trained ViTs have, makes the 8 bits of its map useless. The two products inside
+    attention are quantised only with `attention`; patch embedding, norms, softmax and activation functions never are.
     `most_difference` is the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit;
     use `verify` to measure the loss of accuracy.
     """
 
     name: ClassVar[str] = "int8"
-    calibrated: ClassVar[bool] = True
     images: int = 64
     method: str = "minmax"
     attention: bool = False
-    after_activation: bool = False
+    tolerance: float = 0.1
     most_difference: float = 0.5
 
     def __post_init__(self):
         super().__post_init__()
-        if self.images < 1 or self.method not in METHODS or not self.most_difference > 0:
+        if self.images < 1 or self.method not in METHODS or not self.most_difference > 0 or not self.tolerance > 0:
             raise InvalidInput(
-                f"int8(images={self.images}, method={self.method}, most_difference={self.most_difference}): give an "
-                f"image or more, one of {', '.join(METHODS)}, and a difference above 0."
+                f"int8(images={self.images}, method={self.method}, tolerance={self.tolerance}, most_difference="
+                f"{self.most_difference}): give an image or more, one of {', '.join(METHODS)}, and numbers above 0."
             )
 
+    @property
+    def calibrated(self) -> bool:
+        return True
+
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Writes the float ONNX file, calibrates it on the images, and quantises it."""
-        quantization, onnx = _library("onnxruntime.quantization"), _library("onnx")
-        plain = path.with_name(f"float_{path.name}")
+        """Writes the float ONNX file, finds the maps that 8 bits suffice for, and quantises them."""
+        plain, trial = (path.with_name(f"{kind}_{path.name}") for kind in ("float", "trial"))
         try:
             super().write(program, plain, images)
-            with _quiet():
-                quantization.quantize_static(
-                    plain,
-                    path,
-                    _CalibrationReader(images),
-                    quant_format=quantization.QuantFormat.QDQ,
-                    op_types_to_quantize=["Gemm", "MatMul"],
-                    nodes_to_exclude=self._excluded_nodes(onnx.load(plain, load_external_data=False)),
-                    per_channel=True,
-                    activation_type=quantization.QuantType.QUInt8,
-                    # Products of unsigned and signed bytes saturate on processors with AVX2 alone: with signed weights
-                    # the ImageNet ViT-Tiny diverged by 0.149 nats instead of 0.052 (100 images).
-                    weight_type=quantization.QuantType.QUInt8,
-                    calibrate_method=getattr(quantization.CalibrationMethod, METHODS[self.method]),
-                )
+            some = images[:1]
+            expected = self._outputs(plain, some)
+
+            def difference(maps: Sequence[str]) -> float:
+                self._quantize(plain, trial, maps, some)
+                return float((self._outputs(trial, some) - expected).norm() / expected.norm())
+
+            maps = self._maps(_library("onnx").load(plain, load_external_data=False))
+            sensitive = set(_sensitive(maps, difference, self.tolerance))
+            chosen = [name for name in maps if name not in sensitive]
+            if not chosen:
+                raise NotSupported(f"every linear map changes the outputs by more than tolerance={self.tolerance}.")
+            self._quantize(plain, path, chosen, images)
         finally:
-            for each in path.parent.glob(f"{plain.name}*"):  # with its external weights
-                each.unlink()
+            for each in (*path.parent.glob(f"{plain.name}*"), *path.parent.glob(f"{trial.name}*")):
+                each.unlink()  # with external weights
 
-    def _excluded_nodes(self, model: Any) -> list[str]:
-        """Returns the names of the matrix products that are not quantised."""
+    def _outputs(self, path: Path, images: Sequence[Tensor]) -> Tensor:
+        run = Onnx.open(self, path, "cpu", torch.get_num_threads())
+        return torch.cat([run(batch) for batch in images])
+
+    def _quantize(self, plain: Path, path: Path, maps: Sequence[str], images: Sequence[Tensor]) -> None:
+        """Writes the file with these matrix products quantised."""
+        quantization = _library("onnxruntime.quantization")
+        with _quiet():
+            quantization.quantize_static(
+                plain,
+                path,
+                _CalibrationReader(images),
+                quant_format=quantization.QuantFormat.QDQ,
+                op_types_to_quantize=["Gemm", "MatMul"],
+                nodes_to_quantize=list(maps),
+                per_channel=True,
+                reduce_range=True,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                calibrate_method=getattr(quantization.CalibrationMethod, METHODS[self.method]),
+            )
+
+    def _maps(self, model: Any) -> list[str]:
+        """Returns the names of the matrix products that may be quantised, in order."""
         weights = {tensor.name for tensor in model.graph.initializer}
-        producers = {output: node.op_type for node in model.graph.node for output in node.output}
-
-        def is_excluded(node: Any) -> bool:
-            if not weights & set(node.input):  # a product of two activations is one of attention's
-                return not self.attention
-            return producers.get(node.input[0]) in ACTIVATIONS and not self.after_activation
-
         products = [node for node in model.graph.node if node.op_type in ("Gemm", "MatMul")]
-        return [node.name for node in products if is_excluded(node)]
+        # A product of two activations is one of attention's.
+        return [node.name for node in products if self.attention or weights & set(node.input)]
 
     @property
     def wanted(self) -> int:
@@ -358,6 +358,94 @@ class Int8(Onnx):
     def limit(self, dtype: torch.dtype) -> float:
         """Returns `most_difference`, because quantisation errors exceed rounding."""
         return self.most_difference
+
+
+def _sensitive(maps: Sequence[str], difference: Callable[[Sequence[str]], float], most: float) -> list[str]:
+    """Returns the maps of which each alone makes a larger difference, by halving the groups that do."""
+    if difference(maps) <= most:
+        return []
+    if len(maps) == 1:
+        return list(maps)
+    half = len(maps) // 2
+    return [name for part in (maps[:half], maps[half:]) for name in _sensitive(part, difference, most)]
+
+
+@dataclass(frozen=True)
+class OpenVINO(Format):
+    """An .xml file with the graph and a .bin file with the weights, translated from the program.
+
+    It runs in float32, also on CPUs that support narrower types; or, with the `precision` bf16, in bfloat16 on CPUs
+    that compute in it and in float32 on others (the weights are stored in float32). With int8 the linear maps are those
+    of the format `int8` with `images` and `tolerance`.
+    """
+
+    name: ClassVar[str] = "openvino"
+    suffix: ClassVar[str] = ".xml"
+    precision: str = "f32"
+    images: int = 64
+    tolerance: float = 0.1
+
+    def __post_init__(self):
+        if self.precision not in ("f32", "bf16", "int8"):
+            raise InvalidInput(f"openvino(precision={self.precision}): choose from f32, bf16, int8.")
+        self._int8  # noqa: B018  (raises for invalid knobs)
+
+    @property
+    def _int8(self) -> Int8:
+        return Int8(images=self.images, tolerance=self.tolerance)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.precision == "int8"
+
+    @property
+    def wanted(self) -> int:
+        """The number of images for parity and, for int8, calibration."""
+        return self.images if self.calibrated else super().wanted
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Returns the largest allowed difference at this precision."""
+        limits = {"f32": super().limit(dtype), "bf16": ROUNDING[torch.bfloat16], "int8": self._int8.limit(dtype)}
+        return limits[self.precision]
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Translates the program; for int8 the quantised ONNX file of it."""
+        openvino = _library("openvino", "openvino")
+        if self.calibrated:
+            onnx = path.with_suffix(".onnx")
+            try:
+                self._int8.write(program, onnx, images)
+                model = openvino.convert_model(onnx)
+            finally:
+                onnx.unlink(missing_ok=True)
+        else:
+            model = openvino.convert_model(program.run_decompositions({torch.ops.aten.index_add.default: _index_add}))
+        # By default the weights would be stored in float16.
+        openvino.save_model(model, str(path), compress_to_fp16=False)
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Compiles the file for every number of images that occurs, which is a third faster than for any number."""
+        hints = {
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": "bf16" if self.precision == "bf16" else "f32",
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        core, compiled = _library("openvino", "openvino").Core(), {}
+        model = core.read_model(str(path))
+
+        def run(images: Tensor) -> Tensor:
+            if len(images) not in compiled:
+                model.reshape(list(images.shape))
+                compiled[len(images)] = core.compile_model(model, "CPU", hints)
+            # A copy, which the next call cannot overwrite.
+            return torch.from_numpy(compiled[len(images)](_to_numpy(images))[0].copy())
+
+        return run
+
+
+def _index_add(table: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor:
+    """Adds rows to a matrix by an operation that OpenVINO can translate."""
+    return table.scatter_add(dim, index[:, None].expand_as(rows), rows)
 
 
 class _CalibrationReader:

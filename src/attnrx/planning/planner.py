@@ -228,8 +228,9 @@ class Planner:
         frontier = self.frontier(knobs)
         if frontier.nothing <= most:
             raise NoOpPrescription(
-                f"{self.target} is met by the unchanged model, whose {self.cost_table.of} is {frontier.nothing:.3f} of "
-                "the original's: there is nothing to plan. Request a lower target."
+                f"{self.target} is met by the unchanged model: in attnrx's kernels its {self.cost_table.of} is "
+                f"{frontier.nothing:.3f} of that in its own library, so there is nothing to plan. Save it as it is "
+                f"with rx.save, or request less than {frontier.nothing:.3f} (faster={1 / frontier.nothing:.2f})."
             )
         return frontier.at(most)
 

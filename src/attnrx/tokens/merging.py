@@ -207,8 +207,9 @@ def _indices_in(side: Side, positions: Indices) -> Indices:
 
 def indices_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
     """Returns the indices of the remaining patches, in order; every image has `present` of them."""
-    # Integers, because ONNX cannot sort booleans; stable, so that the order remains.
-    return there.to(torch.int32).argsort(dim=1, descending=True, stable=True)[:, :present]
+    # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
+    places = torch.arange(there.shape[1], device=there.device, dtype=torch.int32)
+    return torch.where(there, places, places + there.shape[1]).argsort(dim=1, stable=True)[:, :present]
 
 
 def gathered_rows(

@@ -19,7 +19,7 @@ EXAMPLE = (
 )
 FORMATS = (
     "onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
-    "int8(images=128,method=percentile,attention=true)"
+    "int8(images=128,method=percentile,tolerance=0.05), openvino(precision=bf16), openvino(precision=int8)"
 )
 
 

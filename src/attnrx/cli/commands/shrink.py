@@ -46,14 +46,21 @@ def add(parser: Parser) -> None:
     option(parser, "--threads", THREADS, "CPU threads of that forward pass (torch's default)")
     option(parser, "--by-image", bool, "every image its own number of tokens; no model.onnx, whose shapes are fixed")
     option(parser, "--no-onnx", bool, "write no model.onnx")
-    option(parser, "--int8", bool, "write model-int8.onnx too, with the evidence of that file")
+    option(
+        parser,
+        "--to",
+        "FORMAT",
+        "write model-FORMAT too, with the evidence of that file: int8, 'openvino(precision=bf16)' ... (see export)",
+    )
     option(parser, "--seed", SEED, "seeds every random draw", 0)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    if arguments.int8 and arguments.by_image:
-        raise InvalidInput("--int8 with --by-image: an exported file has fixed shapes; omit one of them.")
+    if arguments.to is not None:
+        rx.exporting.parse_format(arguments.to)  # raises before the work
+        if arguments.by_image:
+            raise InvalidInput("--to with --by-image: an exported file has fixed shapes; omit one of them.")
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
@@ -75,19 +82,19 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     onnx = not (arguments.no_onnx or arguments.by_image)
     log("writing the folder and model.onnx" if onnx else "writing the folder")
     folder = found.save(arguments.out, onnx=onnx)
-    quantized = None
-    if arguments.int8:
-        log("writing and verifying model-int8.onnx")
+    exported = None
+    if arguments.to is not None:
+        log(f"writing and verifying the file as {arguments.to}")
         given = {"batch": arguments.batch, "threads": arguments.threads}
-        quantized = found.save_int8(arguments.out, model, splits, **given)
+        exported = found.save_exported(arguments.out, arguments.to, model, splits, **given)
     record = {
         "summary": found.summary(),
         "folder": str(folder),
         "prescription": str(found.prescription),
         "evidence": found.evidence.to_record(),
-        "evidence_int8": None if quantized is None else quantized.to_record(),
+        "evidence_exported": None if exported is None else exported.to_record(),
     }
     lines = [found.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
-    if quantized is not None:
-        lines.append(f"model-int8.onnx: {rx.reports.summary_of(quantized)}")
+    if exported is not None:
+        lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
     return Outcome(record, tuple(lines), code=1 if found.evidence.failures else 0)
