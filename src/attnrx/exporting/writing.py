@@ -149,10 +149,10 @@ def export(  # noqa: PLR0913  (keywords)
     `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
     e.g. openvino(precision=bf16). The file accepts batches of any size, or of `batch` images; `precision` defaults to
     the model's own. Its logits are compared with the model's on the calibration images (required for int8) or on noise;
-    if a logit differs by more than rounding (for int8: than `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and normalization
-    of images, `class_names` (by default the model's, if it has any), versions, and the measured parity. An ONNX file
-    contains shape, normalization and class names too, and the script run_NAME.py beside it classifies an image with
-    onnxruntime alone.
+    if a logit differs by more than rounding (for int8: than `most_difference`), no file is written. PATH.json contains
+    the fingerprint of the model, the shape and normalization of images, `class_names` (by default the model's, if it
+    has any), versions, and the measured parity. An ONNX file contains shape, normalization and class names too, and the
+    script run_NAME.py beside it classifies an image with onnxruntime alone.
 
     Raises:
         NotSupported: The model cannot be written in this format, or the logits differ.
