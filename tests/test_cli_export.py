@@ -165,3 +165,12 @@ def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespac
     assert {"divergence", "agreement", "speed"} <= {one.details["quantity"] for one in evidence.findings}
     assert evidence.about["candidate"] == rx.models.model_fingerprint(rx.load(out / "model-int8.onnx"))
     assert "fixed shapes" in call("shrink", made.run, *given, "--to", "int8", "--by-image").err
+    assert "did you mean 'int8'" in call("shrink", made.run, *given, "--to", "int9").err
+
+
+@pytest.mark.slow
+def test_a_speed_is_that_of_the_requested_file(made: SimpleNamespace) -> None:
+    """A speed that the file of the unchanged model reaches leaves nothing to plan."""
+    given = ("--data", made.data, "--batch", 2, "--threads", 1, "--no-onnx", "--out", made.root / "fast")
+    refused = call("shrink", made.run, *given, "--faster", 1.0001, "--to", "onnx")
+    assert "nothing to plan" in refused.err and "as onnx" in refused.err

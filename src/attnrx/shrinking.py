@@ -5,6 +5,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from attnrx.checks.outputs import output_kind_of
 from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported
+from attnrx.errors import AttnrxError, DataError, InvalidInput, NoOpPrescription, NotSupported
 from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names, parse_format
 from attnrx.model_data import splits_for
@@ -45,14 +46,16 @@ STATE = ".state"
 class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
-    It unpacks as `model, prescription, evidence`. For the report there are the `diagnosis` of the original, and in
-    `samples` a few normalized test images with their classes; for the exported file the `class_names` of the data.
+    It unpacks as `model, prescription, evidence`. The `target` is that of the call. For the report there are the
+    `diagnosis` of the original, and in `samples` a few normalized test images with their classes; for the exported file
+    the `class_names` of the data.
     """
 
     model: nn.Module
     prescription: Prescription
     evidence: Evidence
     plan: Plan
+    target: Target
     diagnosis: Diagnosis | None = None
     samples: tuple[ImageBatch, tuple[str, ...]] | None = None
     class_names: tuple[str, ...] = ()
@@ -99,10 +102,11 @@ class Shrunk:
         path = Path(folder) / f"model-{form.name}{form.suffix}"
         file = export(self.model, path, to=form, calibration=calibration, class_names=names)
         protocol = LatencyProtocol(Conditions(threads=threads), rounds_of(batch), warmup=2, kernels=False)
-        checks: tuple[Check, ...] = (Fidelity(), Latency(batch, protocol, library=True))
+        wanted = 1 / self.target.most if self.target.of == "latency" else None
+        checks: tuple[Check, ...] = (Fidelity(), Latency(batch, protocol, wanted, library=True))
         if tested.has_labels:
             checks = (Accuracy(None), *checks)
-        about = {"target": self.evidence.about.get("target"), "file": path.name, "format": str(form)}
+        about = {"target": str(self.target), "file": path.name, "format": to}
         evidence = verify(file, original, tested, checks, about, batch_size=32)
         evidence.save(path.with_name(f"evidence-{form.name}.json"))
         return evidence
@@ -136,6 +140,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     threads: int | None = None,
     effort: str = "quick",
     by_image: bool = False,
+    to: str | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
     folder: Path | str | None = None,
@@ -149,7 +154,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     that may be lost at the fewest MACs. `model` and `data` are objects, or what `load` and `load_data` read. Of data
     with splits the plan sees training and validation images, and the evidence is about test images; other data are
     divided into three parts. `effort` is "quick" (minutes), "normal" or "thorough". With `by_image` every image has its
-    own number of tokens, and those of the plan are means over images; such a model is not exported.
+    own number of tokens, and those of the plan are means over images; such a model is not exported. With a format `to`,
+    e.g. "openvino(precision=bf16)", `faster` is the speed of the file that `Shrunk.save_exported` writes: the file of
+    the unchanged model is timed beside the model, and the plan leaves to it what the runtime and the precision gain.
 
     With a `folder` the intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes
     the results.
@@ -159,13 +166,16 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         NotSupported: No plan reaches the target.
     """
     target = target_of(faster, macs, params, max_drop)
+    if to is not None:
+        parse_format(to)  # raises before the work
     # One process for all latency measurements, which starts while the images are read.
     with shared_subprocess() if target.spend == "latency" else nullcontext():
         work = _Work.of(
             model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log
         )
-        (found,) = work.shrunk((target,))
-    return found
+        planned = target if to is None or target.spend != "latency" else work.planned_for(target, to)
+        (found,) = work.shrunk((planned,))
+    return replace(found, target=target)
 
 
 def elastic(  # noqa: PLR0913  (a keyword for every target)
@@ -300,6 +310,37 @@ class _Work:
             seed,
         )
 
+    def planned_for(self, target: Target, to: str) -> Target:
+        """Returns the target of a model whose file in this format meets `target`, by timing the unchanged model's."""
+        form, log = parse_format(to), self.settings.log
+        log(f"timing the unchanged model as {to}")
+        names, images = (
+            fitting_names(self.original, self.class_names),
+            self.fitted.take(min(form.wanted, len(self.fitted))),
+        )
+        with TemporaryDirectory() as room:
+            path = Path(room) / f"unchanged{form.suffix}"
+            file = export(self.original, path, to=form, calibration=images, class_names=names)
+            speeds = self._speeds({"model": self.original, "file": file})
+        gain = speeds["file"] / speeds["model"]
+        log(f"{speeds['model']:.2f}x as fast in attnrx as in its own library, {speeds['file']:.2f}x as {to}")
+        if target.most * speeds["file"] >= 1:
+            raise NoOpPrescription(
+                f"{target} is met by the unchanged model as {to}, which is {speeds['file']:.2f}x as fast: there is "
+                f"nothing to plan. Write it with `attnrx export --to '{to}'`, or request more."
+            )
+        return replace(target, most=target.most * gain)
+
+    def _speeds(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
+        """Returns the speeds of models, timed in turns, relative to the original in its own library."""
+        timing = self.settings.timing
+        protocol = LatencyProtocol(timing.conditions, rounds_of(timing.batch), warmup=2, kernels=False)
+        family = family_of(self.original)
+        shape = timing.batch, *family.input_shape(self.original)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        found = compare_latencies(models, family.library_model(self.original), images, protocol)
+        return {name: one.faster.value for name, one in found.items()}
+
     def shrunk(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
         """Yields the smaller model of every target."""
         given = self.original, self.diagnosis, targets, self.planned, self.others
@@ -322,7 +363,7 @@ class _Work:
         given = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
         evidence = verify(slim, self.original, self.tested, checks, about, **given)
         samples = _samples(self.tested, self.class_names)
-        return Shrunk(slim, prescription, evidence, found, self.diagnosis, samples, self.class_names)
+        return Shrunk(slim, prescription, evidence, found, target, self.diagnosis, samples, self.class_names)
 
     @cached_property
     def fitted_classes(self) -> dict[str, list[int]]:
@@ -339,12 +380,7 @@ class _Work:
     def sizes(self, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
         """Returns the costs of the stored sizes, all timed in turns."""
         models = {name: load(folder / name) for name in names}
-        whole, timing = family_of(self.original).costs(self.original), self.settings.timing
-        protocol = LatencyProtocol(timing.conditions, rounds_of(timing.batch), warmup=2, kernels=False)
-        shape = timing.batch, *family_of(self.original).input_shape(self.original)
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        reference = family_of(self.original).library_model(self.original)
-        speeds = compare_latencies(models, reference, images, protocol)
+        whole, speeds = family_of(self.original).costs(self.original), self._speeds(models)
         found = []
         for name, model in models.items():
             costs, path = family_of(model).costs(model), folder / name / "evidence.json"
@@ -354,7 +390,7 @@ class _Work:
                     name,
                     costs.macs / whole.macs,
                     costs.params / whole.params,
-                    1 / speeds[name].faster.value,
+                    1 / speeds[name],
                     next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
                     reduction_of(model) is not None,
                 )

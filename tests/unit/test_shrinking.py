@@ -101,7 +101,7 @@ def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -
     point = Point(0.7, 0.01, 0.01)
     plan = Plan(prescription, "macs=0.7x", "macs", 0.7, {}, (), (point,))
     shown = next(pixels(CONFIG, 8).batches(8)).images, ("cat",) * 8
-    found = Shrunk(rx.realize(model, prescription), prescription, evidence, plan, None, shown)
+    found = Shrunk(rx.realize(model, prescription), prescription, evidence, plan, Target("macs", 0.7), None, shown)
     page = found.save(tmp_path / "slim", onnx=False) / "report.html"
     assert page.read_text().count("<h3>cat</h3>") == 8 and 'class="group"' in page.read_text()
     assert "% of the score directions" not in page.read_text()
