@@ -169,8 +169,12 @@ def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespac
 
 
 @pytest.mark.slow
-def test_a_speed_is_that_of_the_requested_file(made: SimpleNamespace) -> None:
-    """A speed that the file of the unchanged model reaches leaves nothing to plan."""
-    given = ("--data", made.data, "--batch", 2, "--threads", 1, "--no-onnx", "--out", made.root / "fast")
-    refused = call("shrink", made.run, *given, "--faster", 1.0001, "--to", "onnx")
-    assert "nothing to plan" in refused.err and "as onnx" in refused.err
+def test_a_speed_that_the_unchanged_file_has_changes_nothing(made: SimpleNamespace) -> None:
+    out = made.root / "fast"
+    given = ("--data", made.data, "--batch", 2, "--threads", 1, "--no-onnx", "--out", out)
+    done = call("shrink", made.run, *given, "--faster", 1.0001, "--to", "onnx")
+    assert "met by the unchanged model as onnx" in done.err and "model-onnx.onnx: " in done.out
+    model, original = rx.load(out), rx.load(made.run)
+    assert rx.models.model_fingerprint(model) == rx.models.model_fingerprint(original)
+    (speed,) = rx.Evidence.load(out / "evidence-onnx.json").of("latency")[:1]
+    assert speed.limit == pytest.approx(1.0001) and not (out / "prescription.json").exists()

@@ -28,6 +28,10 @@ class NoOpPrescription(AttnrxError):
     """A prescription or option without any effect."""
 
 
+class TargetMet(NoOpPrescription):
+    """A target that the unchanged model meets."""
+
+
 class FingerprintMismatch(AttnrxError):
     """A diagnosis, a prescription or evidence that belongs to another model."""
 

@@ -17,7 +17,7 @@ from attnrx.checks.outputs import output_kind_of
 from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, DataError, InvalidInput, NoOpPrescription, NotSupported
+from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, TargetMet
 from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names, parse_format
 from attnrx.model_data import splits_for
@@ -46,15 +46,16 @@ STATE = ".state"
 class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
-    It unpacks as `model, prescription, evidence`. The `target` is that of the call. For the report there are the
+    It unpacks as `model, prescription, evidence`. Without `prescription` and `plan` it is the unchanged model, which
+    meets the target by its kernels alone. The `target` is that of the call. For the report there are the
     `diagnosis` of the original, and in `samples` a few normalized test images with their classes; for the exported file
     the `class_names` of the data.
     """
 
     model: nn.Module
-    prescription: Prescription
+    prescription: Prescription | None
     evidence: Evidence
-    plan: Plan
+    plan: Plan | None
     target: Target
     diagnosis: Diagnosis | None = None
     samples: tuple[ImageBatch, tuple[str, ...]] | None = None
@@ -124,7 +125,7 @@ class Shrunk:
             self.diagnosis,
             self.evidence,
             tokens=tokens,
-            front=PlanFront.of_record(self.plan.to_record()),
+            front=None if self.plan is None else PlanFront.of_record(self.plan.to_record()),
         )
 
 
@@ -158,6 +159,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     e.g. "openvino(precision=bf16)", `faster` is the speed of the file that `Shrunk.save_exported` writes: the file of
     the unchanged model is timed beside the model, and the plan leaves to it what the runtime and the precision gain.
 
+    If the unchanged model is as fast as requested, by its kernels or by the format, it is the result.
+
     With a `folder` the intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes
     the results.
 
@@ -173,8 +176,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         work = _Work.of(
             model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log
         )
-        planned = target if to is None or target.spend != "latency" else work.planned_for(target, to)
-        (found,) = work.shrunk((planned,))
+        try:
+            planned = target if to is None or target.spend != "latency" else work.planned_for(target, to)
+            (found,) = work.shrunk((planned,))
+        except TargetMet as met:
+            log(str(met))
+            found = work.unchanged(target)
     return replace(found, target=target)
 
 
@@ -325,9 +332,9 @@ class _Work:
         gain = speeds["file"] / speeds["model"]
         log(f"{speeds['model']:.2f}x as fast in attnrx as in its own library, {speeds['file']:.2f}x as {to}")
         if target.most * speeds["file"] >= 1:
-            raise NoOpPrescription(
+            raise TargetMet(
                 f"{target} is met by the unchanged model as {to}, which is {speeds['file']:.2f}x as fast: there is "
-                f"nothing to plan. Write it with `attnrx export --to '{to}'`, or request more."
+                "nothing to plan."
             )
         return replace(target, most=target.most * gain)
 
@@ -364,6 +371,19 @@ class _Work:
         evidence = verify(slim, self.original, self.tested, checks, about, **given)
         samples = _samples(self.tested, self.class_names)
         return Shrunk(slim, prescription, evidence, found, target, self.diagnosis, samples, self.class_names)
+
+    def unchanged(self, target: Target) -> Shrunk:
+        """Returns the original, with the evidence of its speed relative to its own library."""
+        log, batch = self.settings.log, self.settings.timing.batch
+        log("verifying the unchanged model")
+        protocol = LatencyProtocol(self.settings.timing.conditions, rounds_of(batch), warmup=2, kernels=False)
+        checks: tuple[Check, ...] = (Fidelity(), Costs(), Latency(batch, protocol, library=True))
+        if self.tested.has_labels:
+            checks = (Accuracy(None), *checks)
+        about = {"target": str(target), **self.about}
+        evidence = verify(self.original, self.original, self.tested, checks, about, seed=self.seed, batch_size=32)
+        samples = _samples(self.tested, self.class_names)
+        return Shrunk(self.original, None, evidence, None, target, self.diagnosis, samples, self.class_names)
 
     @cached_property
     def fitted_classes(self) -> dict[str, list[int]]:

@@ -36,7 +36,7 @@ def test_the_demonstration_writes_a_smaller_model_with_its_evidence(tmp_path: Pa
 
 
 def evidence_of(faster: float, change: float) -> Evidence:
-    speed = Finding("promises", "speed", faster, low=faster, high=faster, details={"quantity": "promised speed"})
+    speed = Finding("latency", "speed", faster, low=faster, high=faster, details={"quantity": "speed"})
     drop = Finding("accuracy", "change", change, low=change, high=change, details={"quantity": "accuracy change"})
     return with_claims(Evidence((speed, drop), {}))
 

@@ -115,6 +115,7 @@ def test_a_call_goes_on_where_it_was(tmp_path: Path) -> None:
     again = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
     assert any("diagnosis of an earlier call" in line for line in lines)
     assert sum(line.startswith("plan at") for line in lines) < count
+    assert first.plan is not None and again.plan is not None
     # The divergence of this small model is 1e-6, where further trials change little.
     assert again.plan.expected["divergence"].value <= 1.5 * first.plan.expected["divergence"].value + 1e-5
 
@@ -132,7 +133,7 @@ def test_a_target_of_accuracy_needs_labels() -> None:
 
 def test_tokens_by_image_are_calibrated_and_saved(tmp_path: Path) -> None:
     found = rx.shrink(original(), images(48), macs=0.5, by_image=True)
-    assert found.prescription.tokens is not None
+    assert found.prescription is not None and found.prescription.tokens is not None
     policy = found.prescription.tokens.policy
     assert policy.by_image and not policy.must_be_calibrated
     loaded = rx.load(found.save(tmp_path / "small", onnx=False))

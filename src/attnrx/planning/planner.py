@@ -15,7 +15,7 @@ from attnrx.checks.outputs import KINDS
 from attnrx.costs import compare_latency
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
+from attnrx.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.model_data import images_for
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
@@ -112,7 +112,7 @@ def plan(
 
     Raises:
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
-        NoOpPrescription: The unchanged model meets the target.
+        TargetMet: The unchanged model meets the target.
     """
     (found,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
     return found
@@ -227,7 +227,7 @@ class Planner:
             return filled(self.space, self.cost_table, self.sensitivities, most, weights_of(self.space, knobs), start)
         frontier = self.frontier(knobs)
         if frontier.nothing <= most:
-            raise NoOpPrescription(
+            raise TargetMet(
                 f"{self.target} is met by the unchanged model: in attnrx's kernels its {self.cost_table.of} is "
                 f"{frontier.nothing:.3f} of that in its own library, so there is nothing to plan. Save it as it is "
                 f"with rx.save, or request less than {frontier.nothing:.3f} (faster={1 / frontier.nothing:.2f})."

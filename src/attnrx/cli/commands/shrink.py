@@ -90,7 +90,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     record = {
         "summary": found.summary(),
         "folder": str(folder),
-        "prescription": str(found.prescription),
+        "prescription": None if found.prescription is None else str(found.prescription),
         "evidence": found.evidence.to_record(),
         "evidence_exported": None if exported is None else exported.to_record(),
     }
