@@ -107,7 +107,7 @@ EFFORTS: Mapping[str, Effort] = {
         every=1,
         front=5,
         adjusts=False,
-        repair_images=2048,
+        repair_images=3072,
         repair_steps=500,
     ),
 }
