@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from attnrx.errors import InvalidInput
 from attnrx.losses import LossContext, PerturbationRobustness, TargetRank
 from attnrx.models import family_of, observing
 from attnrx.training.optimization import strengths_of
@@ -27,6 +28,17 @@ def test_target_rank_is_equation_28(config: str) -> None:
             rank = math.exp(-sum(p * math.log(p) for p in shares))
             terms.append((rank - 2.5) ** 2)
     assert TargetRank(2.5)(given).item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+
+
+def test_target_rank_of_some_layers() -> None:
+    given = context("svda-deep")
+    layers = family_of(given.model).attention(given.model)
+    each = [TargetRank(2.5, layers=(number + 1,))(given) for number in range(len(layers))]
+    assert TargetRank(2.5, layers=(1, 3))(given).item() == pytest.approx((each[0] + each[2]).item() / 2, rel=1e-12)
+    TargetRank(2.5, layers=(2,))(given).backward()
+    assert [strength.grad is not None for strength in strengths_of(given.model)[:3]] == [False, True, False]
+    with pytest.raises(InvalidInput, match="no layer 9"):
+        TargetRank(2.5, layers=(1, 9))(given)
 
 
 def test_target_rank_pulls_the_rank_to_the_target() -> None:
@@ -61,3 +73,6 @@ def test_perturbation_robustness_is_equation_34(config: str) -> None:
             for head in range(clean.shape[1]):
                 terms.append(torch.linalg.matrix_norm(clean[image, head] - moved[image, head]).item() ** 2)
     assert PerturbationRobustness(0.2)(given).item() == pytest.approx(sum(terms) / len(terms), rel=1e-10)
+    last = terms[-len(terms) // len(family_of(given.model).attention(given.model)) :]
+    of_last = PerturbationRobustness(0.2, layers=(len(family_of(given.model).attention(given.model)),))(given)
+    assert of_last.item() == pytest.approx(sum(last) / len(last), rel=1e-10)

@@ -5,7 +5,7 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import attnrx as rx
 from attnrx.errors import InvalidInput, UnknownName
@@ -170,7 +170,7 @@ def _parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
             key, value = (free[0] if free else "one more"), knob
         if key not in fields or key in given:
             raise InvalidInput(f"the loss {text!r}: {name} takes {', '.join(fields)}, each once; found {knob!r}.")
-        given[key] = value if fields[key].type in (str, str | None) else _number(value, fields[key].type, text)
+        given[key] = _value(value, fields[key].type, text)
     given = {**rest, **given}
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in given]
     if missing:
@@ -178,8 +178,12 @@ def _parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
     return kinds[name](**given)
 
 
-def _number(value: str, kind: Any, text: str) -> int | float:
+def _value(value: str, kind: Any, text: str) -> Any:
+    if kind in (str, str | None):
+        return value
     try:
+        if get_origin(kind) is tuple:
+            return tuple(map(int, value.split("/")))
         return int(value) if kind == int | None else share(value)
     except ValueError:
         raise InvalidInput(

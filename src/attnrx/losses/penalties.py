@@ -18,11 +18,13 @@ from attnrx.shapes import Float, Tensor
 class TargetRank(Loss):
     """The squared distance of a head's effective rank to `rank` (Eq. 28), averaged over the heads of all layers.
 
-    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped.
+    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers` are
+    the layers that a diagnosis singled out, the first is 1; none are all.
     """
 
     rank: float
     weight: float = 0.01
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -31,10 +33,11 @@ class TargetRank(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         layers = family_of(context.model).attention(context.model)
+        chosen = _chosen(self, self.layers, len(layers))
         ranks = [
             effective_rank(strength)
-            for layer in layers
-            if isinstance(layer.scores, SvdaForm)
+            for index, layer in enumerate(layers)
+            if index in chosen and isinstance(layer.scores, SvdaForm)
             for strength in layer.scores.strength.split(layer.spec.ranks)  # one vector for all heads
             if strength.numel()
         ]
@@ -47,12 +50,14 @@ class TargetRank(Loss):
 class PerturbationRobustness(Loss):
     """The squared Frobenius change of the attention maps under Gaussian noise (Eq. 34).
 
-    Averaged over images, heads and layers. `scale` is the standard deviation of the noise in normalized units. Images
-    and noisy images pass once more, through the eager attention, so a step costs about three times as much.
+    Averaged over images, heads and layers: all, or those that a diagnosis singled out (`layers`, the first is 1).
+    `scale` is the standard deviation of the noise in normalized units. Images and noisy images pass once more, through
+    the eager attention, so a step costs about three times as much.
     """
 
     scale: float = 0.05
     weight: float = 1.0
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -61,17 +66,29 @@ class PerturbationRobustness(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         changes: list[Tensor] = []
+        family = family_of(context.model)
+        chosen = _chosen(self, self.layers, len(family.attention(context.model)))
 
-        def observe(_: int, observation: Observation) -> None:
+        def observe(layer: int, observation: Observation) -> None:
+            if layer not in chosen:
+                return
             clean, noisy = observation.attention.chunk(2)
             changes.append((clean - noisy).square().sum((-2, -1)).mean())
 
         images = torch.cat([context.images, context.images + self.scale * context.noise()])
-        with observing(context.model, family_of(context.model), observe):
+        with observing(context.model, family, observe):
             context.model.forward(images)  # the bare module, in which the hooks see every layer
         if not changes:
             raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
         return torch.stack(changes).mean()
+
+
+def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
+    """Returns the indices of the chosen layers, of all if there are none; raises InvalidInput for unknown ones."""
+    unknown = [layer for layer in layers if not 1 <= layer <= depth]
+    if unknown:
+        raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")
+    return {layer - 1 for layer in layers} or set(range(depth))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ KNOBS = (
 )
 
 PARALLEL = "for several processes (accelerate launch, torchrun): a replica per process, or sharded (ddp)"
-LOSSES = "terms added to the task loss, e.g. target_rank:16:0.1 perturbation_robustness; task:0 disables smoothing"
+LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
 
 
 def add(parser: Parser) -> None:
