@@ -177,4 +177,5 @@ def test_a_speed_that_the_unchanged_file_has_changes_nothing(made: SimpleNamespa
     model, original = rx.load(out), rx.load(made.run)
     assert rx.models.model_fingerprint(model) == rx.models.model_fingerprint(original)
     (speed,) = rx.Evidence.load(out / "evidence-onnx.json").of("latency")[:1]
+    assert not any("memory" in one.claim for one in rx.Evidence.load(out / "evidence-onnx.json").findings)  # of torch
     assert speed.limit == pytest.approx(1.0001) and not (out / "prescription.json").exists()
