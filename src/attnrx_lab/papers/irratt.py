@@ -11,9 +11,10 @@ from torch import nn
 from attnrx.api import adapt_preprocessing, diagnose, load, prescribe, realize
 from attnrx.checks import Accuracy, Fidelity
 from attnrx.costs import IRRATT, Compression
-from attnrx.data import Splits
+from attnrx.data import ImageSet, Splits
 from attnrx.diagnosis import Diagnosis
 from attnrx.evidence import Evidence
+from attnrx.losses import FusionOwnership, Task
 from attnrx.models import family_of
 from attnrx.prescription import Prescription
 from attnrx.progress import Log
@@ -33,6 +34,7 @@ from attnrx_lab.papers.experiment import (
     measures,
     plain_measures,
 )
+from attnrx_lab.papers.spot import ORIGINALS, outline_for
 
 # timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
 EMA = 0.99996
@@ -47,7 +49,7 @@ NOTES = (
 )
 
 # The rule text of each form of Compression for a number of directions: of each head for truncatt, of all heads
-# together for the others. The constrained CP needs training, and has no rule.
+# together for the others.
 RULES: Mapping[str, str] = {
     "truncatt": f"uniform_rank:{{rank}},metric={METRIC}",
     "cp": f"shared_rank:{{rank}},form=epc,joint={METRIC},seed={{seed}}",
@@ -61,7 +63,8 @@ class IrrattMethod:
 
     `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` that of the value dimensions,
     `mlp` the rank of both maps of the MLP as a share of the width; None means unchanged. `by_training` marks a method
-    whose ranks come from training with constraints (Eq. 7): its costs are computed, and it is not measured.
+    whose heads divide the directions of a CP that is trained with constraints (Eq. 7): without training its costs are
+    computed, and it is not measured.
     """
 
     name: str
@@ -125,7 +128,9 @@ class IrrattExperiment(Experiment):
     of `load_data`. Values and MLP are prescribed on the first `calibration_images` of the training images, which the
     seed divides from the validation images; the scores by the weights, with the seed for every start. Nothing is
     fine-tuned by default: if the data has few of a model's classes, training on it would let every method gain by
-    forgetting the others. `tiny` measures a tiny model on generated images; the costs are always those of the model
+    forgetting the others. A constrained CP is trained for `epochs` before its fine-tuning. Without a `model` the
+    original is one of `ORIGINALS`, which is trained here once. `ema` is the decay of the mean of the weights. `tiny`
+    measures a tiny model on generated images; the costs are always those of the model
     itself.
     """
 
@@ -137,7 +142,7 @@ class IrrattExperiment(Experiment):
     )
 
     subject: str
-    model: str
+    model: str | None
     dataset: str
     methods: tuple[IrrattMethod, ...]
     seed: int = 0
@@ -148,16 +153,26 @@ class IrrattExperiment(Experiment):
     batch_size: int = 256
     calibration_images: int = 96
     test_images: int | None = None
+    learning_rate: float = 5e-5
+    ema: float | None = EMA
     tiny: bool = False
 
     def as_tiny(self) -> "IrrattExperiment":
         """The same methods on a tiny model, in seconds, without fine-tuning."""
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
-    def original(self) -> nn.Module:
+    def original(self, folder: Path, log: Log) -> nn.Module:
+        """Loads the original; one that is not pre-trained is trained in a folder that all runs share."""
         if self.tiny:
-            return sources.tiny_twin(sources.outline_of(self.model), self.seed)
-        return load(self.model, weights=self.weights).eval()
+            return sources.tiny_twin(self._outline(), self.seed)
+        if self.model is not None:
+            return load(self.model, weights=self.weights).eval()
+        columns = self.label_column, self.test_column
+        splits = sources.data_for(self._outline(), self.dataset, columns)  # divided by seed 0, as the original is
+        return ORIGINALS[self.subject].trained(splits, folder.parents[1] / "originals" / self.subject, log)
+
+    def _outline(self) -> nn.Module:
+        return outline_for(self.model, self.subject)
 
     def splits(self, model: nn.Module) -> Splits:
         """Loads the data at the size and on the scale of the model, or generates it."""
@@ -172,12 +187,12 @@ class IrrattExperiment(Experiment):
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
-            learning_rate=5e-5,
+            learning_rate=self.learning_rate,
             min_learning_rate=1e-6,
             warmup_learning_rate=1e-6,
             weight_decay=0.0,
             warmup_epochs=min(5.0, self.epochs / 10),
-            ema=EMA,
+            ema=self.ema,
             seed=self.seed,
         )
 
@@ -189,7 +204,7 @@ class IrrattExperiment(Experiment):
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Computes the costs of the requested methods, and measures those that can be made."""
-        model = self.original()
+        model = self.original(folder, log)
         splits = self.splits(model)
         calibration = first_images(splits.train, self.calibration_images)
         diagnosis = diagnose(model, calibration, batch_size=BATCH, seed=self.seed)
@@ -199,7 +214,10 @@ class IrrattExperiment(Experiment):
 
         def evidence(method: IrrattMethod) -> Evidence:
             """Returns accuracy and fidelity of a method's model against the original, and its realized costs."""
-            candidate = method.candidate(model, diagnosis, self.seed)
+            if method.by_training:
+                candidate = self._constrained(method, model, diagnosis, splits, calibration, folder)
+            else:
+                candidate = method.candidate(model, diagnosis, self.seed)
             if self.epochs and method.changes:  # the original is never trained
                 trained = train(candidate, splits, self.training(), folder / "train" / method.name)
                 candidate = load(trained.folder)
@@ -209,18 +227,34 @@ class IrrattExperiment(Experiment):
             compared = replace(comparison, candidate=placed)
             return evidence_by([Accuracy(most_drop=None), Fidelity()], compared, self, **about)
 
-        outline, rules, notes = sources.outline_of(self.model), {}, [*splits.notes, *NOTES]
+        outline, rules, notes = self._outline(), {}, [*splits.notes, *NOTES]
         for method in (method for method in self.methods if method.name in stages):
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
-            if not method.by_training:
+            if self.epochs or not method.by_training:
                 log(f"{self.name}: {method.name}")
                 found = evidence_at(folder / "evidence" / f"{method.name}.json", partial(evidence, method))
                 rules[method.name]["measured"] = measures(found)
                 rules[method.name]["realized"] = plain_measures(found.about["realized"])
-        if any(method.by_training for method in self.methods):
-            notes.append("ranks from training with constraints (Eq. 7) are priced and not measured")
+        if not self.epochs and any(method.by_training for method in self.methods):
+            notes.append("ranks from training with constraints (Eq. 7) are priced and not measured: give --epochs")
         return {
             "data": {"name": splits.name, "test": test.fingerprint, "notes": notes},
             "model": {"fingerprint": diagnosis.fingerprint},
             "rules": rules,
         }
+
+    def _constrained(
+        self,
+        method: IrrattMethod,
+        model: nn.Module,
+        diagnosis: Diagnosis,
+        splits: Splits,
+        calibration: ImageSet,
+        folder: Path,
+    ) -> nn.Module:
+        """Trains a CP until every direction has one head (Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
+        joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed)
+        settings = replace(self.training(), losses=(Task(), FusionOwnership()), nonnegative_fusion=True)
+        trained = load(train(joint, splits, settings, folder / "train" / f"{method.name}-constraints").folder)
+        owned = diagnose(trained, calibration, batch_size=BATCH, seed=self.seed)
+        return realize(trained, prescribe(owned, "qk=fusion_owner"))

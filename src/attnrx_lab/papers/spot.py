@@ -144,6 +144,13 @@ class SmallOriginal:
             checkpoint_every=200,
         )
 
+    def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
+        """Returns the trained model, which is made in the folder if it is not there."""
+        with alone(place):
+            log(f"the original, {place}")
+            trained = train(self.build(splits.normalization), splits, self.training(), place)
+        return load(trained.folder).eval()
+
     def _initialized(self, scale: Normalization | None) -> nn.Module:
         names = ("image_size", "classes", "width", "depth", "heads", "stem_channels")
         facts: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -341,10 +348,7 @@ class SpotExperiment(Experiment):
             return load(self.model, weights=self.weights).eval(), self.model
         # All runs of a subject share it, in a folder beside theirs.
         place = folder.parents[2] / "originals" / self.place.parts[1]
-        with alone(place):
-            log(f"{self.subject}: the original, {place}")
-            trained = train(self.made.build(splits.normalization), splits, self.made.training(), place)
-        return load(trained.folder).eval(), str(place)
+        return self.made.trained(splits, place, log), str(place)
 
     def _evidence(self, original: nn.Module, teacher: str, splits: Splits, folder: Path) -> Evidence:
         """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
