@@ -1,5 +1,6 @@
 """Every recipe states where it comes from, agrees with the paper's own arithmetic, and runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from attnrx.losses import Ponder
 from attnrx.models import named_config
 from attnrx.serialization.config import to_dict
 from attnrx_lab.papers import load_recipe, recipe_names, reproduce
+from attnrx_lab.papers.irratt_tables import CLUTTER
 from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
 from attnrx_lab.papers.svda import SvdaExperiment
 
@@ -221,3 +223,18 @@ def test_printed_numbers_are_part_of_the_package():
     folder = Path(attnrx_lab.papers.__file__).parent
     assert {path.stem for path in folder.glob("*.json")} == {"irratt", "spot", "svda"}
     assert 'packages = ["src/attnrx", "src/attnrx_lab"]' in (folder.parents[2] / "pyproject.toml").read_text()
+
+
+@pytest.mark.slow
+def test_the_constrained_cp_is_trained_and_its_directions_are_divided(tmp_path: Path) -> None:
+    """Without epochs it has a price only; with them a model whose heads own their directions."""
+    name = "irratt-192-constrained"
+    keys = [(name, "measured", "accuracy")]
+    priced = CLUTTER.as_tiny().run(tmp_path / "priced", keys=keys).record["rules"][name]
+    assert set(priced) == {"paper"}
+    trained = replace(CLUTTER.as_tiny(), epochs=2, learning_rate=1e-3)
+    found = trained.run(tmp_path / "trained", keys=keys).record["rules"][name]
+    assert found["measured"]["accuracy"]["value"] > 0
+    assert 0 < found["realized"]["macs_percent"]["value"] < 100
+    folders = {path.name for path in (tmp_path / "trained" / "train").iterdir()}
+    assert folders >= {name, f"{name}-constraints"}
