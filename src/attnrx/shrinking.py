@@ -38,6 +38,7 @@ from attnrx.shapes import ImageBatch
 DIAGNOSED, PREDICTED = 128, 96
 ROUNDS, SMALL = 8, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
 SHOWN = 8  # test images in the report
+LARGEST = 0.99  # share of the latency that is planned for
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
 
@@ -177,7 +178,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log
         )
         try:
-            planned = target if to is None or target.spend != "latency" else work.planned_for(target, to)
+            planned = target if to is None or target.of != "latency" else work.planned_for(target, to)
             (found,) = work.shrunk((planned,))
         except TargetMet as met:
             log(str(met))
@@ -321,13 +322,10 @@ class _Work:
         """Returns the target of a model whose file in this format meets `target`, by timing the unchanged model's."""
         form, log = parse_format(to), self.settings.log
         log(f"timing the unchanged model as {to}")
-        names, images = (
-            fitting_names(self.original, self.class_names),
-            self.fitted.take(min(form.wanted, len(self.fitted))),
-        )
+        images = self.fitted.take(min(form.wanted, len(self.fitted)))
         with TemporaryDirectory() as room:
             path = Path(room) / f"unchanged{form.suffix}"
-            file = export(self.original, path, to=form, calibration=images, class_names=names)
+            file = export(self.original, path, to=form, calibration=images)
             speeds = self._speeds({"model": self.original, "file": file})
         gain = speeds["file"] / speeds["model"]
         log(f"{speeds['model']:.2f}x as fast in attnrx as in its own library, {speeds['file']:.2f}x as {to}")
@@ -336,7 +334,7 @@ class _Work:
                 f"{target} is met by the unchanged model as {to}, which is {speeds['file']:.2f}x as fast: there is "
                 "nothing to plan."
             )
-        return replace(target, most=target.most * gain)
+        return replace(target, most=min(target.most * gain, LARGEST))
 
     def _speeds(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
         """Returns the speeds of models, timed in turns, relative to the original in its own library."""
