@@ -9,6 +9,7 @@ import torch
 from attnrx.api import diagnose, realize, save
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.models import build_model, family_of
+from attnrx.progress import no_log
 from attnrx_lab.papers.fusion import FusionExperiment, blocks
 from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod, paper_price, realized_price
 
@@ -38,8 +39,8 @@ def experiment(model_folder: str) -> IrrattExperiment:
 
 
 @pytest.mark.slow
-def test_prices_are_those_of_the_models_that_are_made(experiment: IrrattExperiment):
-    model = experiment.original()
+def test_prices_are_those_of_the_models_that_are_made(experiment: IrrattExperiment, tmp_path: Path):
+    model = experiment.original(tmp_path, no_log)
     diagnosis = diagnose(model, experiment.splits(model).train.take(16))
     for method in HALF[:5]:
         made = realized_price(model, method.candidate(model, diagnosis, 0))
@@ -124,7 +125,7 @@ def test_ranks_of_the_heads_share_the_total(model_folder: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_model_whose_heads_share_directions_is_read_as_it_is(experiment: IrrattExperiment, tmp_path: Path):
-    model = experiment.original()
+    model = experiment.original(tmp_path, no_log)
     diagnosis = diagnose(model, experiment.splits(model).train.take(16))
     shared = realize(model, IrrattMethod("cp", "cp", 0.5).prescription(model, diagnosis, 0))
     run = FusionExperiment("cp", str(save(shared, tmp_path / "model")), (0.5,)).run(tmp_path / "run")
