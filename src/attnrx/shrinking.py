@@ -208,10 +208,12 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     The budgets are those of `shrink`, several of one kind. Every size is planned, realized, repaired and verified by
     itself, and a saved model with evidence in a folder of its own; the original is the largest. Budgets in between are
     met by the next larger size with fewer tokens. All sizes are timed together, relative to the model in its own
-    library. An interrupted call goes on with the first size that is missing.
+    library. An interrupted call goes on with the first size that is missing. A speed that the original has by its
+    kernels needs no size.
 
     Raises:
         InvalidInput: Not exactly one kind of budget, or a folder with the sizes of another call.
+        TargetMet: The original meets every budget.
         NotSupported: No plan reaches a budget.
     """
     kinds = {"faster": faster, "macs": macs, "params": params}
@@ -229,9 +231,19 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         work = _Work.of(model, data, False, batch, threads, effort, False, weights, columns, folder, seed, log)
         about = {"fingerprint": model_fingerprint(work.original), "effort": effort, "seed": seed}
         missing = {name: target for name, target in targets.items() if not _is_made(folder / name, about, target)}
-        for name, found in zip(missing, work.shrunk(tuple(missing.values())), strict=True):
-            found.save(folder / name, onnx=False)
-            log(f"{name}: {found.summary()}")
+        while missing:
+            try:
+                for found in work.shrunk(tuple(missing.values())):
+                    name = next(iter(missing))
+                    found.save(folder / name, onnx=False)
+                    log(f"{name}: {found.summary()}")
+                    del missing[name]
+            except TargetMet as met:  # by the original, which is a size itself
+                name = next(iter(missing))
+                log(f"{name}: {met}")
+                del missing[name], targets[name]
+                if not targets:
+                    raise
     save(work.original, folder / ORIGINAL)
     made = Elastic(folder, work.sizes(folder, (ORIGINAL, *targets)), {**about, "timing": work.timing_record()})
     made.write()

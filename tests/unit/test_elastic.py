@@ -1,15 +1,18 @@
 """Elastic models: sizes in one folder, budgets in between, what is refused, and how a call goes on."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import attnrx as rx
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+import attnrx.shrinking
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
 from attnrx.models import family_of, model_fingerprint, reduction_of
+from attnrx.planning import Plan
 from attnrx.realization.elastic import Elastic, Size, fit_tokens_, scaled
 from comparisons import pixels
 from planned import CONFIG, original
@@ -42,6 +45,24 @@ def test_every_stored_size_is_its_own_plan(made: Elastic) -> None:
         assert size.latency is not None and size.latency > 0 and size.divergence is not None
         assert rx.Evidence.load(made.folder / size.name / "evidence.json").about["effort"] == "quick"
     assert model_fingerprint(rx.load(made.folder / "original")) == model_fingerprint(original())
+
+
+def test_a_budget_that_the_original_meets_needs_no_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_each = attnrx.shrinking.plan_each
+
+    def met(*given: Any, **settings: Any) -> Iterator[Plan]:
+        if any(target.most > 0.8 for target in given[2]):
+            raise TargetMet("macs=0.9x is met by the unchanged model")
+        yield from plan_each(*given, **settings)
+
+    monkeypatch.setattr(attnrx.shrinking, "plan_each", met)
+    lines: list[str] = []
+    given = {"batch": 4, "threads": 1, "log": lines.append}
+    found = rx.elastic(original(), images(48), tmp_path / "some", macs=(0.9, 0.7), **given)
+    assert [size.name for size in found.sizes] == ["original", "macs-0.7"]
+    assert any(line.startswith("macs-0.9: macs=0.9x is met") for line in lines)
+    with pytest.raises(TargetMet):
+        rx.elastic(original(), images(48), tmp_path / "none", macs=(0.9,), **given)
 
 
 @pytest.mark.parametrize("most", [0.95, 0.8, 0.72, 0.65, 0.55])
