@@ -425,7 +425,7 @@ class OpenVINO(Format):
         openvino.save_model(model, str(path), compress_to_fp16=False)
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file for every number of images that occurs, which is up to a third faster than for any number."""
+        """Compiles the file for every number of images that occurs: up to a third faster than for any number."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": "bf16" if self.precision == "bf16" else "f32",
