@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import pytest
 import torch
 
 from attnrx.checks import (
@@ -272,10 +273,13 @@ PROMISED = {"expected": dict.fromkeys(("divergence", "agreement", "change"), EXP
 
 
 def first_class(vit: VisionTransformer) -> tuple[int, ...]:
-    """The class of the first random picture."""
+    """The class of the first random picture; skips the test of a random model that puts all of them into one."""
     images = next(iter(pixels(vit.config, 20).batches(20))).images
     with torch.no_grad():
-        return (int(vit(images.to(next(vit.parameters()).dtype)).argmax(-1)[0]),)
+        classes = vit(images.to(next(vit.parameters()).dtype)).argmax(-1)
+    if bool((classes == classes[0]).all()):
+        pytest.skip("this random model puts all pictures into one class")
+    return (int(classes[0]),)
 
 
 # name -> the check, for a reference with a prescription.
