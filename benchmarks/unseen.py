@@ -14,6 +14,7 @@ import torch
 import attnrx as rx
 from attnrx.checks.statistics import mean_estimate
 from attnrx.data import ImageSet
+from attnrx.data.images import RowImages
 from attnrx.models import family_of
 from attnrx.planning.effort import effort_of
 from attnrx.shrinking import DIAGNOSED, PREDICTED, three_parts
@@ -62,14 +63,17 @@ def unseen(splits: rx.data.Splits, effort: str) -> ImageSet:
     """Returns the training images that a call of `shrink` at this effort does not look at."""
     preset = effort_of(effort)
     planned, others, _ = three_parts(splits)
+    assert isinstance(planned, RowImages) and isinstance(others, RowImages)
     used = max(preset.images, preset.repair_images, DIAGNOSED)
-    seen = {
-        row
-        for images, count in ((planned, used), (others, PREDICTED))
-        for row in images.take(min(count, len(images))).rows.tolist()  # type: ignore[attr-defined]
-    }
-    rows = torch.cat([planned.rows, others.rows]).unique()  # type: ignore[attr-defined]
-    return replace(planned, rows=torch.tensor([row for row in rows.tolist() if row not in seen]))  # type: ignore[type-var]
+    seen = torch.cat([_first(planned, used), _first(others, PREDICTED)])
+    rows = torch.cat([planned.rows, others.rows]).unique()
+    return replace(planned, rows=rows[~torch.isin(rows, seen)])
+
+
+def _first(images: RowImages, count: int) -> torch.Tensor:
+    taken = images.take(min(count, len(images)))
+    assert isinstance(taken, RowImages)
+    return taken.rows
 
 
 if __name__ == "__main__":

@@ -103,11 +103,9 @@ class Shrunk:
         names = fitting_names(self.model, self.class_names)
         path = Path(folder) / f"model-{form.name}{form.suffix}"
         file = export(self.model, path, to=form, calibration=calibration, class_names=names)
-        protocol = LatencyProtocol(Conditions(threads=threads), rounds_of(batch), warmup=2, kernels=False)
+        protocol = _final_protocol(Conditions(threads=threads), batch)
         wanted = 1 / self.target.most if self.target.of == "latency" else None
-        checks: tuple[Check, ...] = (Fidelity(), Latency(batch, protocol, wanted, library=True))
-        if tested.has_labels:
-            checks = (Accuracy(None), *checks)
+        checks = _with_accuracy(tested, Fidelity(), Latency(batch, protocol, wanted, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}
         evidence = verify(file, original, tested, checks, about, batch_size=32)
         evidence.save(path.with_name(f"evidence-{form.name}.json"))
@@ -351,7 +349,7 @@ class _Work:
     def _speeds(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
         """Returns the speeds of models, timed in turns, relative to the original in its own library."""
         timing = self.settings.timing
-        protocol = LatencyProtocol(timing.conditions, rounds_of(timing.batch), warmup=2, kernels=False)
+        protocol = _final_protocol(timing.conditions, timing.batch)
         family = family_of(self.original)
         shape = timing.batch, *family.input_shape(self.original)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -373,27 +371,25 @@ class _Work:
         prescription = calibrated(
             replace(chosen, about={**chosen.about, "realized": {**how, **self.fitted_classes}}), slim
         )
-        checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=rounds_of(batch)))
-        if self.tested.has_labels:
-            checks = (Accuracy(None), *checks)
-        about = {"target": str(target), **self.about}
-        given = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
-        evidence = verify(slim, self.original, self.tested, checks, about, **given)
-        samples = _samples(self.tested, self.class_names)
-        return Shrunk(slim, prescription, evidence, found, target, self.diagnosis, samples, self.class_names)
+        return self._verified(slim, target, found, prescription, Promises(rounds=rounds_of(batch)))
 
     def unchanged(self, target: Target) -> Shrunk:
         """Returns the original, with the evidence of its speed relative to its own library."""
-        log, batch = self.settings.log, self.settings.timing.batch
-        log("verifying the unchanged model")
-        protocol = LatencyProtocol(self.settings.timing.conditions, rounds_of(batch), warmup=2, kernels=False)
-        checks: tuple[Check, ...] = (Fidelity(), Costs(), Latency(batch, protocol, library=True))
-        if self.tested.has_labels:
-            checks = (Accuracy(None), *checks)
+        self.settings.log("verifying the unchanged model")
+        timing = self.settings.timing
+        speed = Latency(timing.batch, _final_protocol(timing.conditions, timing.batch), library=True)
+        return self._verified(self.original, target, None, None, speed)
+
+    def _verified(
+        self, model: nn.Module, target: Target, found: Plan | None, prescription: Prescription | None, last: Check
+    ) -> Shrunk:
+        """Verifies a model against the original; `last` is the check of what was promised."""
+        checks = _with_accuracy(self.tested, Fidelity(), Costs(), last)
         about = {"target": str(target), **self.about}
-        evidence = verify(self.original, self.original, self.tested, checks, about, seed=self.seed, batch_size=32)
+        given = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
+        evidence = verify(model, self.original, self.tested, checks, about, **given)
         samples = _samples(self.tested, self.class_names)
-        return Shrunk(self.original, None, evidence, None, target, self.diagnosis, samples, self.class_names)
+        return Shrunk(model, prescription, evidence, found, target, self.diagnosis, samples, self.class_names)
 
     @cached_property
     def fitted_classes(self) -> dict[str, list[int]]:
@@ -440,6 +436,15 @@ def _repaired(
         except (NotSupported, InvalidInput) as error:
             log(f"not repaired: {error}")
     return realize(model, prescription, calibration=images), how
+
+
+def _with_accuracy(images: ImageSet, *checks: Check) -> tuple[Check, ...]:
+    """Returns the checks, preceded by that of the accuracy if the images have labels."""
+    return (Accuracy(None), *checks) if images.has_labels else checks
+
+
+def _final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
+    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False)
 
 
 def rounds_of(batch: int) -> int:

@@ -23,8 +23,8 @@ from attnrx.shrinking import shrink
 from attnrx.training import Reporter, TrainingConfig, train
 from attnrx_lab.clutter import CLUTTERED, object_finding
 
-# The demonstration asks for a SHARE of the MACs and claims that it is LEAST times faster, and at most the loss of
-# MOST_DROP points of accuracy. How fast half of the MACs are depends on the processor.
+# The target is a SHARE of the MACs; the claims are that the model is LEAST times faster, and loses at most MOST_DROP
+# points of accuracy. A target of speed would depend on the processor.
 SHARE, LEAST, MOST_DROP = 0.5, 1.5, 1.0
 BATCH, THREADS, ROUNDS = 32, 1, 12  # of the latency
 EPOCHS = 3

@@ -117,11 +117,11 @@ def test_lower_precisions_of_openvino(precision: str, tmp_path: Path) -> None:
     small = realized("ward:0.6@2,4", "compress")
     to, calibration = f"openvino(precision={precision},images=16)", images_for(small, 16)
     exported = rx.export(small, tmp_path / "small.xml", to, calibration=calibration)
-    apart = (answers(exported) - answers(small)).abs().max()
-    assert apart < 0.3 * answers(small).abs().max()
+    difference = (answers(exported) - answers(small)).abs().max()
+    assert difference < 0.3 * answers(small).abs().max()
     assert torch.equal(answers(rx.load(tmp_path / "small.xml")), answers(exported))
     if precision == "int8":  # bfloat16 depends on the processor
-        assert apart > 1e-4
+        assert difference > 1e-4
         with pytest.raises(InvalidInput, match="calibration images"):
             rx.export(small, tmp_path / "other.xml", to)
 
@@ -135,14 +135,14 @@ def test_a_map_of_outliers_stays_in_float(tmp_path: Path) -> None:
         first, second = family_of(model).mlp(model)[2]
         first.get_parameter("bias")[0] = 2000.0
         second.get_parameter("weight")[:, 0] /= 2000.0
-    images, apart, kept = images_for(model, 16), {}, {}
+    images, difference, kept = images_for(model, 16), {}, {}
     for tolerance in (0.03, 1e6):
         path = tmp_path / f"{tolerance:g}.onnx"
         to = f"int8(images=16,tolerance={tolerance:g},most_difference=1000)"
         exported = rx.export(model, path, to, calibration=images)
-        apart[tolerance] = float((answers(exported) - answers(model)).norm() / answers(model).norm())
+        difference[tolerance] = float((answers(exported) - answers(model)).norm() / answers(model).norm())
         kept[tolerance] = sum(node.op_type == "DequantizeLinear" for node in onnx.load(path).graph.node)
-    assert apart[0.03] < 0.5 * apart[1e6] and kept[0.03] < kept[1e6]
+    assert difference[0.03] < 0.5 * difference[1e6] and kept[0.03] < kept[1e6]
 
 
 @pytest.mark.slow

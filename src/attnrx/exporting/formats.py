@@ -389,9 +389,8 @@ class OpenVINO(Format):
     def __post_init__(self):
         if self.precision not in ("f32", "bf16", "int8"):
             raise InvalidInput(f"openvino(precision={self.precision}): choose from f32, bf16, int8.")
-        self._int8  # noqa: B018  (raises for invalid knobs)
+        self._int8()  # raises for invalid knobs
 
-    @property
     def _int8(self) -> Int8:
         return Int8(images=self.images, tolerance=self.tolerance)
 
@@ -406,7 +405,7 @@ class OpenVINO(Format):
 
     def limit(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference at this precision."""
-        limits = {"f32": super().limit(dtype), "bf16": ROUNDING[torch.bfloat16], "int8": self._int8.limit(dtype)}
+        limits = {"f32": super().limit(dtype), "bf16": ROUNDING[torch.bfloat16], "int8": self._int8().limit(dtype)}
         return limits[self.precision]
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
@@ -415,7 +414,7 @@ class OpenVINO(Format):
         if self.calibrated:
             onnx = path.with_suffix(".onnx")
             try:
-                self._int8.write(program, onnx, images)
+                self._int8().write(program, onnx, images)
                 model = openvino.convert_model(onnx)
             finally:
                 onnx.unlink(missing_ok=True)

@@ -107,7 +107,7 @@ class Merging(Reducer):
         """
         there = state.there > 0
         present = int(there.sum(1).max())
-        kept = there.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :present]
+        kept = indices_of(there, present)
         tables = self.first_tables({name: gathered_rows(table, kept) for name, table in self.tables(state).items()})
         sizes = state.sizes[:, state.prefix :].gather(1, kept)
         first, second = ALTERNATING
@@ -131,7 +131,7 @@ class Merging(Reducer):
             tables[name] = table.scatter_add(1, goals[..., None].expand_as(change), change)
         remains = merged_sizes > 0
         left = int(remains.sum(1).max())
-        stay = remains.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :left]
+        stay = indices_of(remains, left)
         positions = remains.cumsum(1) - 1
         positions[:, first] = torch.where(merges, positions.gather(1, goals), positions[:, first])
         tables = {name: gathered_rows(table, stay) for name, table in tables.items()}
@@ -206,7 +206,7 @@ def _indices_in(side: Side, positions: Indices) -> Indices:
 
 
 def indices_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
-    """Returns the indices of the remaining patches, in order; every image has `present` of them."""
+    """Returns the indices of the remaining patches, in order; after them those of others, in images of fewer."""
     # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
     places = torch.arange(there.shape[1], device=there.device, dtype=torch.int32)
     return torch.where(there, places, places + there.shape[1]).argsort(dim=1, stable=True)[:, :present]

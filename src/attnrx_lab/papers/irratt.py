@@ -130,8 +130,7 @@ class IrrattExperiment(Experiment):
     fine-tuned by default: if the data has few of a model's classes, training on it would let every method gain by
     forgetting the others. A constrained CP is trained for `epochs` before its fine-tuning. Without a `model` the
     original is one of `ORIGINALS`, which is trained here once. `ema` is the decay of the mean of the weights. `tiny`
-    measures a tiny model on generated images; the costs are always those of the model
-    itself.
+    measures a tiny model on generated images; the costs are always those of the model itself.
     """
 
     kind: ClassVar[str] = "irratt"
