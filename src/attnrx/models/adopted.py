@@ -72,6 +72,12 @@ class LastLayer:
         self.at_work = False
         block.register_forward_pre_hook(self, with_kwargs=True)
 
+    def stop(self) -> None:
+        """Ends the shortcut, also where the attention was not called because the forward pass failed before it."""
+        self.at_work = False
+        adapter: Any = self.block.get_submodule(self.attention)
+        adapter.key_value_tokens = None
+
     @property
     def watched(self) -> bool:
         """Whether the patch tokens of the last block are needed: for training, or by a hook."""
@@ -137,7 +143,7 @@ class Adopted(nn.Module):
                 yield
         finally:
             if last is not None:
-                last.at_work = False
+                last.stop()
 
     def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
         """Returns the library's last features of the tokens before the patches and of all patches."""
