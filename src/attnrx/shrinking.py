@@ -5,7 +5,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from attnrx.shapes import ImageBatch
 DIAGNOSED, PREDICTED = 128, 96
 ROUNDS, SMALL = 8, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
 SHOWN = 8  # test images in the report
-LARGEST = 0.99  # share of the latency that is planned for
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
 
@@ -48,9 +46,8 @@ class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
     It unpacks as `model, prescription, evidence`. Without `prescription` and `plan` it is the unchanged model, which
-    meets the target by its kernels alone. The `target` is that of the call. For the report there are the
-    `diagnosis` of the original, and in `samples` a few normalized test images with their classes; for the exported file
-    the `class_names` of the data.
+    meets the target by its kernels alone. For the report there are the `diagnosis` of the original, and in `samples` a
+    few normalized test images with their classes; for the exported file the `class_names` of the data.
     """
 
     model: nn.Module
@@ -155,8 +152,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     with splits the plan sees training and validation images, and the evidence is about test images; other data are
     divided into three parts. `effort` is "quick" (minutes), "normal" or "thorough". With `by_image` every image has its
     own number of tokens, and those of the plan are means over images; such a model is not exported. With a format `to`,
-    e.g. "openvino(precision=bf16)", `faster` is the speed of the file that `Shrunk.save_exported` writes: the file of
-    the unchanged model is timed beside the model, and the plan leaves to it what the runtime and the precision gain.
+    e.g. "openvino(precision=bf16)", `faster` is the speed of the file that `Shrunk.save_exported` writes: the plan
+    is made with the costs of the model in attnrx, which are corrected by the measured speed of the files of its plans.
 
     If the unchanged model is as fast as requested, by its kernels or by the format, it is the result.
 
@@ -168,20 +165,19 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         NotSupported: No plan reaches the target.
     """
     target = target_of(faster, macs, params, max_drop)
-    if to is not None:
-        parse_format(to)  # raises before the work
+    if to is not None and by_image:
+        raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
     with shared_subprocess() if target.spend == "latency" else nullcontext():
         work = _Work.of(
-            model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log
+            model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log, to
         )
         try:
-            planned = target if to is None or target.of != "latency" else work.planned_for(target, to)
-            (found,) = work.shrunk((planned,))
+            (found,) = work.shrunk((target,))
         except TargetMet as met:
             log(str(met))
             found = work.unchanged(target)
-    return replace(found, target=target)
+    return found
 
 
 def elastic(  # noqa: PLR0913  (a keyword for every target)
@@ -296,6 +292,7 @@ class _Work:
         folder: Path | str | None,
         seed: int,
         log: Log,
+        to: str | None = None,
     ) -> "_Work":
         """Loads and diagnoses the model, and divides the images."""
         preset = effort_of(effort)
@@ -308,6 +305,7 @@ class _Work:
             storage = str(state / "trials.db")
         timing = TimingSettings(batch, Conditions(str(next(original.parameters()).device), threads=threads))
         search = Search(preset.trials, seed, storage, preset.variations)
+        settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
         splits = _splits_of(original, data, columns)
         planned, others, tested = three_parts(splits)
         if labelled:
@@ -322,29 +320,11 @@ class _Work:
             tested,
             fitted,
             splits.class_names,
-            PlanSettings.of(effort, timing, search=search, log=log),
+            settings,
             {"effort": effort, "batch": batch},
             by_image,
             seed,
         )
-
-    def planned_for(self, target: Target, to: str) -> Target:
-        """Returns the target of a model whose file in this format meets `target`, by timing the unchanged model's."""
-        form, log = parse_format(to), self.settings.log
-        log(f"timing the unchanged model as {to}")
-        images = self.fitted.take(min(form.wanted, len(self.fitted)))
-        with TemporaryDirectory() as room:
-            path = Path(room) / f"unchanged{form.suffix}"
-            file = export(self.original, path, to=form, calibration=images)
-            speeds = self._speeds({"model": self.original, "file": file})
-        gain = speeds["file"] / speeds["model"]
-        log(f"{speeds['model']:.2f}x as fast in attnrx as in its own library, {speeds['file']:.2f}x as {to}")
-        if target.most * speeds["file"] >= 1:
-            raise TargetMet(
-                f"{target} is met by the unchanged model as {to}, which is {speeds['file']:.2f}x as fast: there is "
-                "nothing to plan."
-            )
-        return replace(target, most=min(target.most * gain, LARGEST))
 
     def _speeds(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
         """Returns the speeds of models, timed in turns, relative to the original in its own library."""

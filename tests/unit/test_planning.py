@@ -12,6 +12,7 @@ import numpy as np
 import optuna
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 import cases
@@ -21,7 +22,7 @@ from attnrx.checks import Comparison, Promises
 from attnrx.checks.outputs import divergence, softened_divergence
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, TargetMet, UnknownName
 from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
 from attnrx.planning import AXES, PlanSettings, PredictedQuantity, Search, Target, plan
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled
@@ -324,32 +325,72 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}
 
 
-def test_a_plan_for_the_clock_is_made_again_until_the_clock_agrees(
+class MacsAsLatency(Planner):
+    """A planner whose cost table is that of the MACs."""
+
+    @cached_property
+    def cost_table(self) -> CostTable:
+        return exact_cost_table(self.space, "macs")
+
+
+def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
 ) -> None:
     slower, requested, most = 1.1, [], 0.8
 
-    class Known(Planner):
-        """A clock that finds every plan slower than its price by the same factor."""
+    class SlowTimer:
+        """Measures every model slower than its MACs by the same factor."""
 
-        @cached_property
-        def cost_table(self) -> CostTable:
-            return exact_cost_table(self.space, "macs")
-
-        def _clocked(self, trial: Trial) -> dict[str, Any]:
-            requested.append(trial)
-            return {"faster": 1 / (slower * trial.step.cost)}
+        def of_model(self, timed: nn.Module) -> dict[str, Any]:
+            requested.append(family_of(timed).costs(timed).macs / whole)
+            return {"faster": 1 / (slower * requested[-1])}
 
     settings = PlanSettings(search=Search(8), batch_size=12)
-    target = Target.parse(f"latency={most}x")
-    made = Known(settings.space(model, diagnosis, target), settings, target, images)
+    target, whole = Target.parse(f"latency={most}x"), family_of(model).costs(model).macs
+    made = MacsAsLatency(settings.space(model, diagnosis, target), settings, target, images)
+    made.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
     trial, allowed = made.for_cost(most)
-    assert made.timed is not None and trial is requested[-1] and 0.98 * most <= slower * trial.step.cost <= most
+    assert made.promised == {"faster": 1 / (slower * requested[-1])}
+    assert requested[-1] == pytest.approx(trial.step.cost) and 0.98 * most <= slower * requested[-1] <= most
     # The closed form alone was too slow; what was searched for after that is not.
-    assert slower * requested[0].step.cost > most > allowed and len(requested) == 2 and len(made.trials) == 9
+    assert slower * requested[0] > most > allowed and len(requested) == 2 and len(made.trials) == 9
     slower = 100.0
     with pytest.raises(NotSupported, match=r"cannot be promised|the cheapest"):
         made.for_cost(0.8)
+
+
+def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
+) -> None:
+    whole, files = family_of(model).costs(model).macs, []
+
+    class FileTimer:
+        """A runtime that is 3 times as fast on the unchanged model, and less on smaller ones: calls have a cost."""
+
+        def unchanged(self) -> tuple[float, float]:
+            return 1.0, 3.0
+
+        def of_file(self, timed: nn.Module) -> float:
+            files.append(family_of(timed).costs(timed).macs / whole)
+            return 3.0 / (0.2 + 0.8 * files[-1])
+
+        def of_model(self, timed: nn.Module) -> dict[str, Any]:
+            return {"faster": whole / family_of(timed).costs(timed).macs}
+
+    settings = PlanSettings(search=Search(4), batch_size=12, to="openvino(precision=bf16)")
+    target = Target.parse("faster=4")
+    made = MacsAsLatency(settings.space(model, diagnosis, target), settings, target, images)
+    made.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    trial, _ = made.for_cost(target.most)
+    # A first plan at 3/4 of the MACs is too slow as a file; the last one is fast enough, and little faster.
+    assert files[0] == pytest.approx(0.75, abs=0.03) and 4 <= 3.0 / (0.2 + 0.8 * files[-1]) <= 4.12
+    # The plan promises the speed of the model in attnrx, not that of the file.
+    assert made.promised == {"faster": pytest.approx(1 / trial.step.cost)}
+    easy = Target.parse("faster=2.9")
+    with pytest.raises(TargetMet, match="unchanged model as openvino"):
+        made.for_target(easy).for_cost(easy.most)
+    with pytest.raises(UnknownName):
+        PlanSettings(to="openvina")
 
 
 def test_what_is_expected_of_other_images_is_wider_for_few() -> None:

@@ -5,33 +5,32 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.checks.outputs import KINDS
-from attnrx.costs import compare_latency
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported, TargetMet
+from attnrx.exporting import parse_format
 from attnrx.model_data import images_for
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
 from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS, Effort, effort_of
-from attnrx.planning.measured_costs import TimingSettings, cached_cost_table, timed_cost_table
+from attnrx.planning.measured_costs import TimingSettings
 from attnrx.planning.plan import Plan, Point, PredictedQuantity
 from attnrx.planning.plan_search import EVEN, Search, Trial, refine_plan, search_ranges, weights_of
+from attnrx.planning.plan_timing import PlanTimer
 from attnrx.planning.reference_outputs import Answers, Deviation
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities
 from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
 from attnrx.progress import Log, no_log
 from attnrx.realization import realize
-from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.tokens import Reducer, Ward, parse_reducer
 
 # Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
@@ -39,9 +38,7 @@ CARE, MARGIN = 0.993, 0.98
 # A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
 # more than TOLERATED nats and twice as far; machines vary by as much.
 MISSED, TOLERATED = 1.05, 0.01
-# Plans that are adjusted to their latency are timed on a part of the batch, in MORE times the rounds: at least CHUNK
-# images, and as many as take WORK multiply-accumulates, because below that calls of operations dominate.
-CHUNK, WORK, MORE = 8, 1e10, 4
+LARGEST = 0.99  # share of the latency that is planned for
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
 # The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
@@ -57,6 +54,9 @@ class PlanSettings:
 
     Without a `reducer` it is `ward`; with a relevance where the outputs are those of a class token.
 
+    With `to`, a format of `attnrx.export`, a target of latency is that of the file in this format: the files of whole
+    plans are timed, and the plan leaves to the runtime and the precision what they gain.
+
     `batch_size` is the batch size for measuring outputs; `log` is called with progress messages. `PlanSettings.of`
     makes the settings of a preset.
     """
@@ -68,6 +68,11 @@ class PlanSettings:
     batch_size: int = 32
     log: Log = no_log
     effort: Effort = EFFORTS["thorough"]
+    to: str | None = None
+
+    def __post_init__(self):
+        if self.to is not None:
+            parse_format(self.to)  # raises before the work
 
     @classmethod
     def of(cls, effort: str, timing: TimingSettings | None = None, **changes: Any) -> "PlanSettings":
@@ -154,49 +159,25 @@ class Planner:
         self.space, self.settings, self.target, self.log = space, settings, target, settings.log
         self.answers = Answers.of(space.model, images, settings.batch_size)
         self.effort = settings.effort
+        self.timer = PlanTimer(space, settings.timing, settings.effort, images, settings.to, settings.log)
         self.fewer = self.answers.first(self.effort.trial_images)
-        self.timed: dict[str, Any] | None = None
+        self.promised: dict[str, Any] | None = None  # the timing of the plan that is returned
         self.trials: tuple[Trial, ...] = ()
         self.known: dict[tuple[int, Choices], Deviation] = {}
         self.solved: tuple[dict[str, float], Frontier] | None = None
-        self.speeds: dict[Choices, float] = {}  # measured, relative to the original's
+        self.timings: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
 
     def for_target(self, target: Target) -> "Planner":
         """Returns the planner of another target of the same cost, with what was measured of single choices."""
         other = copy(self)
-        other.target, other.timed, other.trials = target, None, ()
+        other.target, other.promised, other.trials = target, None, ()
         return other
 
     @cached_property
     def cost_table(self) -> CostTable:
         if self.target.spend != "latency":
             return exact_cost_table(self.space, self.target.spend)
-        return cached_cost_table(self.space, self.timing, f"{self.effort}", self._timed_costs, self.log)
-
-    @cached_property
-    def timing(self) -> TimingSettings:
-        """The timing while planning: that of the settings, unless the effort adjusts plans on a CPU."""
-        timing = self.settings.timing
-        if not self.effort.adjusts or timing.conditions.on_cuda:
-            return timing
-        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
-        # one thread the CPU time is the latency, without the load of other processes.
-        enough = ceil(WORK / family_of(self.space.model).costs(self.space.model).macs)
-        batch, alone = min(timing.batch, max(CHUNK, enough)), timing.conditions.threads == 1
-        clock = "cpu" if alone and timing.name == "wall" else timing.name
-        return replace(timing, batch=batch, name=clock, rounds=timing.rounds * max(CHUNK // batch, 1))
-
-    @property
-    def _whole_rounds(self) -> int:
-        return self.effort.whole_rounds * self.timing.rounds // self.settings.timing.rounds
-
-    def _timed_costs(self) -> CostTable:
-        return timed_cost_table(self.space, self.timing, self.library_model, self._whole_rounds, self.log)
-
-    @cached_property
-    def library_model(self) -> nn.Module:
-        """The reference of latency: the model with the attention of its own library."""
-        return family_of(self.space.model).library_model(self.space.model)
+        return self.timer.cost_table()
 
     @cached_property
     def alone(self) -> dict[str, Sensitivities]:
@@ -252,35 +233,63 @@ class Planner:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
         enough.
         """
-        allowed, ratios, best, trial = most * (MARGIN if self.effort.adjusts else 1.0), [], None, None
-        timings: list[tuple[Trial, float, dict[str, Any]]] = []
+        # Costs are those of models in attnrx; a plan for a file may cost as much more as the format gains.
+        largest = LARGEST * self.cost_table.total(Choices.nothing(self.space.depth))
+        allowed = most if self.settings.to is None else min(most * self._gain_of_format(), largest)
+        allowed *= MARGIN if self.effort.adjusts else 1.0
+        ratios, best, trial = [], None, None
+        timings: list[tuple[Trial, float]] = []
         limit = most * self.effort.far
         for attempt in range(self.effort.attempts):
             trial = self._attempt(attempt, allowed, trial)
-            timed = self._clocked(trial)
-            ratios.append(1 / timed["faster"])
-            self.log(f"measured {1 / ratios[-1]:.2f}x faster where {1 / trial.step.cost:.2f}x was predicted")
-            timings.append((trial, allowed, timed))
+            ratios.append(1 / self._timed(trial))
+            what = "" if self.settings.to is None else f" as {self.settings.to}"
+            self.log(f"measured {1 / ratios[-1]:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
+            timings.append((trial, allowed))
             if ratios[-1] <= limit and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
             searched = attempt or self.settings.search.trials < 2
             if self.effort.near * most <= ratios[-1] <= limit and searched:
                 break
-            allowed = trial.step.cost * CARE * most / ratios[-1]
+            allowed = min(trial.step.cost * CARE * most / ratios[-1], largest)
         near = [timed for timed, ratio in zip(timings, ratios, strict=True) if ratio <= MISSED * most]
         if self.effort.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
             # A plan that is fast enough but answers far worse is of less use than one that nearly is.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
-                self.log(f"the target was missed: {best[2]['faster']:.2f}x faster instead of {1 / most:.2f}x")
+                self.log(f"the target was missed: the plan does not reach {1 / most:.2f}x")
         if best is None:
             raise NotSupported(
                 f"{self.target} cannot be promised: plans of a predicted {1 / most:.2f}x faster were measured at "
                 f"{', '.join(f'{1 / ratio:.2f}x' for ratio in ratios)}. Measure on an idle machine, or request less."
             )
-        self.timed = best[2]
-        return best[0], best[1]
+        self.promised = self._record(best[0])
+        return best
+
+    def _gain_of_format(self) -> float:
+        """Returns how much faster the unchanged model is as a file of the requested format than in attnrx."""
+        model, file = self.timer.unchanged()
+        if self.target.most * file >= 1:
+            raise TargetMet(
+                f"{self.target} is met by the unchanged model as {self.settings.to}, which is {file:.2f}x as fast: "
+                "there is nothing to plan."
+            )
+        return file / model
+
+    def _timed(self, trial: Trial) -> float:
+        """Returns the measured speed of a plan, as a file if a format is requested, relative to the library's model."""
+        model = self.realized(trial.step.choices)
+        if self.settings.to is not None:
+            return self.timer.of_file(model)
+        self.timings[trial.step.choices] = self.timer.of_model(model)
+        return self.timings[trial.step.choices]["faster"]
+
+    def _record(self, trial: Trial) -> dict[str, Any]:
+        """Returns the last timing of a plan as a model in attnrx, which is what the plan promises."""
+        if trial.step.choices not in self.timings:
+            self.timings[trial.step.choices] = self.timer.of_model(self.realized(trial.step.choices))
+        return self.timings[trial.step.choices]
 
     def _attempt(self, attempt: int, most: float, last: Trial | None) -> Trial:
         """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
@@ -328,29 +337,6 @@ class Planner:
         found = self.measured(step.choices, answers)
         return Trial(knobs, step, found.mean, found.softened.mean().item())
 
-    def _clocked(self, trial: Trial) -> dict[str, Any]:
-        """Returns the speed of a plan relative to the library's reference implementation."""
-        timing, given, plan_model = self.timing, self.settings.timing, self.realized(trial.step.choices)
-        # Shorter rounds cost less, so there are more of them: their median is more precise.
-        rounds = self._whole_rounds * (MORE if timing is not given else 1)
-        sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(rounds)
-        found = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
-        self.speeds[trial.step.choices] = found.faster.value
-        return {
-            "faster": found.faster.value,
-            "low": found.faster.low,
-            "high": found.faster.high,
-            "batch": given.batch,
-            "timed_batch": timing.batch,
-            "threads": found.threads,
-            "hardware": found.hardware,
-            "precision": timing.conditions.precision,
-            "clock": given.name,
-            "rounds": found.rounds,
-            "in_subprocess": timing.in_subprocess,
-            "torch": found.torch_version,
-        }
-
     def for_drop(self) -> tuple[Trial, float]:
         """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost."""
         low, high, found = 0.0, 1.0, None
@@ -378,7 +364,7 @@ class Planner:
         choices, space = best.step.choices, self.space
         deviation = others.measure(self.realized(choices))
         if self.target.of == DROP and self.target.spend == "latency":
-            self.timed = self._clocked(best)
+            self.promised = self._record(best)
         about = {
             "axes": list(space.axes),
             "reducer": None if space.reducer is None else str(space.reducer),
@@ -407,7 +393,7 @@ class Planner:
             expected_of(deviation, others.kind.doubt),
             explained(space, self.cost_table, self.alone["divergence"], choices),
             self._front(best, most),
-            self.timed,
+            self.promised,
             about,
         )
 
@@ -431,7 +417,7 @@ class Planner:
             change=None if deviation.change is None else float(deviation.change.mean()),
             macs=after.macs / before.macs,
             params=after.params / before.params,
-            faster=self.speeds.get(choices),
+            faster=self.timings.get(choices, {}).get("faster"),
             description=described_choices(space, choices),
         )
 

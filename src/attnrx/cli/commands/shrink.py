@@ -20,7 +20,6 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
 SUMMARY = "make a model smaller and faster for a target, without training, and verify what it cost"
@@ -58,8 +57,6 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    if arguments.to is not None and arguments.by_image:
-        raise InvalidInput("--to with --by-image: an exported file has fixed shapes; omit one of them.")
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)

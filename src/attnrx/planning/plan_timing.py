@@ -1,0 +1,120 @@
+"""The speed of whole plans, as models in attnrx or as files of another format, relative to the library's model."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+
+from attnrx.costs import LatencyProtocol, compare_latencies, compare_latency
+from attnrx.data import ImageSet
+from attnrx.exporting import export, parse_format
+from attnrx.models import family_of
+from attnrx.planning.cost_table import CostTable
+from attnrx.planning.effort import Effort
+from attnrx.planning.measured_costs import TimingSettings, cached_cost_table, timed_cost_table
+from attnrx.planning.space import Space
+from attnrx.progress import Log
+from attnrx.runtime.subprocess_runner import call_in_subprocess_if
+
+# Plans that are adjusted to their latency are timed on a part of the batch, in MORE times the rounds: at least CHUNK
+# images, and as many as take WORK multiply-accumulates, because below that calls of operations dominate.
+CHUNK, WORK, MORE = 8, 1e10, 4
+# Files are timed on whole batches, for so many rounds, or as many times more as a batch is smaller than CHUNK.
+FILE_ROUNDS = 8
+
+
+class PlanTimer:
+    """Times whole plans, as models in attnrx or, with a format `to`, as files that are calibrated on `images`."""
+
+    def __init__(
+        self, space: Space, requested: TimingSettings, effort: Effort, images: ImageSet, to: str | None, log: Log
+    ):
+        self.space, self.requested, self.effort = space, requested, effort
+        self.images, self.to, self.log = images, to, log
+
+    @cached_property
+    def settings(self) -> TimingSettings:
+        """The settings while planning: the requested ones, unless the effort adjusts plans on a CPU."""
+        timing = self.requested
+        if not self.effort.adjusts or timing.conditions.on_cuda:
+            return timing
+        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
+        # one thread the CPU time is the latency, without the load of other processes.
+        enough = ceil(WORK / family_of(self.space.model).costs(self.space.model).macs)
+        batch, alone = min(timing.batch, max(CHUNK, enough)), timing.conditions.threads == 1
+        clock = "cpu" if alone and timing.name == "wall" else timing.name
+        return replace(timing, batch=batch, name=clock, rounds=timing.rounds * max(CHUNK // batch, 1))
+
+    @property
+    def _rounds(self) -> int:
+        return self.effort.whole_rounds * self.settings.rounds // self.requested.rounds
+
+    @cached_property
+    def library_model(self) -> nn.Module:
+        """The reference of latency: the model with the attention of its own library."""
+        return family_of(self.space.model).library_model(self.space.model)
+
+    def cost_table(self) -> CostTable:
+        """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
+
+        def measure() -> CostTable:
+            return timed_cost_table(self.space, self.settings, self.library_model, self._rounds, self.log)
+
+        return cached_cost_table(self.space, self.settings, f"{self.effort}", measure, self.log)
+
+    def of_model(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the speed of a model relative to the library's, with its interval and the conditions."""
+        timing = self.settings
+        # Shorter rounds cost less, so there are more of them: their median is more precise.
+        rounds = self._rounds * (MORE if timing is not self.requested else 1)
+        sides = model, self.library_model, timing.images(self.space), timing.protocol(rounds)
+        speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
+        return {
+            "faster": speed.faster.value,
+            "low": speed.faster.low,
+            "high": speed.faster.high,
+            "batch": self.requested.batch,
+            "timed_batch": timing.batch,
+            "threads": speed.threads,
+            "hardware": speed.hardware,
+            "precision": timing.conditions.precision,
+            "clock": self.requested.name,
+            "rounds": speed.rounds,
+            "in_subprocess": timing.in_subprocess,
+            "torch": speed.torch_version,
+        }
+
+    def of_file(self, model: nn.Module) -> float:
+        """Returns how much faster the file of a model is than the library's model."""
+        with self._file(model) as file:
+            return self._file_speeds({"file": file})["file"]
+
+    def unchanged(self) -> tuple[float, float]:
+        """Returns the speeds of the unchanged model, in attnrx and as a file of the format."""
+        with self._file(self.space.model) as file:
+            speeds = self._file_speeds({"model": self.space.model, "file": file})
+        self.log(f"unchanged: {speeds['model']:.2f}x in attnrx, {speeds['file']:.2f}x as {self.to}")
+        return speeds["model"], speeds["file"]
+
+    @contextmanager
+    def _file(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yields a temporary file of a model as a module."""
+        assert self.to is not None
+        form = parse_format(self.to)
+        self.log(f"timing a file of {self.to}")
+        with TemporaryDirectory() as folder:
+            calibration = self.images.take(min(form.wanted, len(self.images)))
+            yield export(model, Path(folder) / f"model{form.suffix}", to=form, calibration=calibration)
+
+    def _file_speeds(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
+        """Times models in turns, in this process, because a runtime allocates its memory itself."""
+        timing = self.requested
+        protocol = LatencyProtocol(timing.conditions, FILE_ROUNDS * max(CHUNK // timing.batch, 1), 2, kernels=False)
+        speeds = compare_latencies(models, self.library_model, timing.images(self.space), protocol)
+        return {name: speed.faster.value for name, speed in speeds.items()}
