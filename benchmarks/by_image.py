@@ -15,26 +15,23 @@ import torch
 from torch import nn
 
 import attnrx as rx
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model
 from attnrx.models import costs_by_image, family_of
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--weights")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--label-column")
-    parser.add_argument("--test-column")
+    add_model(parser)
+    add_data(parser, "training images for calibration, test images for the measurement")
     parser.add_argument("--policies", nargs="+", required=True)
     parser.add_argument("--calibration-images", type=int, default=256)
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    reference = rx.load(given.model, weights=given.weights).eval()
-    columns = rx.data.Columns(label_column=given.label_column, test_column=given.test_column)
-    size = family_of(reference).input_shape(reference)[1]
-    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=size, columns=columns), reference)
+    reference = model_argument(given.model, "cpu", given.weights, given.trust).eval()
+    splits = splits_argument(reference, given)
     calibration = splits.train.take(given.calibration_images)
     models = {"original": reference}
     for policy in given.policies:

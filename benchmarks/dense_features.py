@@ -10,14 +10,16 @@ times of one thread, in turns, the least of all rounds, relative to the library'
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-import attnrx as rx
 from attnrx.checks.dense import patch_features
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model
 from attnrx.models import attach_tokens_, family_of, reduction_of
 from attnrx.tokens import gathered_rows, parse_policy
 
@@ -44,11 +46,8 @@ def restorations(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tens
 def main(given: Sequence[str] | None = None) -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a model of timm")
-    parser.add_argument("--weights")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--label-column", default="label")
-    parser.add_argument("--test-column")
+    add_model(parser, "a model of timm")
+    add_data(parser, "whose test images are used")
     parser.add_argument("--policies", nargs="+", default=["tome:13@every", "ward:13@every", "ward:12@every"])
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
@@ -56,13 +55,10 @@ def main(given: Sequence[str] | None = None) -> None:
     own = parser.parse_args(given)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    original = rx.load(own.model, weights=own.weights)
-    columns = rx.data.Columns(label_column=own.label_column, test_column=own.test_column)
-    side = family_of(original).input_shape(original)[1]
-    data = rx.adapt_preprocessing(rx.load_data(own.data, columns=columns, image_size=side), original)
-    batches = [batch.images for batch in data.test.take(own.images).batches(own.batch)]
+    original = model_argument(own.model, "cpu", own.weights, own.trust).eval()
+    batches = [batch.images for batch in splits_argument(original, own).test.take(own.images).batches(own.batch)]
     library = family_of(original).library_model(original).eval()
-    models = {text: rx.load(own.model, weights=own.weights) for text in own.policies}
+    models = {text: copy.deepcopy(original) for text in own.policies}
     for text, model in models.items():
         attach_tokens_(model, family_of(model), parse_policy(text))
         model.eval()

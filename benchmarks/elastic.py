@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import attnrx as rx
+from attnrx.cli.inputs import splits_argument
+from attnrx.cli.options import add_data
 from attnrx.models import family_of
 from attnrx.realization.elastic import ORIGINAL, Elastic
 
@@ -22,17 +24,13 @@ from attnrx.realization.elastic import ORIGINAL, Elastic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--label-column")
-    parser.add_argument("--test-column")
+    add_data(parser, "whose test images are used")
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--keep", nargs="*", default=None, help="names of the sizes that stay, for all others at once")
     given = parser.parse_args()
     made = Elastic.read(given.folder)
     original = rx.load(made.folder / ORIGINAL).eval()
-    columns = rx.data.Columns(label_column=given.label_column, test_column=given.test_column)
-    size = family_of(original).input_shape(original)[1]
-    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=size, columns=columns), original)
+    splits = splits_argument(original, given)
     images = torch.cat([batch.images for batch in splits.test.take(given.images).batches(50)])
     reference = log_probabilities(original, images)
     whole = family_of(original).costs(original).macs

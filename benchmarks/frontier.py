@@ -21,6 +21,8 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.checks import Accuracy, Comparison, Fidelity
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model
 from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.models import attach_tokens_, family_of
 from attnrx.planning import TimingSettings
@@ -192,20 +194,14 @@ def chart(record: Mapping[str, Any]) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--weights", metavar="FILE")
-    parser.add_argument("--data", required=True, metavar="DATA")
-    parser.add_argument("--label-column", metavar="NAME")
-    parser.add_argument("--test-column", metavar="NAME")
+    add_model(parser)
+    add_data(parser, "training images for the methods, test images for the measurement")
     parser.add_argument("--out", type=Path, default=Path("runs/frontier"), metavar="FOLDER")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="writes the chart, too")
     arguments = parser.parse_args(words)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    model = rx.load(arguments.model, weights=arguments.weights).eval()
-    named = {"label_column": arguments.label_column, "test_column": arguments.test_column}
-    columns = rx.data.Columns(**{name: column for name, column in named.items() if column})
-    size = family_of(model).input_shape(model)[1]
-    splits = rx.adapt_preprocessing(rx.load_data(arguments.data, image_size=size, columns=columns), model)
+    model = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
+    splits = splits_argument(model, arguments)
     with torch.inference_mode(False):
         record = measure(model, splits, arguments.out)
     print(table(record))

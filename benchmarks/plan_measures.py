@@ -15,6 +15,8 @@ import torch
 from scipy.stats import spearmanr
 
 import attnrx as rx
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model
 from attnrx.planning.allocation import Frontier
 from attnrx.planning.cost_table import exact_cost_table
 from attnrx.planning.plan_search import search_ranges, weights_of
@@ -59,10 +61,8 @@ def told(measured: Measured, images: int, splits: int, seed: int) -> dict[str, t
 def main(given: Sequence[str] | None = None) -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--weights")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--label-column", default="label")
+    add_model(parser)
+    add_data(parser, "whose training images are used")
     parser.add_argument("--reducer", default="ward")
     parser.add_argument("--target", type=float, default=0.6, help="share of the MACs")
     parser.add_argument("--plans", type=int, default=24)
@@ -73,11 +73,8 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     if max(arguments.few) > arguments.images // 2:
         parser.error(f"--few {max(arguments.few)} of {arguments.images} images: the other half must be others.")
-    model = rx.load(arguments.model, weights=arguments.weights).eval()
-    columns = rx.data.Columns(label_column=arguments.label_column)
-    _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits = rx.adapt_preprocessing(rx.load_data(arguments.data, image_size=size, columns=columns), model)
-    images = splits.train.take(arguments.images)
+    model = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
+    images = splits_argument(model, arguments).train.take(arguments.images)
     diagnosis = rx.diagnose(model, images, images=min(FOR_SENSITIVITIES, len(images)), batch_size=BATCH)
     space = Space(model, diagnosis, parse_reducer(arguments.reducer))
     answers = Answers.of(model, images, BATCH)

@@ -1,6 +1,6 @@
 """Divergence of prescriptions of rotary attention, on the twin that `rotary_twin.py` distils, and of its teacher.
 
-    python benchmarks/rotary.py DATA --weights W --twin runs/rotary_twin/twin.safetensors [--label-column L] ...
+    python benchmarks/rotary.py --data DATA --weights W --twin runs/rotary_twin/twin.safetensors [--label-column L] ...
 
 Of the twin: all directions that `total_rank` keeps, slow pairs without rotation; whole rotated pairs by their energy;
 token merging. Of the teacher, which has no rotation, the same rules. KL in nats, mean over the test images, with the
@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import attnrx as rx
+from attnrx.cli.inputs import splits_argument
+from attnrx.cli.options import add_data
 from attnrx.diagnosis import Diagnosis
 from attnrx.models import family_of
 from attnrx.models.timm_family import TimmFamily
@@ -70,16 +72,12 @@ def models(model: nn.Module, images: rx.data.ImageSet, rotary: bool) -> Iterator
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data")
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--twin", type=Path, required=True)
-    parser.add_argument("--label-column")
-    parser.add_argument("--test-column")
+    add_data(parser, "training images for the calibration, test images for the measurement")
     given = parser.parse_args()
-    named = {"label_column": given.label_column, "test_column": given.test_column}
-    columns = rx.data.Columns(**{name: column for name, column in named.items() if column})
     teacher = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
-    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=224, columns=columns), teacher)
+    splits = splits_argument(teacher, given)
     pair = {"teacher": teacher, "twin": twin_of(given.twin)}
     answers = {name: logits(model, splits.test) for name, model in pair.items()}
     same = (answers["twin"].argmax(1) == answers["teacher"].argmax(1)).double().mean()

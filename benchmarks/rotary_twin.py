@@ -1,6 +1,6 @@
 """Distils a rotary twin of a pre-trained ViT-Tiny, on which rotary prescriptions are measured without DINOv3's weights.
 
-    python benchmarks/rotary_twin.py DATA --weights W --label-column L --test-column T --out runs/rotary_twin
+    python benchmarks/rotary_twin.py --data DATA --weights W --label-column L --test-column T --out runs/rotary_twin
 
 The twin has the teacher's shape and the rotary embedding of DINOv3 (axial, base 100, halves of a row rotated) in every
 layer. It starts from the teacher's weights. First the query and key maps of every layer are fitted to the teacher's
@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import attnrx as rx
+from attnrx.cli.inputs import splits_argument
+from attnrx.cli.options import add_data
 
 NAME = "vit_small_patch16_rope_ape_224"
 ARGUMENTS = {
@@ -153,18 +155,14 @@ class Training:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data")
     parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--label-column")
-    parser.add_argument("--test-column")
+    add_data(parser, "training images for the training, test images for the measurement")
     parser.add_argument("--out", type=Path, default=Path("runs/rotary_twin"))
     parser.add_argument("--steps", type=int, default=150)
     given = parser.parse_args()
     torch.manual_seed(0)
-    named = {"label_column": given.label_column, "test_column": given.test_column}
-    columns = rx.data.Columns(**{name: column for name, column in named.items() if column})
     teacher = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
-    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=224, columns=columns), teacher)
+    splits = splits_argument(teacher, given)
     test = torch.cat([batch.images for batch in splits.test.batches(100)])
     training = Training(given.out, given.weights, test)
     if training.done < 0:

@@ -14,29 +14,25 @@ import torch
 from torch import nn
 
 import attnrx as rx
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model
 from attnrx.data import ImageSet
-from attnrx.models import family_of
 from attnrx.realization import realize_fitted
 from attnrx.realization.repair import Repair
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--weights")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--label-column")
-    parser.add_argument("--test-column")
+    add_model(parser)
+    add_data(parser, "training images for calibration, test images for the measurement")
     parser.add_argument(
         "--rules", nargs="+", required=True, help="rules of `attnrx prescribe`; ' repair=STEPS' repairs"
     )
     parser.add_argument("--calibration-images", type=int, default=512)
     parser.add_argument("--images", type=int, default=500)
     given = parser.parse_args()
-    original = rx.load(given.model, weights=given.weights).eval()
-    columns = rx.data.Columns(label_column=given.label_column, test_column=given.test_column)
-    size = family_of(original).input_shape(original)[1]
-    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=size, columns=columns), original)
+    original = model_argument(given.model, "cpu", given.weights, given.trust).eval()
+    splits = splits_argument(original, given)
     tested, test_labels = stacked(splits.test.take(min(given.images, len(splits.test))))
     pool, labels = stacked(splits.train.take(min(2 * given.calibration_images, len(splits.train))))
     classes = torch.tensor(sorted(set(test_labels.tolist())))

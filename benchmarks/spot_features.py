@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import nn
 
-import attnrx as rx
 from attnrx.checks.statistics import mean_estimate
-from attnrx.data import Columns
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model
 from attnrx.models import family_of, reduction_of
 from attnrx.prescription import TokenPrescription
 from attnrx.realization import realize_tokens_
@@ -53,22 +53,16 @@ def watch(
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a saved folder, timm:NAME or hf:ID, with all its tokens")
-    parser.add_argument("--weights", help="the weights of timm:NAME, in a local file")
-    parser.add_argument("--data", required=True, help="a known name or a path; its test images are used")
-    parser.add_argument("--label-column", default=Columns().label_column)
-    parser.add_argument("--test-column", default=Columns().test_column)
+    add_model(parser, "a model with all its tokens")
+    add_data(parser, "whose test images are used")
     parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--policy", default="spot:0.7@4,7,10")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     options = parser.parse_args(arguments)
-    original = rx.load(options.model, weights=options.weights).eval()
+    original = model_argument(options.model, "cpu", options.weights, options.trust).eval()
     family = family_of(original)
-    columns = Columns(label_column=options.label_column, test_column=options.test_column)
-    splits = rx.load_data(options.data, image_size=family.input_shape(original)[1], columns=columns)
-    images = next(
-        iter(rx.adapt_preprocessing(splits, original).test.take(options.images).batches(options.images))
-    ).images
+    test = splits_argument(original, options).test
+    images = next(iter(test.take(options.images).batches(options.images))).images
     found: dict[int, list[Measured]] = {}
     for seed in options.seeds:
         model = copy.deepcopy(original)

@@ -21,8 +21,10 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.checks.statistics import Estimate, mean_estimate
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model
 from attnrx.costs import device_name
-from attnrx.data import Columns, ImageSet
+from attnrx.data import ImageSet
 from attnrx.diagnostics.perturbation import noise_like
 from attnrx.diagnostics.watches import running_mean
 from attnrx.errors import AttnrxError, InvalidInput
@@ -243,11 +245,8 @@ def kept_sets(
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a saved folder, timm:NAME or hf:ID, from which no token leaves")
-    parser.add_argument("--weights", help="the weights of timm:NAME, in a local file")
-    parser.add_argument("--data", required=True, help="a known name or a path; its test images are used")
-    parser.add_argument("--label-column")
-    parser.add_argument("--test-column")
+    add_model(parser, "a model without token reduction")
+    add_data(parser, "whose test images are used")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--stages", default="0.7@4,7,10", help="RATIO@LAYER,LAYER,...")
     parser.add_argument(
@@ -262,15 +261,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the results")
     return parser.parse_args(arguments)
-
-
-def test_images(model: nn.Module, requested: argparse.Namespace) -> ImageSet:
-    """Loads the images on the scale of the model."""
-    size = family_of(model).input_shape(model)[1]
-    named = {"label_column": requested.label_column, "test_column": requested.test_column}
-    columns = Columns(**{part: column for part, column in named.items() if column is not None})
-    splits = rx.adapt_preprocessing(rx.load_data(requested.data, image_size=size, columns=columns), model)
-    return splits.test.take(min(requested.images, len(splits.test)))
 
 
 def measure(model: nn.Module, data: ImageSet, requested: argparse.Namespace) -> dict[str, list[Row]]:
@@ -300,8 +290,9 @@ def main(arguments: list[str] | None = None) -> int:
     requested = parse(arguments)
     torch.set_num_threads(requested.threads or torch.get_num_threads())
     try:
-        model = rx.load(requested.model, weights=requested.weights).to(requested.device).eval()
-        data = test_images(model, requested)
+        model = model_argument(requested.model, requested.device, requested.weights, requested.trust).eval()
+        test = splits_argument(model, requested).test
+        data = test.take(min(requested.images, len(test)))
         found = measure(model, data, requested)
     except AttnrxError as error:
         sys.exit(str(error))

@@ -1,47 +1,60 @@
-"""Models of `attnrx shrink` on training images that nothing was chosen by: neither plan, repair nor calibration.
+"""Models of `attnrx shrink` on images that nothing was chosen by: neither plan, repair, calibration nor verification.
 
-`shrink` plans and repairs on the first training images and measures predictions on others; the rest is unseen. Changes
-of accuracy and divergences are relative to the original, with 95 % bootstrap intervals over the images.
+`shrink` plans and repairs on the first training images and measures predictions on others; the other training images
+are unseen. With `--test-column`, which must have been given to `shrink` too, the test images that the column does not
+select are unseen as well (in the ImageNette file they are training images of ILSVRC). Training images are used first,
+these test images up to the number of `--images`. Changes of accuracy and divergences are relative to the original,
+with 95 % bootstrap intervals over the images.
 
 python benchmarks/unseen.py MODEL FOLDER ... --weights FILE --data DATA --images 2000
 """
 
 import argparse
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
 import attnrx as rx
 from attnrx.checks.statistics import mean_estimate
+from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model, option
 from attnrx.data import ImageSet
 from attnrx.data.images import RowImages
-from attnrx.models import family_of
-from attnrx.planning.effort import effort_of
+from attnrx.data.labels import Relabelled, own_labels
+from attnrx.data.splits import StoredImages
+from attnrx.errors import InvalidInput
+from attnrx.planning.effort import EFFORTS, effort_of
 from attnrx.shrinking import DIAGNOSED, PREDICTED, three_parts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    add_model(parser, "the original")
     parser.add_argument("candidates", nargs="+", help="folders or files of one call of `attnrx shrink` each")
-    parser.add_argument("--weights")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--label-column")
-    parser.add_argument("--test-column")
-    parser.add_argument("--effort", default="thorough", help="the largest of the candidates")
-    parser.add_argument("--images", type=int, default=2000)
+    add_data(parser, "the data that `attnrx shrink` was given")
+    option(parser, "--effort", tuple(EFFORTS), "the largest of the candidates", "thorough")
+    parser.add_argument("--images", type=int, default=2000, help="the largest number of images")
     given = parser.parse_args()
-    original = rx.load(given.model, weights=given.weights).eval()
-    columns = rx.data.Columns(label_column=given.label_column, test_column=given.test_column)
-    size = family_of(original).input_shape(original)[1]
-    splits = rx.adapt_preprocessing(rx.load_data(given.data, image_size=size, columns=columns), original)
-    images = unseen(splits, given.effort).take(given.images)
-    print(f"{len(images)} training images; torch {torch.__version__}")
+    original = model_argument(given.model, "cpu", given.weights, given.trust).eval()
+    splits = splits_argument(original, given)
+    unseen = {"training images": unseen_training_images(splits, given.effort)}
+    if given.test_column is not None:
+        everything = splits_argument(original, argparse.Namespace(**{**vars(given), "test_column": None}))
+        kind = f"test images that {given.test_column} does not select"
+        unseen[kind] = unselected_test_images(splits.test, everything.test)
+    images = first_images(unseen, given.images)
+    if not images:
+        sys.exit(f"no image of {given.data} is unseen at --effort {given.effort}.")
+    counts = " and ".join(f"{len(each)} {kind}" for kind, each in images.items())
+    print(f"{counts}; torch {torch.__version__}")
     print("| candidate | top-1, change in points | agreement, % | KL (nats) |\n|---|---|---|---|")
     models = {"original": original, **{name: rx.load(name).eval() for name in given.candidates}}
     answers: dict[str, list[torch.Tensor]] = {name: [] for name in models}
     labels = []
-    for batch in images.batches(50):
+    for batch in chain.from_iterable(each.batches(50) for each in images.values()):
         labels.append(batch.labels)
         with torch.no_grad():
             for name, model in models.items():
@@ -59,21 +72,59 @@ def main() -> None:
         print(f"| {name} | {top1} | {same:.1f} | {kl.value:.3f} [{kl.low:.3f}, {kl.high:.3f}] |")
 
 
-def unseen(splits: rx.data.Splits, effort: str) -> ImageSet:
+def unseen_training_images(splits: rx.data.Splits, effort: str) -> ImageSet:
     """Returns the training images that a call of `shrink` at this effort does not look at."""
     preset = effort_of(effort)
     planned, others, _ = three_parts(splits)
-    assert isinstance(planned, RowImages) and isinstance(others, RowImages)
-    used = max(preset.images, preset.repair_images, DIAGNOSED)
-    seen = torch.cat([_first(planned, used), _first(others, PREDICTED)])
-    rows = torch.cat([planned.rows, others.rows]).unique()
-    return replace(planned, rows=rows[~torch.isin(rows, seen)])
+    num_used = max(preset.images, preset.repair_images, DIAGNOSED)
+    rows, seen = stored(planned).rows, first_rows(planned, num_used)
+    # A validation split of its own has other row numbers, and is omitted.
+    if stored(others).store is stored(planned).store:
+        rows = torch.cat([rows, stored(others).rows]).unique()
+        seen = torch.cat([seen, first_rows(others, PREDICTED)])
+    return with_rows(planned, rows[~torch.isin(rows, seen)])
 
 
-def _first(images: RowImages, count: int) -> torch.Tensor:
-    taken = images.take(min(count, len(images)))
-    assert isinstance(taken, RowImages)
-    return taken.rows
+def unselected_test_images(selected: ImageSet, everything: ImageSet) -> ImageSet:
+    """Returns the images of the whole test split that are not in the selected part of it."""
+    # Both loads store the test split on its own, so positions differ: an image is identified by its row in the file.
+    unselected = ~torch.isin(file_rows(everything), file_rows(selected))
+    return with_rows(everything, stored(everything).rows[unselected])
+
+
+def stored(images: ImageSet) -> RowImages:
+    found = own_labels(images)
+    if not isinstance(found, RowImages):
+        raise InvalidInput("--data is in shards, whose images have no row numbers; give parquet or a folder.")
+    return found
+
+
+def first_rows(images: ImageSet, count: int) -> torch.Tensor:
+    return stored(images.take(min(count, len(images)))).rows
+
+
+def file_rows(images: ImageSet) -> torch.Tensor:
+    """Returns the row in the file for every image."""
+    store = stored(images).store
+    sources = store.sources if isinstance(store, StoredImages) else store.on(torch.device("cpu"))[2]
+    return sources[stored(images).rows]
+
+
+def with_rows(images: ImageSet, rows: torch.Tensor) -> ImageSet:
+    """Returns other rows of the same store, with labels mapped as before."""
+    if isinstance(images, Relabelled):
+        return replace(images, source=with_rows(images.source, rows))
+    return replace(stored(images), rows=rows)
+
+
+def first_images(sets: Mapping[str, ImageSet], most: int) -> dict[str, ImageSet]:
+    """Takes at most so many images, from the first set first; sets of which nothing is taken are omitted."""
+    found, remaining = {}, most
+    for kind, images in sets.items():
+        if count := min(remaining, len(images)):
+            found[kind] = images.take(count)
+            remaining -= count
+    return found
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnrx.data import Columns, load_data
 from attnrx.models import attach_tokens_, build_model, family_of, save_model
 from attnrx.serialization.storage import read_json, write_json
 from attnrx.tokens import DynamicViT, TokenPolicy
-from pictures import write_folder
+from pictures import rows, write_folder, write_parquet
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -233,3 +234,23 @@ def test_the_frontier_measures_every_method_once(tmp_path: Path, monkeypatch: py
     assert len(written["quality"]) == 4 and (tmp_path / "chart.svg").read_text().startswith("<svg xmlns")
     module["main"](words)
     assert read_json(tmp_path / "out" / "frontier.json") == written
+
+
+def test_unseen_images_are_neither_used_nor_selected(tmp_path: Path) -> None:
+    module = runpy.run_path(str(BENCHMARKS / "unseen.py"))
+    selected = [number % 5 == 0 for number in range(40)]
+    test = [{**row, "held_out": mark} for row, mark in zip(rows(40, "test"), selected, strict=True)]
+    training = [{**row, "held_out": False} for row in rows(300)]
+    path = write_parquet(tmp_path / "images.parquet", [*test[:20], *training, *test[20:]])
+    part, whole = load_data(path, columns=Columns(test_column="held_out")), load_data(path)
+    assert len(part.test) == 8 and len(whole.test) == 40
+    left = module["unselected_test_images"](part.test, whole.test)
+    index = torch.cat([batch.index for batch in left.batches(7)]).tolist()
+    assert index == [number + 300 * (number >= 20) for number in range(40) if not selected[number]]
+
+    module["unseen_training_images"].__globals__.update(PREDICTED=4)
+    unseen = module["unseen_training_images"](part, "quick")  # repairs on all images to plan on
+    assert len(unseen) == len(part.validation) - 4
+    taken = module["first_images"]({"training": unseen, "test": left}, len(unseen) + 5)
+    assert {kind: len(images) for kind, images in taken.items()} == {"training": len(unseen), "test": 5}
+    assert list(module["first_images"]({"training": unseen, "test": left}, 2)) == ["training"]

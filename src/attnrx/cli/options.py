@@ -146,7 +146,7 @@ POLICY = (
 )
 
 
-def add_model(parser: Parser, purpose: str = "") -> None:
+def add_model(parser: argparse.ArgumentParser, purpose: str = "") -> None:
     folders = "a folder saved by attnrx or transformers"
     kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
     parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
@@ -154,11 +154,11 @@ def add_model(parser: Parser, purpose: str = "") -> None:
     add_trust(parser)
 
 
-def add_trust(parser: Parser) -> None:
+def add_trust(parser: argparse.ArgumentParser) -> None:
     option(parser, "--trust", bool, "load an AOTInductor package, which is native code")
 
 
-def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
+def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = True) -> None:
     """Adds the dataset and the options for reading it."""
     group = parser.add_argument_group("data")
     kinds = "a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet, images or shards"
