@@ -167,3 +167,15 @@ def test_flex_equals_eager() -> None:
         truth = rx.use_backend(small, "eager")(inputs)
         torch.testing.assert_close(rx.use_backend(small, "flex")(inputs), truth, rtol=0, atol=1e-4)
     rx.use_backend(small.double(), "flex")(inputs.double()).sum().backward()  # where it cannot run, Fused does
+
+
+def test_a_token_reducer_keeps_its_attention_when_the_backend_changes() -> None:
+    vit, inputs = model(CONFIGS["svda-deep"]), images(CONFIGS["svda-deep"])
+    small = realize(vit, rx.prescribe(vit, "tokens=attention_received:0.5@3"))
+    with torch.no_grad():
+        expected = small(inputs)
+        changed = rx.use_backend(small, "explicit")
+        # The attention of the layer before the stage scores its patches.
+        names = [type(layer.backend).__name__ for layer in family_of(small).attention(small)]
+        assert names[1] == "AttentionCapture" and names[0] == "Explicit"
+        torch.testing.assert_close(changed(inputs), expected)

@@ -183,3 +183,11 @@ def test_the_kernel_equals_the_operations(text: str, images: int, patches: int) 
         assert torch.equal(found[2][there], indices[there]) and bool((found[2][~there] == -1).all())
         torch.testing.assert_close(found[0][:, 1:][there], tokens[:, 1:][there], rtol=0, atol=1e-5)
         assert reduction.destinations is not None and torch.equal(found[3], reduction.destinations)
+
+
+def test_an_image_of_one_patch_merges_nothing() -> None:
+    state = drawn(2, 3, sized=True)
+    sizes = state.sizes.clone()
+    sizes[:, 2:] = 0  # as after earlier stages: one patch is present
+    reduction = parse_reducer("ward").reduce_by_cost(replace(state, sizes=sizes, whole=False), lambda costs: math.inf)
+    assert reduction.kept.tolist() == [[0], [0]] and reduction.destinations is not None

@@ -74,29 +74,34 @@ class Attention(nn.Module):
         """
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
+        # The plan is that of the keys: their number determines the size of the maps, also where queries are few.
         plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
         if positions is not None and self.kept_patches is not None:
+            # The library computes positions of all patches of an image, including those that were pruned since.
             positions = positions.of_patches(self.kept_patches())
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
         if key_tokens is None:
             joint = self._fused_qkv.product(tokens, sides)
             # Under autocast the product has a lower precision than the tokens.
             if plan.joint and joint is not None and joint.dtype == tokens.dtype:
-                read = plan.backend.of_joint(
+                features = plan.backend.of_joint(
                     joint, plan.rows, plan.reads, self.spec.scale, *self._joint(plan, positions)
                 )
-                return self._projected(read, plan.reads)
+                return self._projected(features, plan.reads)
             query, key, value = self._fused_qkv.split(joint, tokens, sides)
         else:
             query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
+        # Per bucket: [batch, heads, keys, width].
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
-        read = plan.backend(plan.buckets, self._score_factors(query, key, plan.rows, plan.buckets, positions), values)
-        return self._projected(read, plan.reads)
+        factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
+        return self._projected(plan.backend(plan.buckets, factors, values), plan.reads)
 
-    def _projected(self, read: Tensor, reads: tuple[int, ...]) -> TokenBatch:
+    def _projected(self, features: Tensor, reads: tuple[int, ...]) -> TokenBatch:
         if "output_norm" in self.inner_norms:
-            return self.output(self.inner_norms["output_norm"](self._unpadded(read, reads)))
-        return self.output.padded(read, reads)
+            # Zeros of the padding would change the statistics of the norm.
+            return self.output(self.inner_norms["output_norm"](self._unpadded(features, reads)))
+        # Otherwise the padding is free: zero columns are added to the cached weight, not to the features.
+        return self.output.padded(features, reads)
 
     def _joint(
         self, plan: LayerPlan, positions: Positions | None
@@ -124,9 +129,11 @@ class Attention(nn.Module):
     ) -> tuple[ScoreFactors, ...]:
         """Returns the factors of the scores: projected rows with inner norms, positions and the biases of pairs."""
         sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
+        # The last-layer class-token shortcut has the first tokens as queries, so their positions are the first ones.
         of_queries = positions
         if positions is not None and query.shape[1] < key.shape[1]:
             of_queries = positions.of_first(query.shape[1])
+        # Norms before rotations, as in timm: their weights are per direction, and a rotation mixes two directions.
         query = self.scores.placed(sides[0], rows, of_queries)
         key = self.scores.placed(sides[1], rows, positions)
         factors = self.scores(query, key, buckets)
@@ -139,20 +146,22 @@ class Attention(nn.Module):
     def _normed(self, features: Tensor, name: str, rows: tuple[int, ...]) -> Tensor:
         if name not in self.inner_norms:
             return features
-        own, (padded,) = self.spec.original_rank, set(rows)  # all heads have all directions
-        parts = features.unflatten(-1, (len(rows), padded))
-        normed = self.inner_norms[name](parts[..., :own])
-        return F.pad(normed, (0, padded - own)).flatten(2)
+        # All heads have all directions (spec.fixes_scores), padded to one width; the norm must not include the zeros.
+        rank, (width,) = self.spec.original_rank, set(rows)
+        parts = features.unflatten(-1, (len(rows), width))  # batch, tokens, heads, width
+        normed = self.inner_norms[name](parts[..., :rank])
+        return F.pad(normed, (0, width - rank)).flatten(2)
 
     def _unpadded(self, features: Tensor, reads: tuple[int, ...]) -> Tensor:
-        own, (padded,) = self.spec.head_dim, set(reads)
-        return features if padded == own else features.unflatten(-1, (len(reads), padded))[..., :own].flatten(2)
+        head_dim, (width,) = self.spec.head_dim, set(reads)
+        return features if width == head_dim else features.unflatten(-1, (len(reads), width))[..., :head_dim].flatten(2)
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
         """Returns how the backend computes these tokens; cached by shape."""
         context = AttentionContext.of(tokens)
-        if not context.free:
+        if not context.free:  # sizes may be symbolic, and a compiler would trace the cache
             return self._planned(context)
+        # `backend` is a plain attribute, so a replacement is detected by comparison.
         if self._plans_of is not self.backend or len(self._plans) > MOST_PLANS:
             self._plans_of, self._plans = self.backend, {}
         if context not in self._plans:
@@ -177,15 +186,17 @@ class Attention(nn.Module):
     def spectrum(self) -> Spectrum:
         """Returns the score directions, one table per owner with the biases as last column, in float64."""
         spec = self.spec
-        ranks, most = spec.ranks, max((*spec.ranks, 1))
-        used = torch.arange(most) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, most, dtype=torch.bool)
-        strength = torch.zeros(len(ranks), most, dtype=torch.float64)
+        ranks, width = spec.ranks, max((*spec.ranks, 1))
+        used = torch.arange(width) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, width, dtype=torch.bool)
+        strength = torch.zeros(len(ranks), width, dtype=torch.float64)
+        # A boolean mask is filled row by row: head by head, the order in which strengths are stored.
         strength[used] = self.scores.strengths().detach().cpu().double().flatten()
         shared, pairs = spec.shares_directions, row_pairs(spec) if spec.rotates else None
         # Shared directions have one table, also where they are in blocks.
         rows = (sum(spec.rows),) if shared else spec.rows
         owners = rows if shared else ranks
-        tables = [_table(side, rows, owners, most) for side in (self.scores.query, self.scores.key)]
+        tables = [_table(side, rows, owners, width) for side in (self.scores.query, self.scores.key)]
+        # A norm over all directions of a map depends on each of them, so none can be removed.
         fixed = (*(("qk",) if spec.fixes_scores else ()), *(("vo", HEADS) if spec.fixes_values else ()))
         return Spectrum(
             tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads,
@@ -198,18 +209,20 @@ class Attention(nn.Module):
         value_factor and readout_factor [heads, _, reads] are R of V = Q R, where V are the transposed value rows of a
         head or its columns of the output projection, padded with zeros; value_bias is [heads, reads].
         """
-        reads, most = self.spec.reads, max((*self.spec.reads, 1))
-        rows = _table(self.value, reads, reads, most)
-        columns = torch.zeros(len(reads), most, self.spec.width, dtype=torch.float64)
-        for own, part in zip(columns, self.output.weight.detach().cpu().double().split(reads, dim=1), strict=True):
-            own[: part.shape[1]] = part.mT
+        reads, width = self.spec.reads, max((*self.spec.reads, 1))
+        rows = _table(self.value, reads, reads, width)
+        columns = torch.zeros(len(reads), width, self.spec.width, dtype=torch.float64)
+        weights = self.output.weight.detach().cpu().double().split(reads, dim=1)
+        for padded, weight in zip(columns, weights, strict=True):
+            padded[: weight.shape[1]] = weight.mT
+        # Orthonormal factors change no singular value: the SVD of W_O W_V needs only the product of two small R.
         factors = [torch.linalg.qr(side.mT, mode="r").R for side in (rows[..., :-1], columns)]
         return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
 
 
-def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], most: int) -> Tensor:
+def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], width: int) -> Tensor:
     augmented = side.augmented()
-    table = augmented.new_zeros(len(rows), most, augmented.shape[1])
+    table = augmented.new_zeros(len(rows), width, augmented.shape[1])
     for head, (part, rank) in enumerate(zip(augmented.split(rows), ranks, strict=True)):
         table[head, :rank] = part[:rank]
     return table
@@ -218,6 +231,7 @@ def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], most
 @contextmanager
 def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[None]:
     """Runs the layers on other backends inside the context, one each, and restores theirs afterwards."""
+    # Materialized: iterators would be exhausted when the backends are restored.
     layers = tuple(layers)
     before = [layer.backend for layer in layers]
     try:

@@ -12,6 +12,7 @@ from torch import nn
 from attnrx.attention.attention import Attention
 from attnrx.attention.backends.auto import Auto, Fused, Native
 from attnrx.attention.backends.backend import Backend, Eager
+from attnrx.attention.backends.capture import AttentionCapture, Observed
 from attnrx.attention.backends.explicit import Explicit
 from attnrx.attention.backends.generated import Flex, Ragged
 from attnrx.attention.factors import AttentionContext
@@ -28,6 +29,8 @@ CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
 }
 """The measured backends by device type and name; other devices use `Auto`."""
 
+# The candidates take turns in every round, so that a change of the clock rate affects all of them; the median of the
+# rounds ignores single delays.
 ROUNDS, WARMUP = 7, 2
 ERROR = 40
 """The largest accepted error against `Eager` in float64, in machine epsilons times the largest output."""
@@ -52,14 +55,16 @@ class Autotuned(Auto):
         candidates = CANDIDATES.get(context.device)
         if not context.free or candidates is None:
             return super().at(spec, context)
-        known, key = self._measurements(context.device), key_of(spec, context)
-        record = known.get(key, _is_whole)
+        measurements, key = self._measurements(context.device), key_of(spec, context)
+        record = measurements.get(key, _is_whole)
+        # A record of an earlier version may lack candidates that were added since: it is measured anew.
         complete = record is not None and candidates.keys() <= record["trials"].keys()
         if not complete and self.measure and may_measure():
             record = measured_record(spec, context, candidates)
-            known.put(key, record)
+            measurements.put(key, record)
         if record is None:
             return super().at(spec, context)
+        # A pinned table may name a backend that this version lacks; and a candidate may delegate in its turn.
         return candidates.get(record["backend"], Auto)().at(spec, context)
 
     def _measurements(self, device: str) -> Measurements:
@@ -74,7 +79,8 @@ def key_of(spec: AttentionSpec, context: AttentionContext) -> str:
         f"{spec.form} {spec.norms} width={spec.width} original={spec.original_rank}",
         f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}"
         + ("" if spec.blocks is None else f" blocks={','.join(map(str, spec.blocks))}")
-        + ("" if spec.pairs is None else f" pairs={','.join(str(len(own)) for own in spec.pairs)}")
+        # How many pairs a head rotates matters for its latency, not which frequencies they have.
+        + ("" if spec.pairs is None else f" pairs={','.join(str(len(pairs)) for pairs in spec.pairs)}")
         + (" bias" if spec.pair_bias else ""),
         f"{context.images}x{context.tokens} {context.device} {str(context.dtype).removeprefix('torch.')}",
         f"threads={context.threads}",
@@ -86,6 +92,8 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("backend"), str) and isinstance(record.get("trials"), Mapping)
 
 
+# Weights created in inference mode are never cached (CachedWeights), so the layer would be timed with the padding of
+# its weights in every call.
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def measured_record(
@@ -101,19 +109,21 @@ def measured_record(
         layer = Attention(spec).to(context.device, context.dtype).eval()
         shape = (int(context.images), int(context.tokens), spec.width)
         tokens = torch.randn(shape).to(context.device, context.dtype)
-        few = tokens[: min(len(tokens), 2)]
+        # Images are independent: two suffice for the error, and the reference in float64 is slow.
+        sample = tokens[: min(len(tokens), 2)]
         positions = _drawn_positions(spec, shape[1])
         if positions is not None:
             layer.register_forward_pre_hook(partial(_with_positions, positions))
         exact = Attention(spec, Eager()).to(context.device, torch.float64)
         exact.load_state_dict(layer.state_dict())
+        # The same positions: the hook converts them to the dtype of its input.
         exact._forward_pre_hooks.update(layer._forward_pre_hooks)
-        reference = exact(few.double())
+        reference = exact(sample.double())
         # The smallest limit is positive, because an output may be all zeros.
         allowed = ERROR * torch.finfo(context.dtype).eps * max(float(reference.abs().max()), 1e-30)
-        errors = {name: _error(layer, make, few, reference) for name, make in candidates.items()}
-        right = [name for name, error in errors.items() if error is not None and error <= allowed]
-        seconds = _seconds(layer, {name: candidates[name]() for name in right}, tokens)
+        errors = {name: _error(layer, make, sample, reference) for name, make in candidates.items()}
+        accurate = [name for name, error in errors.items() if error is not None and error <= allowed]
+        seconds = _seconds(layer, {name: candidates[name]() for name in accurate}, tokens)
     best = min(seconds, key=lambda name: seconds[name], default="fused")
     return {
         "backend": best,
@@ -123,7 +133,7 @@ def measured_record(
 
 def _drawn_positions(spec: AttentionSpec, tokens: int) -> Positions | None:
     """Returns random rotations and biases for a layer that needs them; None for others."""
-    heads = max(spec.heads, default=0) + 1
+    heads = max(spec.heads, default=0) + 1  # a bias has the heads of the original model, of which some may be removed
     cos = sin = None
     if spec.rotates:
         angles = torch.randn(1, tokens, 1, spec.original_rank // 2)
@@ -133,9 +143,9 @@ def _drawn_positions(spec: AttentionSpec, tokens: int) -> Positions | None:
 
 
 def _with_positions(positions: Positions, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    parts = {name: getattr(positions, name) for name in ("cos", "sin", "bias")}
-    placed = {name: None if own is None else own.to(args[0]) for name, own in parts.items()}
-    return args[0], None, replace(positions, **placed)
+    tables = {name: getattr(positions, name) for name in ("cos", "sin", "bias")}
+    converted = {name: None if table is None else table.to(args[0]) for name, table in tables.items()}
+    return args[0], None, replace(positions, **converted)
 
 
 def _error(layer: Attention, make: Callable[[], Backend], tokens: TokenBatch, reference: Tensor) -> float | None:
@@ -148,12 +158,12 @@ def _error(layer: Attention, make: Callable[[], Backend], tokens: TokenBatch, re
 
 def _seconds(layer: Attention, backends: Mapping[str, Backend], tokens: Tensor) -> dict[str, float]:
     """Returns the median seconds over the rounds."""
-    found: dict[str, list[float]] = {name: [] for name in backends}
+    times: dict[str, list[float]] = {name: [] for name in backends}
     for count in range(WARMUP + ROUNDS):
         for name, backend in backends.items():
             layer.backend = backend
-            _timed(layer, tokens) if count < WARMUP else found[name].append(_timed(layer, tokens))
-    return {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+            _timed(layer, tokens) if count < WARMUP else times[name].append(_timed(layer, tokens))
+    return {name: sorted(rounds)[len(rounds) // 2] for name, rounds in times.items()}
 
 
 def _timed(layer: Attention, tokens: Tensor) -> float:
@@ -162,7 +172,7 @@ def _timed(layer: Attention, tokens: Tensor) -> float:
     for _ in range(2):
         start = time.perf_counter()
         layer(tokens)
-        if tokens.is_cuda:
+        if tokens.is_cuda:  # kernels run asynchronously
             torch.cuda.synchronize(tokens.device)
     return time.perf_counter() - start
 
@@ -190,6 +200,7 @@ def backend_of(name: str) -> Backend:
     if name not in BACKENDS:
         raise UnknownName("backend", name, BACKENDS)
     if name == "native":
+        # `Native` would run `Fused` in its place; a backend that is requested by name must not be replaced silently.
         required_library()
     return BACKENDS[name]()
 
@@ -208,10 +219,10 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
             kernel of "native" could not be built.
     """
     layers = [part for part in model.modules() if isinstance(part, Attention)]
-    free = [layer for layer in layers if not layer.backend.watches]
+    free = [layer for layer in layers if not isinstance(layer.backend, AttentionCapture | Observed)]
     if not free:
-        found = "every layer's attention is captured for a token reducer" if layers else "it has no attention of attnrx"
-        raise NotSupported(f"no layer of this {type(model).__name__} can take another backend: {found}.")
+        cause = "every layer's attention is captured for a token reducer" if layers else "it has no attention of attnrx"
+        raise NotSupported(f"no layer of this {type(model).__name__} can take another backend: {cause}.")
     new_backend = backend_of(backend) if isinstance(backend, str) else backend
     for layer in free:
         layer.backend = new_backend

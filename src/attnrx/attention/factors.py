@@ -31,6 +31,7 @@ class AttentionContext(NamedTuple):
     def of(cls, tokens: Tensor) -> "AttentionContext":
         """Returns the context of tokens of shape [batch, tokens, width]."""
         free = not is_recorded()
+        # A recorded graph must not depend on the threads of the machine that records it.
         threads = torch.get_num_threads() if free else 0
         return cls(tokens.shape[0], tokens.shape[1], tokens.device.type, tokens.dtype, threads, free)
 
@@ -90,6 +91,8 @@ class BlockFactors:
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
         """Returns the products of queries and keys of every block, zero for an empty one; computed once."""
         if self._maps is None:
+            # Blocks have different ranks, so one batched product is impossible; an empty block gives a product of
+            # zeros.
             sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
             self._maps = torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
         return self._maps
@@ -105,6 +108,8 @@ class Mixture:
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
         """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
         maps = self.blocks.maps()
+        # One product, [heads, blocks] @ [batch, blocks, queries * keys]; the scale multiplies the small matrix, not the
+        # maps.
         mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
         return mixed.unflatten(2, maps.shape[2:])
 
@@ -129,6 +134,8 @@ class ScoreFactors:
 
     def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
         """Returns query and key for the fused kernels: heads first, the strength multiplied into the query."""
+        # Fused kernels have no diagonal between query and key: a strength is folded into one side. It differs by head,
+        # so shared rows [batch, tokens, 1, width] get as many heads as it has; the keys only by a view.
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
@@ -136,6 +143,7 @@ class ScoreFactors:
     def of_images(self, images: slice) -> "ScoreFactors":
         """Returns the factors of a part of the batch."""
         mixture = None if self.mixture is None else replace(self.mixture, blocks=self.mixture.blocks.of_images(images))
+        # A bias with one entry is that of all images.
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[images]
         return replace(self, query=self.query[images], key=self.key[images], mixture=mixture, bias=bias)
 
@@ -153,5 +161,6 @@ def exact_buckets(ranks: tuple[int, ...], reads: tuple[int, ...] | None = None) 
 
 def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
     """Groups neighbouring heads that have any directions, at one rank and width; heads of rank 0 are not grouped."""
-    grouped = exact_buckets(tuple(rank if own else 0 for own in ranks))
+    # Equal numbers are one bucket: all ranks above 0 are replaced by the common rank before they are grouped.
+    grouped = exact_buckets(tuple(rank if head_rank else 0 for head_rank in ranks))
     return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in grouped)

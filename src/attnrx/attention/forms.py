@@ -53,16 +53,18 @@ class ScoreForm(nn.Module, ABC):
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Returns the number of projected rows of query and key per owner."""
-        wanted = zip(buckets, self._wanted(buckets), strict=True)
-        return tuple(rows for bucket, rows in wanted for _ in range(bucket.start, bucket.stop))
+        per_bucket = zip(buckets, self._rows_of_heads(buckets), strict=True)
+        return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
         """Returns every bucket that has directions with its rows of query and key."""
-        rows = self._wanted(buckets)
+        rows = self._rows_of_heads(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
 
-    def _wanted(self, buckets: tuple[Bucket, ...]) -> list[int]:
+    def _rows_of_heads(self, buckets: tuple[Bucket, ...]) -> list[int]:
+        """Returns the number of projected rows of each head, by bucket."""
+        # The original norm of a row needs all directions; a head of rank 0 has no scores, so it needs no norm.
         original = self.spec.keeps_original_norms
         return [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
 
@@ -102,11 +104,13 @@ class RotaryForm(DenseForm):
     ) -> Float[Tensor, "batch tokens rows"]:
         positions = required_rotation(positions)
         assert positions.cos is not None and positions.sin is not None
+        # A gather instead of a loop over the pairs of every head: each row times the cosine of its column, plus its
+        # partner times the signed sine. The column after the last, cosine 1 and sine 0, is that of rows that stay.
         heads, pairs = positions.cos.shape[2:]
         column, partner, sign = (index.to(features.device) for index in rotation_index(self.spec, rows, heads, pairs))
         count, prefix = features.shape[1], positions.prefix
         first, rest = features[:, : min(prefix, count)], features[:, prefix:]
-        if not rest.shape[1]:
+        if not rest.shape[1]:  # the queries of the last-layer class-token shortcut
             return features
         cos, sin = (side.flatten(2).to(features.dtype) for side in (positions.cos, positions.sin))
         cos = F.pad(cos, (0, 1), value=1.0)[..., column]
@@ -115,25 +119,27 @@ class RotaryForm(DenseForm):
 
     def rotation_table(self, positions: Positions, rows: tuple[int, ...]) -> RotationTable:
         """Returns the rotations of the kept pairs for the C++ kernel, in float32."""
-        kept = self._table
-        if kept is None or kept[0] is not positions or kept[1] != rows:
-            kept = self._table = (positions, rows, self._rotation_table(positions))
-        return kept[2]
+        # By identity: `RotationCache` returns the same positions to every call while the embedding is the same.
+        cached = self._table
+        if cached is None or cached[0] is not positions or cached[1] != rows:
+            cached = self._table = (positions, rows, self._rotation_table(positions))
+        return cached[2]
 
     def _rotation_table(self, positions: Positions) -> RotationTable:
         assert positions.cos is not None and positions.sin is not None
         spec, (heads, frequencies) = self.spec, positions.cos.shape[2:]
         pairs = spec.pairs or ()
-        counts = [len(own) for own in pairs]
+        counts = [len(head_pairs) for head_pairs in pairs]
         stills = [rank - 2 * count for rank, count in zip(spec.ranks, counts, strict=True)]
         sides = [side.flatten(2).float() for side in (positions.cos, positions.sin)]
-        if heads == 1 and all(own == tuple(range(frequencies)) for own in pairs):
-            columns = [0] * len(pairs)
+        if heads == 1 and all(head_pairs == tuple(range(frequencies)) for head_pairs in pairs):
+            columns = [0] * len(pairs)  # an uncompressed layer: all heads use the table as it is
         else:
+            # The kernel reads consecutive columns, so the kept pairs of every head are copied side by side.
             index = [
                 (head if heads > 1 else 0) * frequencies + pair
-                for head, own in zip(spec.heads, pairs, strict=True)
-                for pair in own
+                for head, head_pairs in zip(spec.heads, pairs, strict=True)
+                for pair in head_pairs
             ]
             sides = [side[..., torch.tensor(index, dtype=torch.long)] for side in sides]
             columns = [0, *itertools.accumulate(counts)][: len(counts)]
@@ -153,6 +159,7 @@ class SharedForm(ScoreForm):
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the shared rows, and the strengths of every head."""
+        # The rows of the padding are zero already; strengths are padded so that the shapes agree.
         strength = F.pad(self.strength, (0, _shared_width(buckets) - self.strength.shape[1]))
         sides = query.unsqueeze(2), key.unsqueeze(2)
         return tuple(
@@ -180,12 +187,15 @@ class MixedForm(ScoreForm):
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Returns the number of rows of every block; those of the last one are padded to the width of the buckets."""
+        # A zero row in the last block adds nothing to its map, so no further block is needed.
         blocks, width = self.spec.rows, _shared_width(buckets)
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the shared rows, the weights of the blocks in every head, and the strengths that follow from them."""
         rows = self.rows(buckets)
+        # Both descriptions of the same scores: fused kernels take strengths per direction, unfused backends the
+        # mixture.
         strength = self._kept(rows, (self.mix,), lambda: self.mix[:, _block_index(rows, self.mix)])
         blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
         return tuple(
@@ -202,14 +212,14 @@ class MixedForm(ScoreForm):
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
         """Raises NotSupported for strengths that differ within a block."""
         blocks = torch.stack(strengths).split(self.spec.rows, dim=1)
-        for block, own in enumerate(blocks):
-            if bool((own != own[:, :1]).any()):
+        for block, strength in enumerate(blocks):
+            if bool((strength != strength[:, :1]).any()):
                 raise NotSupported(
                     "heads of mixed attention have one strength per block of directions, and this prescription gives "
                     f"those of block {block} different ones, so it has no mask; realize it by='compress'."
                 )
-            if own.shape[1]:
-                self.mix[:, block] = own[:, 0].to(self.mix.dtype)
+            if strength.shape[1]:
+                self.mix[:, block] = strength[:, 0].to(self.mix.dtype)
 
 
 class SvdaForm(ScoreForm):
@@ -225,6 +235,7 @@ class SvdaForm(ScoreForm):
         self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        # Padding is several small operations per bucket, so it is done once per change of the strengths.
         strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
         return tuple(
             ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
@@ -235,6 +246,7 @@ class SvdaForm(ScoreForm):
         return self.strength
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        # The empty tensor is for a layer without heads: cat refuses an empty list.
         self.strength.copy_(torch.cat([self.strength.new_zeros(0), *strengths]))
 
     def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:
@@ -244,16 +256,16 @@ class SvdaForm(ScoreForm):
 
     def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
         """Returns the strengths per bucket, each head padded with zeros to the width of its bucket."""
-        found, start = {}, 0
+        padded, start = {}, 0
         for bucket in buckets:
             ranks = self.spec.ranks[bucket.heads]
-            own = self.strength[start : start + sum(ranks)]
+            strength = self.strength[start : start + sum(ranks)]
             start += sum(ranks)
             if any(rank != bucket.width for rank in ranks):
-                index = padding_index(ranks, (bucket.width,) * len(ranks)).to(own.device)
-                own = F.pad(own, (0, 1)).index_select(0, index)
-            found[bucket] = own.view(len(ranks), bucket.width)
-        return found
+                index = padding_index(ranks, (bucket.width,) * len(ranks)).to(strength.device)
+                strength = F.pad(strength, (0, 1)).index_select(0, index)
+            padded[bucket] = strength.view(len(ranks), bucket.width)
+        return padded
 
 
 def _shared_width(buckets: tuple[Bucket, ...]) -> int:
@@ -274,16 +286,17 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
     A zero row stays zero and has zero gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in
     float32 or better, so float16 rows cannot overflow.
     """
-    missing = 0 if width is None else width - rows.shape[-1]
+    padding = 0 if width is None else width - rows.shape[-1]
+    # `out=`, which spares a copy below, does not support gradients.
     if torch.is_grad_enabled():
         unit = _UnitRows.apply(rows)
         assert isinstance(unit, Tensor)
-        return F.pad(unit, (0, missing)) if missing else unit
+        return F.pad(unit, (0, padding)) if padding else unit
     inverse = inverse_norms(rows).to(rows.dtype)
-    if not missing:
+    if not padding:
         return rows * inverse
     # The products are written into the padded buffer: padding them afterwards would be one more copy.
-    padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + missing)
+    padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + padding)
     padded[..., rows.shape[-1] :] = 0
     torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
     return padded
@@ -332,31 +345,34 @@ def rotation_index(
 
     `rows` are the padded numbers of rows per head; `heads` is 1 where all heads have the same angles.
     """
+    # The rows of a head: those that stay, the real parts of the pairs, their imaginary parts, the padding. A real part
+    # a becomes a cos - b sin and an imaginary part b becomes b cos + a sin, so the partner of each is the other one,
+    # and only the real part has a negative sine. Rows that stay are their own partner.
     column, partner, sign = [], [], []
     start = 0
-    for rank, own, head, pairs in zip(spec.ranks, rows, spec.heads, spec.pairs or (), strict=True):
+    for rank, num_rows, head, pairs in zip(spec.ranks, rows, spec.heads, spec.pairs or (), strict=True):
         still, count = rank - 2 * len(pairs), len(pairs)
         base = (head if heads > 1 else 0) * frequencies
         angles = [base + pair for pair in pairs]
-        column += [heads * frequencies] * still + 2 * angles + [heads * frequencies] * (own - rank)
-        real = start + still
+        column += [heads * frequencies] * still + 2 * angles + [heads * frequencies] * (num_rows - rank)
+        first_real = start + still
         partner += [
-            *range(start, real),
-            *range(real + count, real + 2 * count),
-            *range(real, real + count),
-            *range(start + rank, start + own),
+            *range(start, first_real),
+            *range(first_real + count, first_real + 2 * count),
+            *range(first_real, first_real + count),
+            *range(start + rank, start + num_rows),
         ]
-        sign += [1] * still + [-1] * count + [1] * (count + own - rank)
-        start += own
+        sign += [1] * still + [-1] * count + [1] * (count + num_rows - rank)
+        start += num_rows
     return torch.tensor(column), torch.tensor(partner), torch.tensor(sign)
 
 
 def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
     """Returns the frequency by which every row of a head is rotated, -1 for rows that are not and for padding."""
-    found = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
-    for row, rank, pairs in zip(found, spec.ranks, spec.pairs or (), strict=True):
-        row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)
-    return found
+    frequencies = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
+    for row, rank, pairs in zip(frequencies, spec.ranks, spec.pairs or (), strict=True):
+        row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)  # real, then imaginary parts
+    return frequencies
 
 
 FORMS: dict[str, type[ScoreForm]] = {

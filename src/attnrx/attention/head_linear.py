@@ -40,6 +40,7 @@ class HeadLinear(nn.Module):
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
+        # Homogeneous coordinates: decompositions then treat the bias as one more entry of every direction.
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
@@ -47,6 +48,7 @@ class HeadLinear(nn.Module):
         """Returns weight and bias with zero rows for the padding."""
         if rows == self.rows:
             return self.weight, self.bias
+        # One gather pads all heads: every row of the padding reads the zero row that is appended last.
         index = padding_index(self.rows, rows).to(self.weight.device)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
         return weight, None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
@@ -79,14 +81,16 @@ class FusedQKV:
     def product(self, tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"] | None:
         """Returns the results of all projections, concatenated; None where they have to be computed one by one."""
         # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
-        own: list[Tensor | None] = []
+        parameters: list[Tensor | None] = []
         for side, _ in sides:
-            own += (side.weight, side.bias)
+            parameters += (side.weight, side.bias)
+            # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
             if side._forward_hooks or side._forward_pre_hooks or not side.joins:
                 return None
-        if not CachedWeights.possible(own):
+        # Without the cache (gradients, compilation) the joint weight would be copied together in every call.
+        if not CachedWeights.possible(parameters):
             return None
-        return self._kept(tuple([rows for _, rows in sides]), own, lambda: _joined(sides))(tokens)
+        return self._kept(tuple([rows for _, rows in sides]), parameters, lambda: _joined(sides))(tokens)
 
 
 def _joined(sides: Sequence[Side]) -> LinearMap:
@@ -94,6 +98,7 @@ def _joined(sides: Sequence[Side]) -> LinearMap:
     weight = torch.cat([weight for weight, _ in parts])
     if all(bias is None for _, bias in parts):
         return LinearMap(weight, None)
+    # Some models have biases for queries and values only; the product needs one for every row.
     return LinearMap(
         weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
     )
@@ -103,10 +108,10 @@ def in_buckets(
     features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
 ) -> list[Float[Tensor, "batch tokens _ _"]]:
     """Splits projected rows by bucket, with `rows` per owner: [batch, tokens, owners, rows] each."""
-    if len(buckets) == 1:
+    if len(buckets) == 1:  # the usual case, without the overhead of a split
         return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
-    shapes = [(bucket.stop - bucket.start, own) for bucket, own in zip(buckets, rows, strict=True)]
-    parts = features.split([owners * own for owners, own in shapes], dim=-1)
+    shapes = [(bucket.stop - bucket.start, count) for bucket, count in zip(buckets, rows, strict=True)]
+    parts = features.split([owners * count for owners, count in shapes], dim=-1)
     return [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -138,21 +143,22 @@ class OutputProjection(nn.Module):
         """Returns the weight with zero columns for the padding."""
         if reads == self.reads:
             return self.weight
+        # By zero columns the padded features of a head do not reach the output.
         index = padding_index(self.reads, reads).to(self.weight.device)
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 
 
-def padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
+def padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
     """Returns the stored row of every padded row, or the index of the zero row that follows the last one."""
     # A tensor created during export is symbolic and must not be cached.
-    return _padding_index(own, wanted) if torch.compiler.is_compiling() else _kept_padding_index(own, wanted)
+    return _padding_index(rows, padded) if torch.compiler.is_compiling() else _kept_padding_index(rows, padded)
 
 
-def _padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
-    zero, index, first = sum(own), [], 0
-    for stored, padded in zip(own, wanted, strict=True):
-        index += [*range(first, first + stored), *([zero] * (padded - stored))]
-        first += stored
+def _padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
+    zero, index, first = sum(rows), [], 0
+    for num_rows, num_padded in zip(rows, padded, strict=True):
+        index += [*range(first, first + num_rows), *([zero] * (num_padded - num_rows))]
+        first += num_rows
     return torch.tensor(index, dtype=torch.long)
 
 

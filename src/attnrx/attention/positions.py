@@ -27,15 +27,19 @@ class Positions:
         """
         if indices is None:
             return self
+        # gather refuses -1: such tokens get the entries of patch 0, which are then overwritten.
         added, safe = indices < 0, indices.clamp_min(0)
         cos = sin = bias = None
         if self.cos is not None and self.sin is not None:
+            # The rotation by zero, cos 1 and sin 0. [images, kept, heads, pairs].
             cos = _gathered(self.cos, safe).masked_fill(added[..., None, None], 1.0)
             sin = _gathered(self.sin, safe).masked_fill(added[..., None, None], 0.0)
         if self.bias is not None:
+            # A bias is of all tokens, and `indices` are of patches: those of the prefix precede them.
             first = torch.arange(self.prefix, device=indices.device).expand(len(indices), -1)
             tokens = torch.cat([first, self.prefix + safe], dim=1)
             images, heads, count = len(indices), *self.bias.shape[1:3]
+            # Queries, then keys: [images, heads, kept, tokens], then [images, heads, kept, kept].
             rows = tokens[:, None, :, None].expand(-1, heads, -1, count)
             bias = self.bias.expand(images, -1, -1, -1).gather(2, rows)
             bias = bias.gather(3, tokens[:, None, None, :].expand(-1, heads, tokens.shape[1], -1))
@@ -54,11 +58,12 @@ class Positions:
         """Returns the bias of these original heads for the first `queries` tokens as queries."""
         if self.bias is None:
             return None
+        # Indexing copies, so all heads and all queries are returned as they are.
         bias = self.bias if heads == tuple(range(self.bias.shape[1])) else self.bias[:, list(heads)]
         return bias if queries == bias.shape[2] else bias[:, :, :queries]
 
 
 def _gathered(table: Float[Tensor, "_ patches heads pairs"], indices: Int[Tensor, "images kept"]) -> Tensor:
-    if table.shape[0] == 1:
+    if table.shape[0] == 1:  # one table for all images: indexing it needs no expanded index
         return table[0][indices]
     return table.gather(1, indices[..., None, None].expand(-1, -1, *table.shape[2:]))

@@ -68,13 +68,13 @@ def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
     # A rank that keeps all of the heads' own directions changes nothing.
     if form != "cp" and rank == (spec.original_rank if form == "truncatt" else directions):
         return spec
-    found = replace(spec, biases=tuple(bias for bias in spec.biases if bias != "key"))
+    smaller = replace(spec, biases=tuple(bias for bias in spec.biases if bias != "key"))
     if form == "truncatt":
-        return replace(found, ranks=(rank,) * heads)
+        return replace(smaller, ranks=(rank,) * heads)
     # The directions are spread over the blocks as evenly as possible: the costs depend on their number only.
-    least, more = divmod(rank, heads)
-    blocks = tuple(least + (block < more) for block in range(heads))
-    return found.with_shared_directions(rank, blocks if form == "irratt" else None)
+    size, remainder = divmod(rank, heads)
+    blocks = tuple(size + (block < remainder) for block in range(heads))
+    return smaller.with_shared_directions(rank, blocks if form == "irratt" else None)
 
 
 def _read_out(spec: AttentionSpec, rank: int | None) -> AttentionSpec:
@@ -83,8 +83,9 @@ def _read_out(spec: AttentionSpec, rank: int | None) -> AttentionSpec:
     _require("vo", rank, spec.head_dim)
     if rank == spec.head_dim:
         return spec
-    stays = {*spec.biases, "output"} if spec.has_bias("value") else set(spec.biases)
-    biases = tuple(bias for bias in BIASES if bias in stays and bias != "value")
+    # The value bias moves to the output projection, which gets one if it had none; in the order of BIASES.
+    names = {*spec.biases, "output"} if spec.has_bias("value") else set(spec.biases)
+    biases = tuple(bias for bias in BIASES if bias in names and bias != "value")
     return replace(spec, value_ranks=(rank,) * len(spec.heads), biases=biases)
 
 

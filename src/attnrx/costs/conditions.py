@@ -45,11 +45,12 @@ class Conditions:
         """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged."""
         # A copy made in inference mode has inference tensors, for which no derived value can be cached.
         with torch.inference_mode(mode=False):
-            placed = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
+            clone = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
+        # dynamic=False: one input shape is measured, and its kernels are specialized to it.
         mode = "reduce-overhead" if self.graphs else None  # CUDA graphs
         compiled = self.compiled or self.graphs
-        return torch.compile(placed, fullgraph=True, dynamic=False, mode=mode) if compiled else placed
+        return torch.compile(clone, fullgraph=True, dynamic=False, mode=mode) if compiled else clone
 
     def place_images(
         self, images: Float[Tensor, "batch channels height width"]
@@ -59,15 +60,15 @@ class Conditions:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Sets the number of threads and disables gradients inside the context."""
-        before = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         if self.compiled or self.graphs:
             torch.compiler.reset()
         try:
-            torch.set_num_threads(self.threads or before)
+            torch.set_num_threads(self.threads or num_threads)
             with torch.inference_mode():
                 yield
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(num_threads)
 
     @property
     def on_cuda(self) -> bool:

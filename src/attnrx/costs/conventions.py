@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from attnrx.costs.model_costs import LayerCosts, ModelCosts, PartCosts, Saving
 
+# The parts of a layer that are its attention (MHSA).
 ATTENTION = ("query_key", "scores", "diagonal", "fusion", "value_output", "read_out")
 
 
@@ -29,8 +30,8 @@ class Price:
     @property
     def mhsa_macs_per_layer(self) -> int | list[int]:
         """MACs of the attention of a layer: one number if all layers agree, else one per layer."""
-        found = list(self.attention_macs)
-        return found[0] if len(set(found)) == 1 else found
+        macs = list(self.attention_macs)
+        return macs[0] if len(set(macs)) == 1 else macs
 
     def saving(self, smaller: "Price") -> Saving:
         """The saving of `smaller` against this; negative if it costs more."""
@@ -39,11 +40,11 @@ class Price:
 
     def percent_of(self, original: "Price") -> dict[str, float]:
         """Parameters, MACs and MACs of the attention in percent of the original's: the compression ratios (CR)."""
-        own, whole = sum(self.attention_macs), sum(original.attention_macs)
+        attention, original_attention = sum(self.attention_macs), sum(original.attention_macs)
         return {
             "params_percent": 100 * self.params / max(original.params, 1),
             "macs_percent": 100 * self.macs / max(original.macs, 1),
-            "mhsa_percent": 100 * own / max(whole, 1),
+            "mhsa_percent": 100 * attention / max(original_attention, 1),
         }
 
 
@@ -73,6 +74,7 @@ class Convention:
         return Price(parts, tuple(sum(layer[name].macs for name in ATTENTION) for layer in layers))
 
     def _layer(self, layer: LayerCosts) -> dict[str, PartCosts]:
+        # Strengths are parameters in every convention; only their MACs are not always counted.
         diagonal = layer.diagonal if self.strengths else PartCosts(layer.diagonal.params)
         norms = layer.layer_norms + PartCosts(0, self.norms * layer.norm_features)
         return {**layer.parts, "diagonal": diagonal, "layer_norms": norms}

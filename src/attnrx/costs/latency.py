@@ -15,7 +15,7 @@ from attnrx.errors import InvalidInput, UnknownName
 from attnrx.progress import track
 from attnrx.shapes import Float, Tensor
 
-DRAWS = 2000
+DRAWS = 2000  # of the bootstrap
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ratio:
         """Pairs the runs of each round: runs close in time share the load of other processes, which cancels in the
         ratio.
         """
-        ratios = seconds / reference
+        ratios = seconds / reference  # [runs]; the bootstrap draws rounds with replacement: [DRAWS, runs]
         draws = torch.randint(len(ratios), (DRAWS, len(ratios)), generator=torch.Generator().manual_seed(seed))
         # Not torch.median, which takes the lower of the two middle values.
         medians = torch.quantile(torch.cat([ratios[None], ratios[draws]]), 0.5, dim=-1)
@@ -70,6 +70,7 @@ def interleave(
             run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs.items())
+    # A collection in the middle of a round would be part of the time of one run.
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -93,7 +94,7 @@ def _elapsed(now: Callable[[], float], run: Callable[[], object]) -> float:
 def _cuda_seconds(run: Callable[[], object]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    start.record()
+    start.record()  # events are timed by the device, so the synchronization is not measured
     run()
     end.record()
     torch.cuda.synchronize()
@@ -135,10 +136,10 @@ class LatencyComparison:
 
     def __str__(self) -> str:
         """Formats the speed with its interval, its conditions and the median times."""
-        before, after = 1000 * self.reference.median, 1000 * self.candidate.median
+        reference, candidate = 1000 * self.reference.median, 1000 * self.candidate.median
         return (
             f"{speed_text(self.faster.value)} [{self.faster.low:.2f}, {self.faster.high:.2f}] at batch {self.batch} on "
-            f"{self.threads} thread{'s' * (self.threads != 1)}: {before:.1f} -> {after:.1f} ms, {self.hardware}"
+            f"{self.threads} thread{'s' * (self.threads != 1)}: {reference:.1f} -> {candidate:.1f} ms, {self.hardware}"
         )
 
 
@@ -196,21 +197,22 @@ def compare_latencies(
     conditions = protocol.conditions
     with conditions.held():
         batch = conditions.place_images(images)
-        other: Callable[[], object] = partial(conditions.place(reference), batch)
+        reference_run: Callable[[], object] = partial(conditions.place(reference), batch)
         runs: dict[str, Callable[[], object]] = {
             name: partial(conditions.place(candidate), batch) for name, candidate in candidates.items()
         }
         clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
         # The reference has the empty name, which no candidate has.
-        seconds = interleave({**runs, "": other}, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
-        named = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
-        reference_kernel = profiled(other).attention_kernel if protocol.kernels else ""
+        seconds = interleave({**runs, "": reference_run}, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
+        # Profiled after the rounds: profiling slows a pass.
+        kernels = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
+        reference_kernel = profiled(reference_run).attention_kernel if protocol.kernels else ""
         return {
             name: LatencyComparison(
                 candidate=Timing.of(seconds[name]),
                 reference=Timing.of(seconds[""]),
-                faster=Ratio.of(seconds[""], seconds[name], protocol.seed),
-                candidate_kernel=named[name],
+                faster=Ratio.of(seconds[""], seconds[name], protocol.seed),  # reference over candidate
+                candidate_kernel=kernels[name],
                 reference_kernel=reference_kernel,
                 batch=len(images),
                 image_shape=tuple(images.shape[1:]),

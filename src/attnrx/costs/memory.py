@@ -30,10 +30,10 @@ class Profile:
     def attention_kernel(self) -> str:
         """The kernel that scaled_dot_product_attention selected, "native" for the C++ kernel, or "unfused"."""
         kernels = (name for name in self.operations if name.startswith(KERNEL_PREFIX))
-        chosen = sorted(name.removeprefix(KERNEL_PREFIX) for name in kernels)
-        chosen += ["native"] * (not NATIVE.isdisjoint(self.operations))
-        if chosen:
-            return " + ".join(chosen)
+        names = sorted(name.removeprefix(KERNEL_PREFIX) for name in kernels)
+        names += ["native"] * (not NATIVE.isdisjoint(self.operations))
+        if names:  # several, if layers differ
+            return " + ".join(names)
         return "unfused" if any("softmax" in name for name in self.operations) else "unknown"
 
 
@@ -48,6 +48,7 @@ def profiled(run: Callable[[], object]) -> Profile:
     assert results is not None
     # The events of an operation contain its net memory only; the allocator's events include temporary allocations.
     events = sorted(results.events(), key=lambda event: event.start_ns())
+    # Signed changes in the order of time: the peak is the largest partial sum.
     changes = [event.nbytes() for event in events if event.name() == MEMORY_EVENT]  # type: ignore[attr-defined]
     operations = frozenset(event.name() for event in events if event.name().startswith(("aten::", "attnrx::")))
     return Profile(operations, max(accumulate(changes), default=0))
@@ -93,8 +94,8 @@ def compare_memory(
     conditions = conditions or Conditions()
     with conditions.held():
         batch = conditions.place_images(images)
-        own, other = (_peak(model, batch, conditions) for model in (candidate, reference))
-    return MemoryComparison(own, other, len(images), conditions, conditions.hardware)
+        candidate_peak, reference_peak = (_peak(model, batch, conditions) for model in (candidate, reference))
+    return MemoryComparison(candidate_peak, reference_peak, len(images), conditions, conditions.hardware)
 
 
 def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory:
@@ -104,11 +105,12 @@ def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory
         # Kernels still running would free or allocate memory inside the measurement.
         torch.cuda.synchronize(conditions.device)
         torch.cuda.reset_peak_memory_stats(conditions.device)
-        before = torch.cuda.memory_allocated(conditions.device)
+        baseline = torch.cuda.memory_allocated(conditions.device)
         run()
         torch.cuda.synchronize(conditions.device)
-        activations = torch.cuda.max_memory_allocated(conditions.device) - before
+        activations = torch.cuda.max_memory_allocated(conditions.device) - baseline
     else:
         activations = profiled(run).peak_bytes
+    # `place` casts all weights, so they have one size.
     size = PRECISIONS[conditions.precision].itemsize
     return PeakMemory(size * sum(parameter.numel() for parameter in model.parameters()), activations)

@@ -58,7 +58,7 @@ class LayerCosts:
     @property
     def parts(self) -> dict[str, PartCosts]:
         """Every part by its name; together they are the layer."""
-        return {own.name: getattr(self, own.name) for own in fields(self) if own.name not in _FACTS}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _FACTS}
 
     @property
     def total(self) -> PartCosts:
@@ -72,6 +72,7 @@ class LayerCosts:
         return self.tokens * (2 * self.spec.width + sum(sum(inner[name]) for name in self.spec.inner_norms))
 
 
+# The fields that are no parts of the sum.
 _FACTS = ("directions", "direction", "spec", "tokens")
 
 
@@ -135,6 +136,7 @@ class ModelCosts(Displayed):
     @property
     def product_macs(self) -> int:
         """MACs of every matrix product and convolution, including the classifier's: what a FLOP counter counts."""
+        # Strengths are multiplied elementwise, which a FLOP counter does not count.
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
 
     @property
@@ -197,10 +199,13 @@ def layer_costs(
     `mlp_ranks` are those of the MLP's two maps if they are stored as two factors each. The MACs are those of the spec;
     a backend that pads heads to a common rank computes more.
     """
+    # Rows of the projections, and ranks of the heads: with original norms more rows are computed than used, and shared
+    # directions have one row for all heads.
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.reads)
     # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
-    attending = sum(reads for own, reads in zip(spec.ranks, spec.reads, strict=True) if own)
+    attending = sum(reads for head_rank, reads in zip(spec.ranks, spec.reads, strict=True) if head_rank)
     strengths = rank if spec.has_strengths else 0
+    # The mix is a matrix [heads, blocks], applied to every pair of tokens.
     mixed = len(spec.heads) * len(spec.blocks) if spec.blocks is not None else 0
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
@@ -209,6 +214,7 @@ def layer_costs(
     second = factored_costs(hidden, spec.width, tokens, mlp_ranks[1])
     return LayerCosts(
         query_key=query + key,
+        # Shared directions are multiplied in every head (`rank` sums over heads), those in blocks once for all heads.
         scores=PartCosts(0, tokens * tokens * (rows if spec.mixes_blocks else rank)),
         diagonal=PartCosts(strengths, tokens * strengths),
         fusion=PartCosts(mixed, tokens * tokens * mixed),
@@ -230,6 +236,7 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
     the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
     head; in a block it has scores once, in the map of the block.
     """
+    # The heads in which a direction has a strength and scores of its own.
     users = len(spec.heads) if spec.shares_directions and not spec.mixes_blocks else 1
     strength = PartCosts(users, tokens * users) if spec.has_strengths else PartCosts()
     scores = PartCosts(0, tokens * tokens * users)
@@ -283,21 +290,22 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     stage_patches = (patches,) * len(policy.layers) if masked else policy.state(layout)
     stages = zip(policy.layers, stage_patches, policy.counts(patches), strict=True)
     if policy.by_image:  # patches are compared even if none is merged
-        at_work = [(layer, own, min(count, own - 1)) for layer, own, count in stages]
+        at_work = [(layer, number, min(count, number - 1)) for layer, number, count in stages]
     else:
-        at_work = [(layer, own, count) for layer, own, count in stages if count < patches]
-    shown = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
-    deciding = sum(
-        policy.reducer.predictor_macs(replace(shape, directions=shown[layer]), own, count)
-        for layer, own, count in at_work
+        at_work = [(layer, number, count) for layer, number, count in stages if count < patches]
+    # A stage before layer l (from 1) compares the keys of layer l - 1, which are padded to the largest rank of a head.
+    directions = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
+    macs = sum(
+        policy.reducer.predictor_macs(replace(shape, directions=directions[layer]), number, count)
+        for layer, number, count in at_work
     )
-    with torch.device("meta"):
+    with torch.device("meta"):  # for its parameters and norms only: no memory, no random numbers
         predictor = policy.reducer.predictor(shape)
     numbers = sum(parameter.numel() for parameter in predictor.parameters())
     norms = [module for module in predictor.modules() if isinstance(module, nn.LayerNorm)]
     norm_features = sum(math.prod(norm.normalized_shape) for norm in norms)  # of one patch
     return TokenCosts(
         tokens=(layout.tokens,) * depth if masked else policy.tokens(layout, depth),
-        predictors=PartCosts((1 if policy.reducer.one_predictor else len(policy.layers)) * numbers, deciding),
-        norm_features=sum(own for _, own, _ in at_work) * norm_features,
+        predictors=PartCosts((1 if policy.reducer.one_predictor else len(policy.layers)) * numbers, macs),
+        norm_features=sum(number for _, number, _ in at_work) * norm_features,
     )

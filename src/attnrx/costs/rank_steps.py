@@ -35,8 +35,8 @@ class Steps:
 
     def cost(self, size: int) -> float:
         """Returns the seconds of a size: of the next measured one, or extrapolated in proportion from the largest."""
-        for known, seconds in zip(self.sizes, self.seconds, strict=True):
-            if known >= size:
+        for known_size, seconds in zip(self.sizes, self.seconds, strict=True):
+            if known_size >= size:
                 return seconds
         return self.seconds[-1] * size / self.sizes[-1]
 
@@ -44,13 +44,14 @@ class Steps:
         """Returns the largest size, `most` at most, that is not slower than this one."""
         if size < 1 or (most is not None and most < size):
             raise InvalidInput(f"size {size} of at most {most}: give 1 or more, and no less for the most.")
+        # A larger size within the noise is free, and keeps more of the model.
         limit = self.cost(size) * (1 + self.noise)
-        found = [
-            known
-            for known, seconds in zip(self.sizes, self.seconds, strict=True)
-            if known > size and seconds <= limit and (most is None or known <= most)
+        candidates = [
+            known_size
+            for known_size, seconds in zip(self.sizes, self.seconds, strict=True)
+            if known_size > size and seconds <= limit and (most is None or known_size <= most)
         ]
-        return max(found, default=size)
+        return max(candidates, default=size)
 
 
 def measured_steps(
@@ -71,20 +72,21 @@ def measured_steps(
     Raises:
         InvalidInput: No sizes, or measuring is disabled (ATTNRX_MEASURE=0) and there is no record.
     """
-    wanted = tuple(sorted(set(sizes)))
-    if not wanted or wanted[0] < 1 or width < 1 or tokens < 1:
-        raise InvalidInput(f"width {width}, sizes {wanted}, {tokens} tokens: give at least one of each, all positive.")
-    known = Measurements(device, table)
+    unique = tuple(sorted(set(sizes)))
+    if not unique or unique[0] < 1 or width < 1 or tokens < 1:
+        raise InvalidInput(f"width {width}, sizes {unique}, {tokens} tokens: give at least one of each, all positive.")
+    measurements = Measurements(device, table)
     threads, precision = torch.get_num_threads(), str(dtype).removeprefix("torch.")
     key = f"steps | width={width} | {tokens} {device} {precision} | threads={threads}"
-    found = {int(size): float(seconds) for size, seconds in (known.get(key, _are_seconds) or {}).items()}
-    missing = [size for size in wanted if size not in found]
+    # The record of a key grows: only sizes without a time are measured.
+    times = {int(size): float(seconds) for size, seconds in (measurements.get(key, _are_seconds) or {}).items()}
+    missing = [size for size in unique if size not in times]
     if missing:
         if not may_measure():
             raise InvalidInput(f"the sizes {missing} were never measured here, and ATTNRX_MEASURE=0 forbids it.")
-        found |= _seconds(width, missing, tokens, device, dtype)
-        known.put(key, {str(size): seconds for size, seconds in sorted(found.items())})
-    return Steps(wanted, tuple(found[size] for size in wanted))
+        times |= _seconds(width, missing, tokens, device, dtype)
+        measurements.put(key, {str(size): seconds for size, seconds in sorted(times.items())})
+    return Steps(unique, tuple(times[size] for size in unique))
 
 
 def _are_seconds(record: Mapping[str, object]) -> bool:
@@ -101,9 +103,10 @@ def _seconds(width: int, sizes: Sequence[int], tokens: int, device: str, dtype: 
     weights = {size: torch.full((size, width), 0.01, device=device, dtype=dtype) for size in sizes}
     runs = {str(size): partial(_there_and_back, features, weight) for size, weight in weights.items()}
     clock = "cuda" if torch.device(device).type == "cuda" else "wall"
-    taken = interleave(runs, rounds=ROUNDS, warmup=WARMUP, clock=clock)
-    return {size: float(taken[str(size)].median()) for size in sizes}
+    seconds = interleave(runs, rounds=ROUNDS, warmup=WARMUP, clock=clock)
+    return {size: float(seconds[str(size)].median()) for size in sizes}
 
 
 def _there_and_back(features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # Times do not depend on the values of the weights, so one weight serves both maps.
     return F.linear(F.linear(features, weight), weight.t())

@@ -28,13 +28,15 @@ def water_fill(
     for strength in strengths:
         _require_directions(strength.shape[1], multiple, minimum)
     layers = [_steps(strength, multiple) for strength in strengths]
+    # In steps of `multiple` from here on; every unit has `floor` steps before any gains are compared.
     floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
     _require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
     gains = [layer[:, floor:] for layer in layers]
     # An empty tensor first, because `cat` needs one.
     order = torch.cat([torch.empty(0), *(layer.flatten() for layer in gains)]).argsort(descending=True, stable=True)
-    taken = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
-    parts = taken.split([layer.numel() for layer in gains])
+    # Gains decrease along a unit, so the selected steps of a unit are its first ones: their number is its rank.
+    selection = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
+    parts = selection.split([layer.numel() for layer in gains])
     counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]
     return tuple(tuple((count * multiple).tolist()) for count in counts)
 
@@ -81,15 +83,17 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 
 def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
     """Returns the steps of every unit, `budget` in total, that minimize the summed loss [units, steps + 1]."""
+    # best[b] is the smallest loss of the units so far with b steps in total; every unit replaces it by the minimum over
+    # its steps t of best[b - t] + loss[t]. The choices of the units are stored, and read backwards from best[budget].
     widest = loss.shape[1] - 1
     best = np.full(budget + 1, np.inf)
     best[0] = 0.0
     best_steps = []
-    for own in loss:
+    for unit_loss in loss:
         # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin returns the
         # first of equal values, torch's may return any of them.
         padded = np.concatenate([np.full(widest, np.inf), best])
-        sums = np.lib.stride_tricks.sliding_window_view(padded, widest + 1)[:, ::-1] + own
+        sums = np.lib.stride_tricks.sliding_window_view(padded, widest + 1)[:, ::-1] + unit_loss
         best_steps.append(sums.argmin(1))
         best = sums.min(1)
     steps = []

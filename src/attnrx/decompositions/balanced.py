@@ -79,18 +79,19 @@ def factor_directions(
         empty = left_factor.new_zeros(heads, size, size)
         return Balanced(empty, empty, empty.new_zeros(heads, size), (0,) * heads)
     floor = NULL_SHARE * _scale(left_factor, right_factor)
-    rotation, found, directions = torch.linalg.svd(left_factor @ right_factor.mT, full_matrices=False)
-    significant = found > floor[:, None]
-    inverse = torch.where(significant, 1 / found, 0)[..., None]
+    rotation, values, directions = torch.linalg.svd(left_factor @ right_factor.mT, full_matrices=False)
+    significant = values > floor[:, None]
+    inverse = torch.where(significant, 1 / values, 0)[..., None]
     left, right = inverse * (directions @ right_factor), inverse * (rotation.mT @ left_factor)
+    # Head by head from here on, because heads differ in the number of null directions.
     strength, full = floor[:, None].repeat(1, size), left.new_zeros(heads, size, size)
     ranks = significant.sum(-1).tolist()
     for head, rank in enumerate(ranks):
-        strength[head, :rank] = found[head, :rank]
+        strength[head, :rank] = values[head, :rank]
         full[head, :rank] = left[head, :rank]
         if rank < size:
             remaining = torch.eye(size, dtype=full.dtype, device=full.device)
-            remaining -= (left[head, :rank].mT * found[head, :rank]) @ right[head, :rank]
+            remaining -= (left[head, :rank].mT * values[head, :rank]) @ right[head, :rank]
             # Divided by the root of their strength, so that both sides have the same size.
             full[head, rank:] = _null_rows(remaining, size - rank, left_factor[head]) / floor[head].sqrt()
     # Signs that make the largest entry of every row positive, so that results agree between machines.

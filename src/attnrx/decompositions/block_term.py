@@ -72,7 +72,7 @@ def fusion_ranks(terms: Canonical) -> Fusion:
         owner=owner,
         ranks=tuple(torch.bincount(owner, minlength=len(terms.mix)).tolist()),
         reordered=normalized[:, owner.argsort(stable=True)],
-        off_block=torch.where(energy > 0, 1 - 1 / energy, 0),
+        off_block=torch.where(energy > 0, 1 - 1 / energy, 0),  # the owner's entry is normalized to 1
     )
 
 
@@ -82,6 +82,8 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
     The largest value of each column of the mix is moved to `left`, the columns are sorted by owner, and the mix becomes
     the identity.
     """
+    # With the identity as mix a slice has the terms of its own block only; what they gave to other slices is lost here,
+    # and comes back with the mix that `tied_als` or `deflate` fits.
     owner = fusion_ranks(terms).owner
     order = owner.argsort(stable=True)
     left = terms.left * terms.mix.gather(0, owner[None])
@@ -102,6 +104,7 @@ def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, to
     This replaces Algorithms 2 and 3, which improve one block at a time. Owners and ranks do not change. The returned
     columns of mix have unit length. Stops as `als` does.
     """
+    # E, [blocks, rank]: one-hot columns.
     belongs = torch.eye(len(start.mix), dtype=torch.float64, device=start.owner.device)[:, start.owner]
     (left, right, mix), errors = alternated(tensor, (start.left, start.right, start.mix), sweeps, tolerance, belongs)
     mix, length = unit_columns(mix)
@@ -128,14 +131,15 @@ def block_terms(
     if form not in FORMS:
         raise UnknownName("form", form, FORMS)
     is_best = start == "best"
+    # A random start imposes no owners on the fit; the water-filled blocks are the second start.
     terms = cpd_epc(tensor, rank, start="random" if is_best else start, schedule=schedule, seed=seed)
     starts = [initial_blocks(terms)]
     if form == "literal":
         return deflate(tensor, starts[0])
     if is_best:
         starts.append(water_filled_blocks(tensor, rank))
-    found = [tied_als(tensor, blocks, sweeps=schedule.sweeps) for blocks in starts]
-    return min(found, key=lambda blocks: blocks.errors[-1])
+    fits = [tied_als(tensor, blocks, sweeps=schedule.sweeps) for blocks in starts]
+    return min(fits, key=lambda blocks: blocks.errors[-1])
 
 
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
@@ -160,20 +164,21 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms
     """Algorithm 2 for one block: alternates the truncated SVD of the slices of the residual X' (X minus the other
     blocks), summed by the mix, with the best rank-one fit of their products.
     """
-    mine = blocks.owner == block
-    rank, others = int(mine.sum()), (blocks.left[:, ~mine], blocks.right[:, ~mine], blocks.canonical.mix[:, ~mine])
-    left, right, scale = blocks.left[:, mine], blocks.right[:, mine], torch.ones(1)
+    in_block = blocks.owner == block
+    rank = int(in_block.sum())
+    others = blocks.left[:, ~in_block], blocks.right[:, ~in_block], blocks.canonical.mix[:, ~in_block]
+    left, right, scale = blocks.left[:, in_block], blocks.right[:, in_block], torch.ones(1)
     mix = _leading_mix(tensor, others)
     for _ in range(SWEEPS):
         left, _, right = torch.linalg.svd(_mixed(tensor, others, mix), full_matrices=False)
         left, right = left[:, :rank], right[:rank].T
-        # X'_(3) khatri-rao(left, right)
+        # X'_(3) khatri-rao(left, right), [slices, rank]: the products of X minus those of the other blocks.
         products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
         products = products - others[2] @ ((others[0].T @ left) * (others[1].T @ right))
         directions, strength, coefficients = torch.linalg.svd(products, full_matrices=False)
         # The first singular pair is the best rank-one fit: a direction of the mix, and a factor of every term.
         mix, scale = directions[:, 0], strength[0] * coefficients[0]
-    columns = torch.where(mine)[0]
+    columns = torch.where(in_block)[0]
     return replace(
         blocks,
         left=blocks.left.index_copy(1, columns, left * scale),
@@ -184,12 +189,14 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms
 
 def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slices"]:
     """Returns the leading eigenvector of X'_(3) X'_(3)^T, from the inner products <X_g, X_h> of the slices of X."""
+    # <X_g, X_h> = sum over d, e of (left_gd . left_he) (right_gd . right_he): inner products of factors, not of slices.
     slices, inner, _ = tensor.left.shape
     stacked_left, stacked_right = tensor.left.flatten(0, 1), tensor.right.flatten(0, 1)
     products = (stacked_left @ stacked_left.T) * (stacked_right @ stacked_right.T)
     slice_gram = products.view(slices, inner, slices, inner).sum((1, 3))
     left, right, mix = others
     cross = tensor.mix_products(tensor.project_left(left), tensor.project_right(right)) @ mix.T
+    # (X - T)(X - T)^T with T the other blocks, term by term.
     gram = slice_gram - cross - cross.T + mix @ ((left.T @ left) * (right.T @ right)) @ mix.T
     return torch.linalg.eigh(gram).eigenvectors[:, -1]
 
@@ -218,6 +225,7 @@ def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
     Zero if and only if each column has at most one nonzero value; at most rank * (slices - 1). The length of the
     columns has no effect.
     """
+    # Columns of zeros are left out: 0 / 0 would make the gradient NaN.
     square = mix.square().sum(0)
     nonzero = square > 0
     return (mix.abs().sum(0)[nonzero].square() / square[nonzero] - 1).sum()

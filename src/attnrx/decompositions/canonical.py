@@ -57,6 +57,7 @@ class Canonical:
     def balanced(self) -> "Canonical":
         """Returns the same tensor, scaled for least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each term."""
         sizes = [factor.shape[0] for factor in self.factors]
+        # |a| = sqrt(I) t, |b| = sqrt(J) t, |c| = sqrt(K) t with one t per term: lambda = sqrt(I J K) t^3.
         scale = (self.strength / math.sqrt(math.prod(sizes))) ** (1 / 3)
         left, right, mix = (
             unit_columns(factor)[0] * math.sqrt(size) * scale for factor, size in zip(self.factors, sizes, strict=True)
@@ -84,6 +85,7 @@ def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
     This is the best approximation with one owner per term: its squared error is the energy of the discarded triples.
     Terms are sorted by descending strength; on ties the earlier slice comes first.
     """
+    # Owners make the squared error a sum over slices, so Eckart and Young's theorem applies to each of them.
     left, strength, right = tensor.svd()
     slices, triples = strength.shape
     selected = strength.flatten().sort(descending=True, stable=True).indices[:rank]
@@ -129,6 +131,7 @@ def alternated(
 
     With `belongs` [blocks, rank], one-hot, the terms of a block share one column of the mix [slices, blocks].
     """
+    # A sweep costs four products of rows x (slices * inner) x rank, because projections are used for two modes each.
     best, errors = factors, [tensor.relative_error(*_untied(factors, belongs))]
     right, mix = unit_columns(factors[1])[0], factors[2]
     projection = tensor.project_right(right)
@@ -157,7 +160,7 @@ def _sweep(
     # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
     if belongs is not None:
         right, length = unit_columns(right)
-        projection = projection / length.masked_fill(length == 0, 1)
+        projection = projection / length.masked_fill(length == 0, 1)  # as `right`, instead of projecting it again
     mix = unit_columns(mix)[0]
     full = mix if belongs is None else mix @ belongs
     full_gram = full.T @ full
@@ -171,11 +174,13 @@ def _sweep(
     if belongs is None:
         mix = solve_normal(normal, products)
     else:
+        # mix = (G_C E^T)(E Gamma_C E^T)^-1, scaled to a unit diagonal as `solve_normal` expects.
         normal, products = belongs @ normal @ belongs.T, products @ belongs.T
         energy = normal.diagonal()
         scale = energy.masked_fill(energy <= 0, 1).rsqrt()
         solved = solve_normal(scale[:, None] * normal * scale, products * scale) * scale
         mix = torch.where(energy > 0, solved, mix)  # a block without terms has no equation: its column is unchanged
+    # |Y|^2 - 2 <C, G> + <C Gamma, C>: the squared error from the last step, without another pass over the tensor.
     square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
     return left, right, mix, projection, square
 
@@ -234,19 +239,22 @@ def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canon
     The result is balanced. Stops after `sweeps`, or when a sweep gains too little. An error below SMALLEST_BOUND may
     rise to it.
     """
+    # The error-preserving correction (Phan, Tichavsky and Cichocki, arXiv 1709.08349) with the sensitivity as objective
+    # in place of the norms of the terms. Each factor in turn has a closed form with one unknown number
+    # (`bounded_update`); the published solver reaches the same minimum by quadratic programmes of Kronecker structure.
     terms = start.balanced()
     errors, objective = [tensor.relative_error(*terms.factors)], least_sensitivity(terms)
     limit = max(errors[0], SMALLEST_BOUND)
     projection = tensor.project_right(terms.right)
     for _ in range(sweeps):
-        found, projection, square = _corrected(tensor, terms, projection, limit**2 * tensor.square)
-        terms = found.balanced()
+        update, projection, square = _corrected(tensor, terms, projection, limit**2 * tensor.square)
+        terms = update.balanced()
         # `balanced` rescales the columns: the projection follows, instead of being computed again.
-        length = found.right.norm(dim=0)
+        length = update.right.norm(dim=0)
         projection = projection * (terms.right.norm(dim=0) / length.masked_fill(length == 0, 1))
         errors.append(error_of(tensor, terms.factors, square))
-        before, objective = objective, least_sensitivity(terms)
-        if before - objective <= _TOLERANCE * before:
+        previous, objective = objective, least_sensitivity(terms)
+        if previous - objective <= _TOLERANCE * previous:
             break
     return replace(terms, errors=tuple(errors))
 
@@ -292,6 +300,7 @@ def _updated(
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
     new = bounded_update(normal, products, weights, square, bound)
+    # Near the bound rounding decides whether `old` is feasible; the least-squares factor may then be larger.
     if float((weights * (new.square() - old.square())).sum()) >= 0:
         new = old
     return new, square + float((new * (new @ normal - 2 * products)).sum())
@@ -316,13 +325,17 @@ def bounded_update(
     bound, returns the least-squares X; if X = 0 satisfies it, returns zero. The root is approached from the feasible
     side.
     """
-    scale = torch.where(weights > 0, weights, torch.inf).rsqrt()
+    # In the variables X diag(weights)^(1/2) the objective is a plain norm. There normal = Q diag(e) Q^T, and with
+    # Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)), and the error
+    # depends on Z through g_r = |Z_r|^2 only. With eta the error grows and the objective falls: the largest feasible
+    # eta is the minimum.
+    scale = torch.where(weights > 0, weights, torch.inf).rsqrt()  # without weight a column belongs to a term of zeros
     values, vectors = torch.linalg.eigh(scale[:, None] * normal * scale)
     significant = values > _NULL_SHARE * values[-1].clamp_min(0)
     values, vectors = values[significant], vectors[:, significant] * scale[:, None]
     rotated = products @ vectors
     energy = rotated.square().sum(0)
-    slack = bound - (square - float((energy / values).sum()))
+    slack = bound - (square - float((energy / values).sum()))  # above the least-squares error, where eta is 0
     if bound >= square or not len(values):
         return torch.zeros_like(products)
     eta = _secular_root(energy.cpu().numpy(), values.cpu().numpy(), slack) if slack > 0 else 0.0
@@ -338,7 +351,8 @@ def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float
     def phi(eta: float) -> float:
         return float((energy / values * (eta / (values + eta)) ** 2).sum())
 
-    # (e + eta)^2 >= e^2 gives a point below the root.
+    # (e + eta)^2 >= e^2 gives a point below the root; factors of 4 find one above. The means are geometric, because eta
+    # can have any order of magnitude.
     low = (slack / float((energy / values**3).sum())) ** 0.5
     for _ in range(_STEPS):
         if phi(4 * low) > slack:
@@ -348,4 +362,4 @@ def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float
     for _ in range(_STEPS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if phi(middle) <= slack else (low, middle)
-    return low
+    return low  # the feasible side: the bound is never exceeded

@@ -42,6 +42,7 @@ class FactoredTensor:
     @cached_property
     def square(self) -> float:
         """The sum of squares of all entries."""
+        # |L^T R|^2 = <L L^T, R R^T>: Grams of size inner x inner.
         return float(((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum())
 
     @property
@@ -82,6 +83,7 @@ class FactoredTensor:
 
         If only the tensor is zero, the result is infinite.
         """
+        # |Y - T|^2 = |Y|^2 - 2 <Y, T> + |T|^2, each from small Grams.
         terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
         inner = float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
         square = self.square - 2 * inner + terms
@@ -106,7 +108,8 @@ class FactoredTensor:
         return torch.einsum("hdi,hdj->ijh", self.left, self.right)
 
     def _residual_square(self, left: Tensor, right: Tensor, mix: Tensor) -> float:
-        # Orthogonal reduction instead of squares, so that no digits cancel.
+        # Orthogonal reduction instead of squares, so that no digits cancel: a slice of the residual is one product of
+        # [rows, inner + rank] and [inner + rank, columns], and its norm is that of the product of the two QR factors R.
         rows = torch.cat([self.left.mT, left.expand(len(mix), -1, -1)], -1)
         columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
         small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
@@ -129,8 +132,10 @@ def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "si
     """
     lower, failed = torch.linalg.cholesky_ex(normal)
     pivots = lower.diagonal()
+    # The ratio of squared pivots is a lower bound of the condition number; Cholesky alone fails only at pivots <= 0.
     if not int(failed) and float(pivots.min()) ** 2 > _NULL * float(pivots.max()) ** 2:
         return torch.cholesky_solve(products.T, lower).T
+    # Collinear terms make the system singular: the pseudoinverse gives the solution of the smallest norm.
     values, vectors = torch.linalg.eigh(normal)
     significant = values > _NULL * values[-1].clamp_min(0)
     return (products @ vectors[:, significant] / values[significant]) @ vectors[:, significant].T

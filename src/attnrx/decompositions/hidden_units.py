@@ -24,19 +24,21 @@ def unit_losses(
     (Optimal Brain Surgeon; Hassibi and Stork, 1993). Weights and P are updated after every removal by a matrix of rank
     one. The increases are strictly increasing in that order, so that the k largest are those of the last k units.
     """
+    # Removal of a unit is a step of elimination in P: blocks of removals collect their rank-one updates, which are then
+    # applied by one product of matrices, as in blocked factorizations.
     precision, weights = torch.linalg.inv(_penalized(covariance, ridge)), weight.detach().double()
     losses, left = torch.zeros(len(precision), dtype=torch.float64), torch.arange(len(precision))
     increase = torch.finfo(torch.float64).tiny
     while len(left):
-        removed, found, rows, columns = _eliminated(precision, weights, min(BLOCK, len(left)))
-        for unit, loss in zip(removed, found, strict=True):
+        removed, errors, rows, columns = _eliminated(precision, weights, min(BLOCK, len(left)))
+        for unit, loss in zip(removed, errors, strict=True):
             increase = max(loss, increase * STEP)
             losses[left[unit]] = increase
-        stays = torch.ones(len(left), dtype=torch.bool)
-        stays[removed] = False
-        left, rows = left[stays], rows[:, stays]
-        precision = precision[stays][:, stays].addmm_(rows.T, rows, alpha=-1)
-        weights = weights[:, stays].addmm_(columns.T, rows, alpha=-1)
+        mask = torch.ones(len(left), dtype=torch.bool)
+        mask[removed] = False
+        left, rows = left[mask], rows[:, mask]
+        precision = precision[mask][:, mask].addmm_(rows.T, rows, alpha=-1)
+        weights = weights[:, mask].addmm_(columns.T, rows, alpha=-1)
     return losses
 
 
@@ -48,25 +50,28 @@ def _eliminated(
     The tables themselves are not changed: one product of matrices afterwards takes less time than `count` updates.
     """
     rows, columns = weights.new_zeros(count, len(precision)), weights.new_zeros(count, len(weights))
+    # Only what the choice needs is updated at every step: the diagonal of P and the squared norms of the weights.
     diagonal, squares = precision.diagonal().clone(), weights.square().sum(0)
     removed: list[int] = []
-    found: list[float] = []
+    losses: list[float] = []
     for step in range(count):
         errors = squares.clamp_min(0) / diagonal
         errors[removed] = torch.inf
         unit = int(errors.argmin())
-        before, earlier = rows[:step], rows[:step, unit]
+        # The row of P and the column of the weights of this unit, with the earlier updates of the block.
+        earlier_rows, factors = rows[:step], rows[:step, unit]
         root = diagonal[unit].sqrt()
-        row = (precision[unit] - earlier @ before) / root
-        column = (weights[:, unit] - earlier @ columns[:step]) / root
-        products = column @ weights - (columns[:step] @ column) @ before
+        row = (precision[unit] - factors @ earlier_rows) / root
+        column = (weights[:, unit] - factors @ columns[:step]) / root
+        # |w_j - column row_j|^2 = |w_j|^2 - 2 row_j (column . w_j) + row_j^2 |column|^2
+        products = column @ weights - (columns[:step] @ column) @ earlier_rows
         squares -= 2 * row * products - row.square() * column.square().sum()
         diagonal -= row.square()
         removed.append(unit)
-        found.append(float(errors[unit]))
+        losses.append(float(errors[unit]))
         diagonal[removed] = 1.0  # they are not chosen again, and the diagonal divides
         rows[step], columns[step] = row, column
-    return removed, found, rows, columns
+    return removed, losses, rows, columns
 
 
 def compensated(

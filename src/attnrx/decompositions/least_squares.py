@@ -29,14 +29,15 @@ def elimination_losses(
     scale = moments.diagonal().mean().clamp_min(tiny)
     precision = torch.linalg.inv(moments + DAMPING * scale * torch.eye(len(moments), dtype=moments.dtype))
     features = torch.arange(len(moments)).unflatten(0, (units, size))
-    losses, removed, before, increase = torch.zeros(units, dtype=torch.float64), [], 0.0, tiny
+    # Every candidate is evaluated anew, without updates of the inverse: heads are few.
+    losses, removed, error, increase = torch.zeros(units, dtype=torch.float64), [], 0.0, tiny
     while len(removed) < units:
         errors = {
             unit: _error(precision, weights, features, [*removed, unit]) for unit in range(units) if unit not in removed
         }
         weakest = min(errors, key=lambda unit: errors[unit])
-        increase = max(errors[weakest] - before, increase * STEP)
-        losses[weakest], before = increase, errors[weakest]
+        increase = max(errors[weakest] - error, increase * STEP)
+        losses[weakest], error = increase, errors[weakest]
         removed.append(weakest)
     return losses
 
@@ -45,6 +46,7 @@ def _error(precision: Tensor, weights: Tensor, features: Tensor, removed: list[i
     rows = features[removed].flatten()
     left = torch.linalg.inv(precision[rows[:, None], rows])
     size = features.shape[1]
+    # The diagonal blocks of the removed units, [size, size, removed]; other blocks do not count, as `gram` is per unit.
     blocks = left.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
     return float((blocks.permute(2, 0, 1) * weights[removed]).sum())
 
@@ -78,17 +80,19 @@ class StrengthFit:
         """Adds one batch: the terms of every token, and the target scores."""
         for sample in range(left.shape[0]):
             # One sample at a time, to bound memory: its products have queries x keys x terms entries.
-            lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)
+            lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)  # [heads, tokens, terms]
             attention = target[sample].softmax(-1)
-            root = attention.sqrt()
+            root = attention.sqrt()  # in both factors of the normal equations: together the weight is a_ij
+            # Centred by the attention of every query, which makes the sum of squares a variance: [heads, queries, keys,
+            # terms], then [heads, queries * keys, terms].
             centred = rights[:, None] - (attention @ rights)[:, :, None]
             products = (centred * lefts[:, :, None] * root[..., None]).flatten(1, 2)
             errors = root * (target[sample] - (attention * target[sample]).sum(-1, keepdim=True))
-            wanted = errors.flatten(1)
+            targets = errors.flatten(1)
             # Sums over all samples need float64, which not every device has.
             self.normal += (products.mT @ products).to("cpu", torch.float64)
-            self.right_side += (wanted[:, None] @ products).to("cpu", torch.float64).squeeze(1)
-            self.target_energy += wanted.square().sum(-1).to("cpu", torch.float64)
+            self.right_side += (targets[:, None] @ products).to("cpu", torch.float64).squeeze(1)
+            self.target_energy += targets.square().sum(-1).to("cpu", torch.float64)
         self.samples += left.shape[0]
 
     def solve(
@@ -102,11 +106,12 @@ class StrengthFit:
             raise InvalidInput("the least-squares strengths need at least one observed sample; give calibration data.")
         start = torch.where(keep, start, 0).to(self.normal)
         strength = start.clone()
-        for head, kept in enumerate(keep):
-            if bool(kept.any()):
-                normal = self.normal[head][kept][:, kept]
-                residual = self.right_side[head, kept] - normal @ start[head, kept]
-                strength[head, kept] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
+        for head, mask in enumerate(keep):
+            if bool(mask.any()):
+                normal = self.normal[head][mask][:, mask]
+                # The pseudoinverse corrects the start: what the data does not determine stays as it was.
+                residual = self.right_side[head, mask] - normal @ start[head, mask]
+                strength[head, mask] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
         # Without the eigenvalues below _NULL a fit can be worse than its start.
         better = self.relative_error(strength) <= self.relative_error(start)
         return torch.where(better[:, None], strength, start)

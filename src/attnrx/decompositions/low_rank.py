@@ -59,6 +59,7 @@ def activation_aware(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs i
     """
     weight, moment = weight.detach().double(), checked_gram(moment)
     basis, inner = _reachable(weight)
+    # The last argument bounds the entries of the moment of the outputs, and so their rounding.
     return _projected(bias, basis, inner, inner @ moment @ inner.mT, inner.square().sum() * moment.norm())
 
 
@@ -95,6 +96,7 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
     scale = _scales(fisher.sum(0 if side == "inputs" else 1)).sqrt()
     if side == "inputs":
         return _scaled_inputs(weight, bias, scale)
+    # The outputs are the inputs of W^T, whose two factors are those of W, transposed and in reverse order.
     mirrored = _scaled_inputs(weight.mT, None, scale)
     return LowRank(mirrored.second.mT, mirrored.first.mT, mirrored.strength, bias)
 
@@ -115,6 +117,7 @@ def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) 
     if int(failed):
         raise InvalidInput("the moment of the inputs is zero or has negative eigenvalues; give E[x x^T] of real data.")
     left, strength, right = torch.linalg.svd(weight @ factor, full_matrices=False)
+    # diag(s) V^T S^-1 by a triangular solve: S is not inverted.
     first = torch.linalg.solve_triangular(factor, strength[:, None] * right, upper=False, left=False)
     return LowRank(first, left, strength, bias)
 
@@ -146,6 +149,7 @@ def _projected(bias: Bias, basis: Tensor, inner: Tensor, moment: Tensor, bound: 
 
     Strengths within the rounding of numbers as large as `bound` are zero.
     """
+    # Descending: eigh sorts ascending. Orthonormal vectors, so that all of them together are the original map.
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
     rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
     strength = torch.where(values > rounding, values, 0).sqrt()
@@ -153,6 +157,7 @@ def _projected(bias: Bias, basis: Tensor, inner: Tensor, moment: Tensor, bound: 
 
 
 def _scaled_inputs(weight: Tensor, bias: Tensor | None, scale: Tensor) -> LowRank:
+    # In this basis the left factor of the SVD is square, so that full rank is the original map.
     basis, inner = _reachable(weight)
     turn, strength, _ = torch.linalg.svd(inner * scale, full_matrices=False)
     # U^T W equals diag(s) V^T S^-1 without the division, so full rank is exact for any scale.

@@ -32,23 +32,25 @@ class CachedWeights(Generic[Value]):
             self._kept = None
             return build()
         state: list[object] = [key, CachedWeights.steps]
-        for part in parameters:
-            if part is not None:
-                state += (part.data_ptr(), part._version, part.dtype, part.device)
-        kept = self._kept
-        if kept is None or kept[0] != state:
+        for parameter in parameters:
+            if parameter is not None:
+                # The version counts changes in place; a new storage (`.to()`, an assigned parameter) has a new address.
+                state += (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.device)
+        entry = self._kept
+        if entry is None or entry[0] != state:
             # Outside inference mode, so that callers in and out of inference mode can use the value.
             with torch.inference_mode(mode=False), torch.no_grad():
-                kept = self._kept = (state, build())
-        return kept[1]
+                entry = self._kept = (state, build())
+        return entry[1]
 
     @staticmethod
     def possible(parameters: Iterable[Tensor | None]) -> bool:
         """Whether a value would be cached now."""
+        # A recorded value must be part of the graph: of autograd, so that weights get a gradient, or of a compiler.
         if is_recorded():
             return False
-        for part in parameters:
-            if part is not None and part.is_inference():
+        for parameter in parameters:
+            if parameter is not None and parameter.is_inference():  # it has no version counter
                 return False
         return True
 
@@ -63,4 +65,5 @@ def _count_step(*_: object) -> None:
     CachedWeights.steps += 1
 
 
+# A global hook: a layer cannot find out which optimizer has its parameters.
 register_optimizer_step_post_hook(_count_step)

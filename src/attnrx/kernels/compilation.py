@@ -36,6 +36,7 @@ OTHERS_CAN_WRITE = 0o022  # group and all others
 DESCRIPTORS = Path("/proc/self/fd")
 
 
+# Once per process, also where it fails: a compiler that fails is not started again at every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
     """Returns the library of the kernels; builds it if no earlier process did.
@@ -85,15 +86,15 @@ def _source() -> str:
 
 def _compiler() -> list[str]:
     """Returns the command of the compiler, empty if there is none."""
-    named = os.environ.get("CXX", "").strip()
-    if not named:
+    variable = os.environ.get("CXX", "").strip()
+    if not variable:
         return next(([name] for name in COMPILERS if shutil.which(name)), [])
     try:
-        words = shlex.split(named)
+        words = shlex.split(variable)  # several words, e.g. of a wrapper and its compiler
     except ValueError as error:
-        raise InvalidInput(f"CXX={named!r} is no command ({error}); set CXX to a C++ compiler.") from error
+        raise InvalidInput(f"CXX={variable!r} is no command ({error}); set CXX to a C++ compiler.") from error
     if not shutil.which(words[0]):
-        raise InvalidInput(f"CXX={named!r} names no program on the path; set CXX to a C++ compiler.")
+        raise InvalidInput(f"CXX={variable!r} names no program on the path; set CXX to a C++ compiler.")
     return words
 
 
@@ -121,6 +122,7 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
         return _loaded(record)
     except (OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
         version = re.search(r'^#define __VERSION__ "(.*)"', defined, re.MULTILINE)
+        # For people who inspect the cache; loading does not check these fields.
         about = {"source_sha256": _sha256(source), "command": command, "compiler": version and version.group(1)}
         _build_into(record, command, about)
     try:
@@ -140,15 +142,15 @@ def _build(command: list[str], path: Path) -> None:
 
 
 def _output_of(command: list[str]) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE
     )
-    if done.returncode:
-        reason = done.stderr.strip()[-300:] or f"exit code {done.returncode}"
+    if result.returncode:
+        reason = result.stderr.strip()[-300:] or f"exit code {result.returncode}"
         raise _CompilerFailed(
             f"the kernel could not be built with {shlex.join(command)} ({reason}); set CXX to another compiler."
         )
-    return done.stdout
+    return result.stdout
 
 
 class _CompilerFailed(NotSupported):
@@ -157,9 +159,9 @@ class _CompilerFailed(NotSupported):
 
 def _create_private(folder: Path) -> None:
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
-    for each in (folder.parent, folder):
-        if not each.is_symlink():
-            each.mkdir(mode=0o700, exist_ok=True)
+    for directory in (folder.parent, folder):
+        if not directory.is_symlink():
+            directory.mkdir(mode=0o700, exist_ok=True)
     os.close(_open_private(folder, os.O_DIRECTORY))
 
 
@@ -170,21 +172,23 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
     name = path if within is None else path.name
     # Without following a link that replaced the file since, and without waiting where it is a named pipe.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=within)
-    found, user = os.fstat(descriptor), os.geteuid()
-    if found.st_uid == user and not found.st_mode & OTHERS_CAN_WRITE:
+    # The status of the opened file, not of the path, which could name another file by now.
+    status, user = os.fstat(descriptor), os.geteuid()
+    if status.st_uid == user and not status.st_mode & OTHERS_CAN_WRITE:
         return descriptor
     os.close(descriptor)
-    if found.st_uid != user:
+    if status.st_uid != user:
         raise CheckpointError(
-            f"{path} belongs to user {found.st_uid}, not to {user}. Set ATTNRX_CACHE to a folder of your own."
+            f"{path} belongs to user {status.st_uid}, not to {user}. Set ATTNRX_CACHE to a folder of your own."
         )
     raise CheckpointError(
-        f"{path} can be written by others (mode {found.st_mode & 0o777:o}). Run chmod 700 {path}, or set ATTNRX_CACHE "
+        f"{path} can be written by others (mode {status.st_mode & 0o777:o}). Run chmod 700 {path}, or set ATTNRX_CACHE "
         "to a folder of your own."
     )
 
 
 def _loaded(record: Path) -> ctypes.CDLL:
+    # Files are opened relative to the checked folder, even if its path leads to another one since.
     within = _open_private(record.parent, os.O_DIRECTORY)
     try:
         digest = _recorded_sha256(record, within)
@@ -199,26 +203,27 @@ def _loaded(record: Path) -> ctypes.CDLL:
     # libraries by name: the next file with this descriptor would be taken for this one.
     opened = DESCRIPTORS / str(descriptor)
     library = ctypes.CDLL(str(opened if opened.exists() else path))
-    whole, pointer = ctypes.c_int, ctypes.c_void_p
+    # Without argument types ctypes would pass addresses as 32-bit integers.
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
     positions = [pointer, pointer]  # of the rotations and the biases
     library.attnrx_attention.argtypes = [
-        pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole, *positions
+        pointer, integer, integer, integer, integer, pointer, ctypes.c_float, integer, *positions
     ]  # fmt: skip
-    library.attnrx_attention.restype = whole
+    library.attnrx_attention.restype = integer
     library.attnrx_mixed_attention.argtypes = [
-        pointer, whole, pointer, pointer, whole, whole, whole, whole, pointer, whole
+        pointer, integer, pointer, pointer, integer, integer, integer, integer, pointer, integer
     ]  # fmt: skip
-    library.attnrx_mixed_attention.restype = whole
+    library.attnrx_mixed_attention.restype = integer
     library.attnrx_joint_attention.argtypes = [
-        pointer, pointer, whole, pointer, pointer, whole, whole, pointer, ctypes.c_float, whole, *positions
+        pointer, pointer, integer, pointer, pointer, integer, integer, pointer, ctypes.c_float, integer, *positions
     ]  # fmt: skip
-    library.attnrx_joint_attention.restype = whole
-    library.attnrx_merge.argtypes = [pointer, whole]
-    library.attnrx_merge.restype = whole
-    wide = ctypes.c_int64
-    library.attnrx_maps.argtypes = [pointer, whole, pointer, wide, wide, pointer, whole]
+    library.attnrx_joint_attention.restype = integer
+    library.attnrx_merge.argtypes = [pointer, integer]
+    library.attnrx_merge.restype = integer
+    int64 = ctypes.c_int64
+    library.attnrx_maps.argtypes = [pointer, integer, pointer, int64, int64, pointer, integer]
     for function in (library.attnrx_maps, library.attnrx_panel, library.attnrx_vector):
-        function.restype = whole
+        function.restype = integer
     return library
 
 
@@ -248,10 +253,11 @@ def _library_path(record: Path, digest: str) -> Path:
 
 def _build_into(record: Path, command: list[str], about: dict[str, object]) -> None:
     """Writes the library, then the record that makes it valid."""
-    with TemporaryDirectory() as place:
-        built = Path(place) / "library.so"
-        _build(command, built)
-        content = built.read_bytes()
+    # Built elsewhere, because its name in the cache contains the hash of its content.
+    with TemporaryDirectory() as folder:
+        library = Path(folder) / "library.so"
+        _build(command, library)
+        content = library.read_bytes()
     digest = sha256(content).hexdigest()
     _write_private(_library_path(record, digest), content)
     facts = {"kind": KIND, "schema": SCHEMA, "sha256": digest, **about}

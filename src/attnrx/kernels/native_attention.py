@@ -28,6 +28,7 @@ class RotationTable(NamedTuple):
     pairs: list[int]
 
 
+# FRAGMENT: every kernel module defines operators of the namespace. They are registered for inference only: no autograd.
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
     "native_joint_attention(Tensor features, int[] ranks, int[] reads, Tensor? sizes, float scale, "
@@ -60,8 +61,8 @@ def native_attention(
         NotSupported: The kernel cannot be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
-    counted = None if sizes is None else sizes.float()
-    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), counted, scale, bias)
+    token_sizes = None if sizes is None else sizes.float()
+    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), token_sizes, scale, bias)
 
 
 def _attention(
@@ -78,13 +79,13 @@ def _attention(
     if not values[0].shape[2]:  # softmax over no keys times no values
         return output.zero_()
     batch, tokens, _ = output.shape
-    numbers, heads, _kept = _described(queries, keys, values, output)
-    counted = None if sizes is None else sizes.contiguous()
+    numbers, heads, _buffers = _described(queries, keys, values, output)
+    token_sizes = None if sizes is None else sizes.contiguous()
     bias = None if bias is None else bias.float().contiguous()
-    added = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
+    bias_pointer = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
     failed = library.attnrx_attention(
         numbers, heads, batch, tokens, values[0].shape[2],
-        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(), None, added,
+        None if token_sizes is None else token_sizes.data_ptr(), scale, torch.get_num_threads(), None, bias_pointer,
     )  # fmt: skip
     if failed:
         raise MemoryError("attention found no memory for the keys and values of one head.")
@@ -97,20 +98,22 @@ def _described(
     """Returns the numbers that describe the heads to the kernel, the number of heads, and the tensors that must live
     during the call: a contiguous copy may have no other owner.
     """
-    kept: list[Tensor] = []
-    described: list[int] = []
-    place, (image, token, _) = output.data_ptr(), output.stride()
+    buffers: list[Tensor] = []
+    numbers: list[int] = []
+    # Addresses are in bytes, strides in floats. The features of a token must be contiguous, images and tokens need not.
+    start_of_output, (image, token, _) = output.data_ptr(), output.stride()
     for sides in zip(queries, keys, values, strict=True):
-        own = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
-        kept += own
-        starts = [(side.data_ptr(), *side.stride()) for side in own]
-        rank, reads = own[0].shape[3], own[2].shape[3]
-        for head in range(own[2].shape[1]):
+        # Query, key and value of neighbouring heads of one shape, each [batch, heads, tokens, features].
+        group = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
+        buffers += group
+        starts = [(side.data_ptr(), *side.stride()) for side in group]
+        rank, reads = group[0].shape[3], group[2].shape[3]
+        for head in range(group[2].shape[1]):
             for start, image_stride, stride, token_stride, _ in starts:
-                described += (start + FLOAT * head * stride, image_stride, token_stride)
-            described += (place, image, token, rank, reads)
-            place += FLOAT * reads
-    return (ctypes.c_int64 * len(described))(*described), len(described) // DESCRIBED, kept
+                numbers += (start + FLOAT * head * stride, image_stride, token_stride)
+            numbers += (start_of_output, image, token, rank, reads)
+            start_of_output += FLOAT * reads  # heads are neighbours in the output, whatever their dimensions
+    return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
 
 
 def native_mixed_attention(
@@ -126,9 +129,9 @@ def native_mixed_attention(
     The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
     map of a block is computed once for all heads.
     """
-    counted = None if sizes is None else sizes.float()
+    token_sizes = None if sizes is None else sizes.float()
     weights = mix.float().contiguous()
-    return torch.ops.attnrx.native_mixed_attention.default(query, key, list(values), ranks, weights, counted)
+    return torch.ops.attnrx.native_mixed_attention.default(query, key, list(values), ranks, weights, token_sizes)
 
 
 def _mixed_attention(
@@ -140,24 +143,24 @@ def _mixed_attention(
     sizes: Tensor | None,
 ) -> Tensor:
     library = required_library()
-    # Every head is described with the queries and keys of all directions.
-    queries, keys = ([side[:, None].expand(-1, own.shape[1], -1, -1) for own in values] for side in (query, key))
+    # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
+    queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
     _require_fitting(queries, keys, values, sizes)
     output = _empty_mixed(query, key, values, ranks, mix, sizes)
     batch, tokens, _ = output.shape
-    fits = mix.shape == (sum(own.shape[1] for own in values), len(ranks)) and min(ranks, default=0) >= 0
+    fits = mix.shape == (sum(value.shape[1] for value in values), len(ranks)) and min(ranks, default=0) >= 0
     if not fits or sum(ranks) != query.shape[2] or mix.dtype != torch.float32:
         raise InvalidInput(
             f"blocks of {list(ranks)} directions and a {mix.dtype} mix of {list(mix.shape)} do not fit "
-            f"{query.shape[2]} directions and {sum(own.shape[1] for own in values)} heads in float32."
+            f"{query.shape[2]} directions and {sum(value.shape[1] for value in values)} heads in float32."
         )
     if not key.shape[1]:  # softmax over no keys times no values
         return output.zero_()
-    numbers, heads, _kept = _described(queries, keys, values, output)
-    counted, weights = None if sizes is None else sizes.contiguous(), mix.contiguous()
+    numbers, heads, _buffers = _described(queries, keys, values, output)
+    token_sizes, weights = None if sizes is None else sizes.contiguous(), mix.contiguous()
     failed = library.attnrx_mixed_attention(
         numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), weights.data_ptr(), len(ranks), batch, tokens,
-        key.shape[1], None if counted is None else counted.data_ptr(), torch.get_num_threads(),
+        key.shape[1], None if token_sizes is None else token_sizes.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError("attention found no memory for the keys and values of one image.")
@@ -172,7 +175,7 @@ def _empty_mixed(
     mix: Tensor,
     sizes: Tensor | None,
 ) -> Tensor:
-    return query.new_empty(*query.shape[:2], sum([own.shape[1] * own.shape[3] for own in values]))
+    return query.new_empty(*query.shape[:2], sum([value.shape[1] * value.shape[3] for value in values]))
 
 
 def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
@@ -190,6 +193,7 @@ def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Ten
         raise InvalidInput(f"sizes are float32 {[batch, length]} here, not {sizes.dtype} {list(sizes.shape)}.")
 
 
+# The two structures have the fields, order and types of `Bias` and `Rotation` in attention.cpp.
 class _Bias(ctypes.Structure):
     _fields_ = (("values", ctypes.c_void_p), ("image", ctypes.c_int64), ("head", ctypes.c_int64))
 
@@ -213,6 +217,7 @@ def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> An
         return None
     if bias.shape[0] not in (1, shape[0]) or tuple(bias.shape[1:]) != shape[1:]:
         raise InvalidInput(f"a bias of {list(bias.shape)} is not that of pairs of tokens, {list(shape)}.")
+    # One bias for all images: stride 0. byref keeps the structure alive; the caller keeps the tensor.
     image = 0 if bias.shape[0] == 1 else bias.stride(0)
     return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
 
@@ -226,7 +231,7 @@ def _empty(
     bias: Tensor | None = None,
 ) -> Tensor:
     batch, _, tokens, _ = queries[0].shape
-    return values[0].new_empty(batch, tokens, sum([own.shape[1] * own.shape[3] for own in values]))
+    return values[0].new_empty(batch, tokens, sum([value.shape[1] * value.shape[3] for value in values]))
 
 
 def native_joint_attention(  # noqa: PLR0913
@@ -245,10 +250,10 @@ def native_joint_attention(  # noqa: PLR0913
     first, if a `rotation` is given. This spares the views that separate the
     features, which take longer than the arithmetic for a few images.
     """
-    counted = None if sizes is None else sizes.float()
+    token_sizes = None if sizes is None else sizes.float()
     cosines, sines, pairs = (None, None, []) if rotation is None else rotation
     return torch.ops.attnrx.native_joint_attention.default(
-        features, ranks, reads, counted, scale, cosines, sines, pairs, bias
+        features, ranks, reads, token_sizes, scale, cosines, sines, pairs, bias
     )
 
 
@@ -273,22 +278,24 @@ def _joint_attention(  # noqa: PLR0913  (an operator takes no structures)
     if sizes is not None and (sizes.shape != (batch, tokens) or sizes.dtype != torch.float32):
         raise InvalidInput(f"sizes are float32 {[batch, tokens]} here, not {sizes.dtype} {list(sizes.shape)}.")
     output = _empty_joint(features, ranks, reads)
-    counted, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
+    token_sizes, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
     rotation = None
     if cosines is not None and sines is not None:
         heads, prefix = len(ranks), pairs[-1]
         cosines, sines = cosines.contiguous(), sines.contiguous()
         _require_rotation(cosines, sines, ranks, pairs, (batch, tokens))
+        # `pairs` is flat, because an operator takes lists of integers only (see RotationTable).
         columns, counts, stills = (numbers(*pairs[start : start + heads]) for start in range(0, 3 * heads, heads))
         image = 0 if cosines.shape[0] == 1 else cosines.stride(0)
-        addresses = [ctypes.addressof(own) for own in (columns, counts, stills)]
+        # The structure holds addresses only: arrays and tables are local variables, alive until the call returns.
+        addresses = [ctypes.addressof(array) for array in (columns, counts, stills)]
         rotation = ctypes.byref(
             _Rotation(cosines.data_ptr(), sines.data_ptr(), image, cosines.stride(1), *addresses, prefix)
         )
     bias = None if bias is None else bias.float().contiguous()
     if library.attnrx_joint_attention(
         numbers(*ranks), numbers(*reads), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
-        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(), rotation,
+        None if token_sizes is None else token_sizes.data_ptr(), scale, torch.get_num_threads(), rotation,
         _described_bias(bias, (batch, len(ranks), tokens, tokens)),
     ):  # fmt: skip
         raise MemoryError("attention found no memory for the keys and values of one head.")
@@ -317,6 +324,7 @@ def _empty_joint(features: Tensor, ranks: Sequence[int], reads: Sequence[int], *
     return features.new_empty(*features.shape[:2], sum(reads))
 
 
+# On "Meta" the operators give shapes without data: for counting on meta tensors, and for fake tensors of compilers.
 _library.impl("native_joint_attention", _joint_attention, "CPU")
 _library.impl("native_joint_attention", _empty_joint, "Meta")
 _library.impl("native_mixed_attention", _mixed_attention, "CPU")
@@ -346,6 +354,7 @@ def _mixed_operations(
     *_: object,
     **__: object,
 ) -> int:
+    # For every pair of tokens: the maps of all blocks, their mixture for every head, and the values.
     features = sum(value[1] * value[3] for value in values)
     return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + features)
 

@@ -30,6 +30,7 @@ _library.define(
 def can_merge(tokens: TokenBatch, patches: int, count: int | None = None) -> bool:
     """Whether the kernel merges these patches, to `count` or by cost: float32 on a CPU, one round, not recorded."""
     return (
+        # One round merges at most the first set, of which an odd patch is a member: patches // 2 remain.
         (count is None or patches // 2 <= count < patches)
         and patches > 1
         and tokens.dtype == torch.float32
@@ -79,9 +80,10 @@ def native_merge_by_cost(
     many patches as the largest image.
     """
     merge = torch.ops.attnrx.native_merge.default
-    found = merge(tokens, sizes, indices, None, weights, 0, lengths, threshold)
-    prefix, left = tokens.shape[1] - indices.shape[1], int((found[1] > 0).sum(1).max())
-    return found[0][:, :left], found[1][:, :left], found[2][:, : left - prefix], found[3]
+    # The number of merges is a result of the kernel: it writes rows for all patches, and the surplus is cut off here.
+    merged, merged_sizes, kept, destinations = merge(tokens, sizes, indices, None, weights, 0, lengths, threshold)
+    prefix, left = tokens.shape[1] - indices.shape[1], int((merged_sizes > 0).sum(1).max())
+    return merged[:, :left], merged_sizes[:, :left], kept[:, : left - prefix], destinations
 
 
 def _merge(  # noqa: PLR0913  (the operands of the kernel)
@@ -95,6 +97,7 @@ def _merge(  # noqa: PLR0913  (the operands of the kernel)
     threshold: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library = required_library()
+    # Without keys the patches themselves are compared, by squared distances (Ward).
     compared = tokens if keys is None else keys
     weights = sizes if weights is None else weights.to(sizes.dtype)
     _require_fitting(tokens, sizes, weights, indices, compared, lengths and keys is not None)
@@ -106,13 +109,14 @@ def _merge(  # noqa: PLR0913  (the operands of the kernel)
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
     sizes, weights, indices = sizes.contiguous(), weights.contiguous(), indices.contiguous()
     images, count = indices.shape
-    described = (
+    # The fields of the structure `Merge` of merging.cpp, in their order.
+    numbers = (
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
         compared.data_ptr(), *compared.stride()[:2], compared.shape[2],
         images, tokens.shape[1] - count, count, merged, threshold is not None, _bits(threshold), keys is None, lengths,
         sizes.data_ptr(), weights.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
     )  # fmt: skip
-    if library.attnrx_merge((ctypes.c_int64 * len(described))(*described), torch.get_num_threads()):
+    if library.attnrx_merge((ctypes.c_int64 * len(numbers))(*numbers), torch.get_num_threads()):
         raise MemoryError("token merging found no memory for the patches of one image.")
     return outputs
 
@@ -129,15 +133,15 @@ def _require_fitting(
     images, count = indices.shape
     all_shapes = sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]
     if len(set(all_shapes)) > 1 or images != len(tokens) or count > tokens.shape[1]:
-        found = ", ".join(str(list(each.shape)) for each in (tokens, sizes, weights, compared, indices))
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (tokens, sizes, weights, compared, indices))
         raise InvalidInput(
-            f"tokens, sizes, weights, compared rows and patch indices of {found} are not those of the same tokens."
+            f"tokens, sizes, weights, compared rows and patch indices of {shapes} are not those of the same tokens."
         )
     if lengths_of_keys:
         raise InvalidInput("lengths are kept where patches are compared themselves; give no keys.")
     if not tokens.dtype == sizes.dtype == compared.dtype == torch.float32 or indices.dtype != torch.int64:
-        found = ", ".join(str(each.dtype) for each in (tokens, sizes, compared, indices))
-        raise InvalidInput(f"the merging kernel reads float32 tensors and int64 indices; {found} given.")
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (tokens, sizes, compared, indices))
+        raise InvalidInput(f"the merging kernel reads float32 tensors and int64 indices; {dtypes} given.")
 
 
 def _require_count(merged: int, count: int) -> None:

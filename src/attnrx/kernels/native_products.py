@@ -27,11 +27,14 @@ class PackedMap:
     def __init__(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None):
         self.outputs = weight.shape[0]
         missing = padded_outputs(self.outputs) - self.outputs
+        # The last panel may be one vector wide (`padded_outputs`): `split` makes it smaller than the others.
         panels = F.pad(weight.detach(), (0, 0, 0, missing)).split(_widths()[0])
         self.weight = torch.cat([panel.T.flatten() for panel in panels])
+        # An empty tensor stands for no bias, because the lists of an operator have no optional elements.
         self.bias = weight.new_zeros(0) if bias is None else F.pad(bias.detach(), (0, missing))
 
 
+# Outputs in a panel and in a vector register: the compiler decides them for the instructions of this CPU.
 @lru_cache(maxsize=1)
 def _widths() -> tuple[int, int]:
     library = required_library()
@@ -49,8 +52,8 @@ def native_maps(
         NotSupported: The kernel cannot be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
-    weights, biases = [own.weight for own in maps], [own.bias for own in maps]
-    return torch.ops.attnrx.native_maps.default(features, weights, biases, [own.outputs for own in maps], gelus)
+    weights, biases = [packed.weight for packed in maps], [packed.bias for packed in maps]
+    return torch.ops.attnrx.native_maps.default(features, weights, biases, [packed.outputs for packed in maps], gelus)
 
 
 def _maps(
@@ -59,23 +62,23 @@ def _maps(
     library = required_library()
     features = features.contiguous()
     inputs = features.shape[-1]
-    described: list[int] = []
+    numbers: list[int] = []  # the structures `Map` of products.cpp
     dtypes = {features.dtype}
-    for weight, bias, own, gelu in zip(weights, biases, outputs, gelus, strict=True):
+    for weight, bias, width, gelu in zip(weights, biases, outputs, gelus, strict=True):
         dtypes |= {weight.dtype, bias.dtype}
-        if weight.numel() != inputs * padded_outputs(own):
-            raise InvalidInput(f"a packed weight of {weight.numel()} numbers is no map from {inputs} to {own}.")
-        described += (weight.data_ptr(), bias.data_ptr() if bias.numel() else 0, inputs, own, gelu)
-        inputs = own
+        if weight.numel() != inputs * padded_outputs(width):
+            raise InvalidInput(f"a packed weight of {weight.numel()} numbers is no map from {inputs} to {width}.")
+        numbers += (weight.data_ptr(), bias.data_ptr() if bias.numel() else 0, inputs, width, gelu)
+        inputs = width
     if dtypes != {torch.float32}:
         raise InvalidInput(f"the product kernel reads float32; {', '.join(map(str, dtypes))} given.")
     output = _empty(features, weights, biases, outputs, gelus)
     count = output.numel() // max(inputs, 1)
     if not count:
         return output
-    numbers = (ctypes.c_int64 * len(described))(*described)
+    maps = (ctypes.c_int64 * len(numbers))(*numbers)
     if library.attnrx_maps(
-        numbers, len(outputs), features.data_ptr(), features.shape[-1], count, output.data_ptr(),
+        maps, len(outputs), features.data_ptr(), features.shape[-1], count, output.data_ptr(),
         torch.get_num_threads(),
     ):  # fmt: skip
         raise MemoryError("the linear maps found no memory for the features between them.")
@@ -84,6 +87,7 @@ def _maps(
 
 def padded_outputs(outputs: int) -> int:
     """Returns the outputs of a packed map, padding included."""
+    # A remainder that fits one vector is padded to it, and not to the two vectors of a panel.
     panel, vector = _widths()
     rest = outputs % panel
     return outputs - rest + (0 if not rest else vector if rest <= vector else panel)

@@ -18,6 +18,7 @@ from attnrx.shapes import Float, Tensor
 # The smallest product that is packed; for smaller ones the call itself takes longer than packing saves.
 LEAST_MACS = 1_000_000
 
+# oneDNN's product with a packed weight; None in builds of PyTorch without oneDNN.
 _product = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
@@ -49,6 +50,7 @@ class LinearMap:
         if native_library() is not None:
             return native_maps(features, (self.packed(),), (False,))
         if not isinstance(self._packed, Tensor):
+            # Outside inference mode, as in `CachedWeights`: the copy outlives the call that makes it.
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), None)
         assert _product is not None
@@ -82,6 +84,7 @@ class PackedLinear(nn.Linear):
 
 def packed_(linear: nn.Linear) -> PackedLinear:
     """Converts a linear layer in place; its parameters and hooks remain."""
+    # The class is changed, not the module: references to it, its parameters and its hooks remain valid.
     linear.__class__ = PackedLinear
     assert isinstance(linear, PackedLinear)
     linear._kept = CachedWeights()

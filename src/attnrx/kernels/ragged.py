@@ -18,22 +18,23 @@ def scores_of(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Returns the scores of some rows and columns in units of log2, in steps of STEP features."""
-    found = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    scores = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    # Steps of the head's own rank: unpadded heads differ in rank, and a rank of 0 leaves all scores at 0 (uniform).
     for at in range(0, rank, STEP):
-        own = at + tl.arange(0, STEP)
+        features = at + tl.arange(0, STEP)
         q = tl.load(
-            query + rows[:, None] * stride_q + first + own[None, :],
-            mask=(rows[:, None] < tokens) & (own[None, :] < rank),
+            query + rows[:, None] * stride_q + first + features[None, :],
+            mask=(rows[:, None] < tokens) & (features[None, :] < rank),
             other=0.0,
         )
         k = tl.load(
-            key + columns[None, :] * stride_k + first + own[:, None],
-            mask=(columns[None, :] < tokens) & (own[:, None] < rank),
+            key + columns[None, :] * stride_k + first + features[:, None],
+            mask=(columns[None, :] < tokens) & (features[:, None] < rank),
             other=0.0,
         )
-        found += tl.dot(q, k, input_precision="ieee")
-    found = found * (scale * LOG2E)
-    return tl.where(columns[None, :] < tokens, found, float("-inf"))
+        scores += tl.dot(q, k, input_precision="ieee")
+    scores = scores * (scale * LOG2E)
+    return tl.where(columns[None, :] < tokens, scores, float("-inf"))
 
 
 @triton.jit
@@ -44,34 +45,37 @@ def forward(
 ):  # fmt: skip
     """Writes the output of one head of one image for some rows."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    # One program per tile of queries and head: it passes over all keys, and keeps only a tile of scores.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(starts + head)
     rank = tl.load(starts + head + 1) - first
     first_read = tl.load(value_starts + head)
     reads = tl.load(value_starts + head + 1) - first_read
+    # In int64, because offsets of images can exceed 31 bits.
     q, k = query + image.to(tl.int64) * batch_q, key + image.to(tl.int64) * batch_k
     v, out = value + image.to(tl.int64) * batch_v, output + image.to(tl.int64) * batch_o
     features = tl.arange(0, READS)
     largest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    read = tl.zeros([ROWS, READS], dtype=tl.float32)
+    weighted_sum = tl.zeros([ROWS, READS], dtype=tl.float32)
     for start in range(0, tokens, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         scores = scores_of(q, k, rows, columns, tokens, first, rank, scale, stride_q, stride_k, ROWS, COLUMNS, STEP)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
+        # The sums so far are relative to the old maximum; at the first tile exp2(-inf) = 0 discards the zeros.
         shrink = tl.exp2(largest - new_largest)
-        own = tl.load(
+        values = tl.load(
             v + columns[:, None] * stride_v + first_read + features[None, :],
             mask=(columns[:, None] < tokens) & (features[None, :] < reads),
             other=0.0,
         )
-        read = read * shrink[:, None] + tl.dot(weights.to(own.dtype), own, input_precision="ieee")
+        weighted_sum = weighted_sum * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         largest = new_largest
-    read = read / total[:, None]
+    weighted_sum = weighted_sum / total[:, None]
     tl.store(
         out + rows[:, None] * stride_o + first_read + features[None, :],
-        read.to(output.dtype.element_ty),
+        weighted_sum.to(output.dtype.element_ty),
         mask=(rows[:, None] < tokens) & (features[None, :] < reads),
     )

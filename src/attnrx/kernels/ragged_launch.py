@@ -34,7 +34,7 @@ def ragged_attention(
     heads = len(ranks)
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     output = value.new_empty(batch, tokens, sum(reads))
-    # Triton takes ranges of a power of two only.
+    # Grid: tiles of queries x heads of all images. Triton takes ranges of a power of two only, and tl.dot 16 or more.
     kernels().forward[(-(-tokens // ROWS), batch * heads)](
         query, key, value, output, starts_of(ranks, value.device), starts_of(reads, value.device),
         tokens, heads, scale, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *output.stride()[:2],
@@ -52,6 +52,7 @@ def kernels() -> ModuleType:
         raise NotSupported(f"ragged attention needs Triton ({error}): pip install triton.") from error
 
 
+# Cached, because building it copies from the host to the device at every call.
 @lru_cache(maxsize=256)
 def starts_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the first feature of every head, and the end of the last one."""

@@ -46,7 +46,8 @@ class MultiExit(Loss):
         for layer in reduction.policy.layers:
             # A stage before layer l selects by the class token that layer l - 1 returns.
             answer = classifier(norm(context.features[layer - 2][:, :1])[:, 0]).to(context.logits.dtype)
+            # Through `Task`, so that mixed images count with both of their labels.
             task = Task(label_smoothing=0.0)(replace(context, logits=answer))
-            taught = F.kl_div(answer.log_softmax(-1), target, log_target=True, reduction="batchmean")
-            terms.append((1 - self.distilled) * task + self.distilled * taught)
+            divergence = F.kl_div(answer.log_softmax(-1), target, log_target=True, reduction="batchmean")
+            terms.append((1 - self.distilled) * task + self.distilled * divergence)
         return torch.stack(terms).mean()

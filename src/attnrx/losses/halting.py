@@ -54,16 +54,19 @@ class HaltingPrior(Loss):
         scores, present = zip(*_halting(context), strict=True)
         shares = torch.stack([mask.mean() for mask in present])
         means = torch.stack([(score * mask).sum() for score, mask in zip(scores, present, strict=True)])
-        means = means / (shares * present[0].numel())
+        means = means / (shares * present[0].numel())  # over the patches that each layer receives: [layers]
         depth = float(shares.sum()) if self.depth is None else self.depth
         layers = torch.arange(1, len(means) + 1, device=means.device, dtype=means.dtype)
         target = (-0.5 * (layers - depth).square()).log_softmax(0)
-        found = means.clamp_min(torch.finfo(means.dtype).tiny).log().log_softmax(0)
-        return (found.exp() * (found - target)).sum()
+        # The softmax of logarithms scales H to a sum of 1; the clamp, because a layer may have scores that round to 0.
+        log_shares = means.clamp_min(torch.finfo(means.dtype).tiny).log().log_softmax(0)
+        return (log_shares.exp() * (log_shares - target)).sum()
 
 
 def ponder(layers: list[tuple[Scores, Scores]], epsilon: float) -> Float[Tensor, ""]:
     """Returns the mean of N + r from the halting scores of every layer and the mask of the patches that it receives."""
+    # [batch, patches] each. At the end `count` is N, `total` the sum of the scores up to layer N, `latest` the score of
+    # layer N: r = 1 - (total - latest).
     running = torch.ones_like(layers[0][0])
     count, total, latest = (torch.zeros_like(running) for _ in range(3))
     for scores, present in layers:
@@ -71,7 +74,7 @@ def ponder(layers: list[tuple[Scores, Scores]], epsilon: float) -> Float[Tensor,
         count = count + active
         latest = torch.where(active > 0, scores, latest)
         total = total + scores * active
-        running = running * (total.detach() < 1 - epsilon)
+        running = running * (total.detach() < 1 - epsilon)  # a comparison has no gradient: only r has one
     return (count + 1 - (total - latest)).mean()
 
 
@@ -83,12 +86,14 @@ def _halting(context: LossContext) -> Iterator[tuple[Scores, Scores]]:
     if reduction is None or not isinstance(scores_of, HaltingScores) or not reduction.run.trail:
         raise NotSupported("this loss trains the token reducer halting_scores; attach a policy with it, or omit it.")
     prefix, patches = reduction.shape.layout.prefix, reduction.shape.layout.patches
+    # Scores are returned per patch of the image, because N and r are sums over layers with different tokens.
     for number, tokens in enumerate(context.features, 1):
         scores = scores_of.layer_score(tokens)[:, prefix:]
         stages = sum(layer <= number for layer in reduction.policy.layers)
         if not stages:
             yield scores, torch.ones_like(scores)
             continue
+        # The patches that remained after the last stage before this layer, in the order of its tokens.
         indices = reduction.run.trail[stages - 1]
         if scores.shape[1] == patches:  # restored to all patches, or masked
             scores = scores.gather(1, indices.clamp_min(0))

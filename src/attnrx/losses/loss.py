@@ -45,6 +45,7 @@ class LossContext:
         """
         process, processes = self.shard
         count = len(self.images)
+        # On the CPU, because generators of devices give other numbers for the same seed.
         generator = torch.Generator().manual_seed(self.seed)
         noise = torch.randn(count * processes, *self.images.shape[1:], generator=generator, dtype=self.images.dtype)
         return noise[count * process : count * (process + 1)].to(self.images.device)
@@ -101,8 +102,9 @@ class Task(Loss):
             raise InvalidInput(f"{self}: label_smoothing is a share of the label and must lie in [0, 1).")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        own = F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
+        loss = F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
         if context.partners is None:
-            return own
-        other = F.cross_entropy(context.logits, context.partners, label_smoothing=self.label_smoothing)
-        return context.share * own + (1 - context.share) * other
+            return loss
+        # Cross-entropy is linear in the target, so this is the loss of the mixed label.
+        partner_loss = F.cross_entropy(context.logits, context.partners, label_smoothing=self.label_smoothing)
+        return context.share * loss + (1 - context.share) * partner_loss

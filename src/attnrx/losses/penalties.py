@@ -33,11 +33,11 @@ class TargetRank(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         layers = family_of(context.model).attention(context.model)
-        chosen = _chosen(self, self.layers, len(layers))
+        indices = _chosen(self, self.layers, len(layers))
         ranks = [
             effective_rank(strength)
             for index, layer in enumerate(layers)
-            if index in chosen and isinstance(layer.scores, SvdaForm)
+            if index in indices and isinstance(layer.scores, SvdaForm)
             for strength in layer.scores.strength.split(layer.spec.ranks)  # one vector for all heads
             if strength.numel()
         ]
@@ -67,14 +67,16 @@ class PerturbationRobustness(Loss):
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         changes: list[Tensor] = []
         family = family_of(context.model)
-        chosen = _chosen(self, self.layers, len(family.attention(context.model)))
+        indices = _chosen(self, self.layers, len(family.attention(context.model)))
 
         def observe(layer: int, observation: Observation) -> None:
-            if layer not in chosen:
+            if layer not in indices:
                 return
+            # The clean images are the first half of the batch: [images, heads, queries, keys] each.
             clean, noisy = observation.attention.chunk(2)
             changes.append((clean - noisy).square().sum((-2, -1)).mean())
 
+        # One pass of both halves, so that each layer's hook has the clean and the noisy maps at the same time.
         images = torch.cat([context.images, context.images + self.scale * context.noise()])
         with observing(context.model, family, observe):
             context.model.forward(images)  # the bare module, in which the hooks see every layer
@@ -112,6 +114,7 @@ class FusionOwnership(Loss):
                 "FusionOwnership needs shared directions with a strength for each, and this model has none: realize a "
                 "prescription of the rule shared_rank with form=cp or form=epc first."
             )
+        # A mean over all directions, not over layers: layers may share different numbers of them.
         total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
         return context.progress * total / sum(fusion.shape[1] for fusion in fusions)
 
@@ -124,6 +127,7 @@ class KeepRatio(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         reduction = sampling_reduction(self, context)
-        wanted = reduction.policy.keep
-        found = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
-        return (found - found.new_tensor(wanted[: found.shape[1]])).square().mean()
+        targets = reduction.policy.keep
+        # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
+        shares = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
+        return (shares - shares.new_tensor(targets[: shares.shape[1]])).square().mean()

@@ -46,9 +46,9 @@ class PolicyGradient(Loss):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, known in (("credit", CREDITS), ("baseline", BASELINES)):
-            if getattr(self, name) not in known:
-                raise InvalidInput(f"{self}: choose {name} from {', '.join(known)}.")
+        for name, choices in (("credit", CREDITS), ("baseline", BASELINES)):
+            if getattr(self, name) not in choices:
+                raise InvalidInput(f"{self}: choose {name} from {', '.join(choices)}.")
         if self.penalty < 0 or self.saving < 0:
             raise InvalidInput(f"{self}: penalty and saving may not be negative.")
 
@@ -58,27 +58,28 @@ class PolicyGradient(Loss):
         right = context.logits.argmax(-1) == context.labels
         rewards = self._rewards(right, sampled)
         if self.baseline == "greedy":
+            # At inference every image keeps the policy's share, so a constant mask gives the saving of the baseline.
             keep = [torch.full_like(sampled[0], share) for share in reduction.policy.keep[: len(sampled)]]
             baselines = self._rewards(_inference_right(context, reduction), keep)
         else:
             baselines = [reward.mean() for reward in rewards]
         advantages = [reward - baseline for reward, baseline in zip(rewards, baselines, strict=True)]
-        learning = len(sampled)
+        learning = len(sampled)  # the number of stages that learn, from the first
         if self.credit == "stage":
             learning = min(1 + int(context.progress * len(sampled)), len(sampled))
         return reinforced(scores[:learning], sampled, advantages)
 
     def _rewards(self, right: Bool[Tensor, "images"], sampled: Sequence[PerPatch]) -> list[Float[Tensor, "images _"]]:
         """Returns the reward of every image, or of every patch of it, at every stage."""
-        found = []
+        rewards = []
         for keep in sampled:
             if self.credit == "patch":
                 answer = torch.where(right, 1.0, -self.penalty).to(keep.dtype)
-                found.append(answer[:, None] + self.saving * (1 - 2 * keep))
+                rewards.append(answer[:, None] + self.saving * (1 - 2 * keep))
             else:
                 saved = 1 - keep.mean(1).square()
-                found.append(torch.where(right, saved, -self.penalty)[:, None])
-        return found
+                rewards.append(torch.where(right, saved, -self.penalty)[:, None])  # [images, 1]: shared by all patches
+        return rewards
 
 
 def reinforced(
@@ -86,9 +87,11 @@ def reinforced(
 ) -> Float[Tensor, ""]:
     """Returns minus the mean log-probability of the decisions about the remaining patches, times their advantage."""
     terms, there = [], torch.ones_like(sampled[0])
+    # Not strict: only the first stages have scores that learn.
     for log_probabilities, keep, advantage in zip(scores, sampled, advantages, strict=False):
-        chosen = torch.where(keep > 0, log_probabilities[..., 0], log_probabilities[..., 1])
-        terms.append(-(chosen * advantage * there).sum(1) / there.sum(1))
+        log_probability = torch.where(keep > 0, log_probabilities[..., 0], log_probabilities[..., 1])
+        # A stage decides about the patches that the stage before it kept; there is always one (`sampled_keep`).
+        terms.append(-(log_probability * advantage * there).sum(1) / there.sum(1))
         there = keep
     return torch.stack(terms).mean()
 
@@ -96,6 +99,7 @@ def reinforced(
 @torch.no_grad()
 def _inference_right(context: LossContext, reduction: TokenReduction) -> Bool[Tensor, "images"]:
     """Returns which images the model answers right with the selection of inference."""
+    # In a run of its own: the loss still needs the masks and scores that the training pass sampled.
     with reduction.separate_run(), evaluating((context.model,)):
         logits = context.model.forward(context.images)
     return logits.argmax(-1) == context.labels

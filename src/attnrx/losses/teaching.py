@@ -42,6 +42,7 @@ class Distillation(Loss):
                 f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
                 f"{context.logits.shape[1]}; take a teacher of the same task."
             )
+        # Targets as logarithms, which are exact where the teacher's probabilities round to 0.
         target = F.log_softmax(teacher_logits / self.temperature, dim=-1)
         predicted = F.log_softmax(context.logits / self.temperature, dim=-1)
         # batchmean: "mean" would divide by the number of classes as well
@@ -70,18 +71,19 @@ class FeatureDistillation(Loss):
             raise InvalidInput(f"{self}: last counts blocks from the last one; give 1 or more, or None for all.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        (_, theirs), own = taught(context, self.teacher, self.weights), context.features
-        shapes = [[tuple(tokens.shape[1:]) for tokens in features] for features in (own, theirs)]
+        (_, teacher_features), features = taught(context, self.teacher, self.weights), context.features
+        shapes = [[tuple(tokens.shape[1:]) for tokens in outputs] for outputs in (features, teacher_features)]
         if shapes[0] != shapes[1]:
             raise InvalidInput(
                 f"the blocks of the teacher {self.teacher} have (tokens, width) {shapes[1]} and those of the model "
                 f"{shapes[0]}; take the model that this one was made from, or learn from its logits alone."
             )
-        if self.last is not None and self.last > len(own):
-            raise InvalidInput(f"{self}: the model has {len(own)} blocks only.")
+        if self.last is not None and self.last > len(features):
+            raise InvalidInput(f"{self}: the model has {len(features)} blocks only.")
         selected = slice(None) if self.last is None else slice(-self.last, None)
-        pairs = zip(own[selected], theirs[selected], strict=True)
-        return torch.stack([F.mse_loss(_whitened(mine), _whitened(other)) for mine, other in pairs]).mean()
+        # A mean of means: every block counts the same.
+        pairs = zip(features[selected], teacher_features[selected], strict=True)
+        return torch.stack([F.mse_loss(_whitened(tokens), _whitened(target)) for tokens, target in pairs]).mean()
 
 
 def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
@@ -105,18 +107,18 @@ class TokenSimilarity(Loss):
         reduction = reduction_of(context.model)
         if reduction is None or reduction.run.sizes is None or reduction.run.patch_indices is None:
             raise NotSupported("TokenSimilarity needs token pruning, and this model has none; omit the loss.")
-        _, features = taught(context, self.teacher, self.weights)
-        theirs, own = features[-1], context.features[-1]
-        if theirs.shape != own.shape:
+        _, teacher_features = taught(context, self.teacher, self.weights)
+        target, tokens = teacher_features[-1], context.features[-1]
+        if target.shape != tokens.shape:
             raise InvalidInput(
-                f"the teacher {self.teacher} ends with (tokens, width) {tuple(theirs.shape[1:])}, the model with "
-                f"{tuple(own.shape[1:])}; take the model that this one was made from, and a reducer that is learned."
+                f"the teacher {self.teacher} ends with (tokens, width) {tuple(target.shape[1:])}, the model with "
+                f"{tuple(tokens.shape[1:])}; take the model that this one was made from, and a reducer that is learned."
             )
         prefix = reduction.shape.layout.prefix
         patch_indices = reduction.run.patch_indices  # an added (fused) token has no counterpart in the teacher
-        stay = ((reduction.run.sizes[:, prefix:] > 0) & (patch_indices >= 0)).to(own.dtype)
-        alike = F.cosine_similarity(own[:, prefix:], theirs[:, prefix:].to(own.dtype), dim=-1)
-        return (((1 - alike) * stay).sum(1) / stay.sum(1).clamp_min(1)).mean()  # an image may keep no patch
+        mask = ((reduction.run.sizes[:, prefix:] > 0) & (patch_indices >= 0)).to(tokens.dtype)
+        cosines = F.cosine_similarity(tokens[:, prefix:], target[:, prefix:].to(tokens.dtype), dim=-1)
+        return (((1 - cosines) * mask).sum(1) / mask.sum(1).clamp_min(1)).mean()  # an image may keep no patch
 
 
 Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tokens features"]]]
@@ -136,8 +138,9 @@ def taught(context: LossContext, teacher: str, weights: str | None) -> Answer:
 
 @torch.no_grad()
 def _run(teacher: nn.Module, context: LossContext) -> Answer:
-    own, theirs = normalization_of(context.model), normalization_of(teacher)
-    images = context.images if own == theirs else theirs.apply(own.invert(context.images))
+    scale, teacher_scale = normalization_of(context.model), normalization_of(teacher)
+    images = context.images if scale == teacher_scale else teacher_scale.apply(scale.invert(context.images))
+    # Outputs of blocks are stored only in steps whose losses need them.
     recording = recording_blocks(teacher, family_of(teacher)) if context.features else nullcontext(())
     with recording as features:
         logits = teacher(images).to(context.logits.dtype)

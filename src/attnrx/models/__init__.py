@@ -51,6 +51,7 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "torchvision": TorchvisionFamily(),
     "open_clip": OpenClipFamily(),
 }
+# `family_of` takes the first that matches; each matches its own class of models only.
 FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values(), ModuleFamily())
 
 
@@ -140,14 +141,14 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
     computed.
     """
-    library, _, own = name.partition(":")
+    library, _, model_name = name.partition(":")
     if library in LIBRARIES:
-        return LIBRARIES[library].fresh(own, **changes)
+        return LIBRARIES[library].fresh(model_name, **changes)
     if name not in _OWN:
         raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
     if library == "lvvit":
-        return initialize_(LVViT(lvvit_config(own, **changes)), seed, strength)
-    return initialize_(VisionTransformer(named_config(library, own, **changes)), seed, strength)
+        return initialize_(LVViT(lvvit_config(model_name, **changes)), seed, strength)
+    return initialize_(VisionTransformer(named_config(library, model_name, **changes)), seed, strength)
 
 
 def load_model(
@@ -184,13 +185,15 @@ def load_model(
         return _load_folder(download(name), factory)
     if library == "hf":
         return HuggingFaceFamily().load(name)
+    # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     return HuggingFaceFamily().load(source) if is_transformers_folder(source) else _load_folder(source, factory)
 
 
 def _load_folder(folder: Path | str, factory: Factory | None) -> nn.Module:
-    families = tuple(ModuleFamily(factory) if isinstance(each, ModuleFamily) else each for each in FAMILIES)
+    # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
+    families = tuple(ModuleFamily(factory) if isinstance(family, ModuleFamily) else family for family in FAMILIES)
     return load_weights(folder, families)
 
 

@@ -60,6 +60,8 @@ class LastLayer:
     forward pass. The MACs of a model (`attnrx.costs`) count all tokens, as papers do.
     """
 
+    # A hook, because the block's code is the library's and differs by class: given fewer tokens, each of its operations
+    # but the attention computes fewer. `by_image` states that the hook needs no whole batch (`chunked_forward`).
     by_image = True
 
     def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
@@ -81,6 +83,7 @@ class LastLayer:
     @property
     def watched(self) -> bool:
         """Whether the patch tokens of the last block are needed: for training, or by a hook."""
+        # Hooks with `by_image` take any number of tokens.
         for module in (*self.block.modules(), self.after):
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
@@ -91,10 +94,12 @@ class LastLayer:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
         tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
         adapter: Any = block.get_submodule(self.attention)
-        own: Attention = adapter.attention
+        attention: Attention = adapter.attention
         # A head of rank 0 has no backend, and not every backend takes fewer queries than keys.
-        if not (self.at_work and all(own.spec.ranks or (0,)) and own.plan(tokens).backend.takes_few_queries):
+        ranks = attention.spec.ranks or (0,)
+        if not (self.at_work and all(ranks) and attention.plan(tokens).backend.takes_few_queries):
             return args, kwargs
+        # The block will normalize the queries that it receives; keys and values need the norm of all tokens.
         adapter.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
         queries = tokens[:, : self.prefix]
         return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
@@ -121,11 +126,12 @@ class Adopted(nn.Module):
         convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
         if convolution is None:
             return 0
+        # The first convolution makes the patches, and has the width of the model.
         (height, width), (down, right) = self.origin.input_shape[1:], convolution.stride
         return 4 * convolution.out_channels * (height // down) * (width // right)
 
     def _forward_chunk(self, images: Tensor) -> Tensor:
-        with self.restoring(()):
+        with self.restoring(()):  # logits need no features of pruned patches
             return self.logits(images)
 
     @contextmanager
@@ -170,6 +176,8 @@ class RotationCache:
         """Returns what `make` returns for this embedding, from the cache unless a graph or gradients are recorded."""
         if is_recorded():
             return make()
+        # By identity, as a library passes one tensor to all layers; a reference to it is stored, so that its address is
+        # not used again. Inference tensors have no version counter, and raise an error where it is read.
         version = 0 if embedding.is_inference() else embedding._version
         if self._positions is None or self._of is not embedding or self._version != version:
             self._of, self._version, self._positions = embedding, version, make()
@@ -199,7 +207,7 @@ class Adapter(nn.Module):
         key_value_tokens = self.key_value_tokens
         if key_value_tokens is None:
             return self.attention(tokens, None, positions)
-        self.key_value_tokens = None
+        self.key_value_tokens = None  # for one call only: the next one may have other images
         return self.attention(tokens, key_value_tokens, positions)
 
     def positions(
@@ -208,16 +216,16 @@ class Adapter(nn.Module):
         """Returns the positions of a call: cosines and sines from `rotation`, [images, patches, heads, pairs], of the
         rotary `embedding` that the library passes, if any, and the sum of all biases of pairs.
         """
-        found = None
+        rotations = None
         if embedding is not None:
-            found = self.rotations(embedding, lambda: Positions(self.prefix, *rotation(embedding)))
-        own = None if self.pair_bias is None else self.pair_bias()
-        given = [bias for bias in (own, *biases) if bias is not None]
-        if not given:
-            return found
-        total = sum(given[1:], given[0])
-        total = total if total.ndim == 4 else total[None]
-        return replace(found or Positions(self.prefix), bias=total)
+            rotations = self.rotations(embedding, lambda: Positions(self.prefix, *rotation(embedding)))
+        layer_bias = None if self.pair_bias is None else self.pair_bias()
+        present = [bias for bias in (layer_bias, *biases) if bias is not None]
+        if not present:
+            return rotations  # the cached object itself: `RotaryForm` caches its table by identity
+        total = sum(present[1:], present[0])
+        total = total if total.ndim == 4 else total[None]  # [images, heads, tokens, tokens]
+        return replace(rotations or Positions(self.prefix), bias=total)
 
 
 INTERLEAVED, HALVES = "interleaved", "halves"
@@ -246,23 +254,27 @@ def assembled(  # noqa: PLR0913  (keywords)
         "rotary" if rotary else "dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0],
         biases=present, pair_bias=pair_bias, inner_norms=tuple(name for name in INNER_NORMS if name in norms),
     )  # fmt: skip
+    # On the meta device: its random weights would be replaced at once (assign=True).
     with torch.device("meta"):
         attention = Attention(spec)
     weights, biases = list(weights), list(biases)
+    # A permutation of query and key rows together changes no score, so the forms need one layout of pairs only, HALVES.
+    # Values are not rotated, and keep their order.
     if rotary == INTERLEAVED:
         order = torch.cat([torch.arange(0, ranks[0], 2), torch.arange(1, ranks[0], 2)])
         by_head = torch.cat([head * ranks[0] + order for head in range(heads)])
         for side in (0, 1):
-            own = biases[side]
-            weights[side], biases[side] = weights[side][by_head], None if own is None else own[by_head]
+            bias = biases[side]
+            weights[side], biases[side] = weights[side][by_head], None if bias is None else bias[by_head]
         norms |= {name: _reordered(norms[name], order) for name in ("query_norm", "key_norm") if name in norms}
     tensors = {f"{path}.weight": weight for path, weight in zip(PROJECTION_PATHS, weights, strict=True)}
     named_biases = zip(PROJECTION_PATHS, biases, strict=True)
     tensors |= {f"{path}.bias": bias for path, bias in named_biases if bias is not None}
     # Cloned, because the slices of a fused projection share one storage.
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
-    for name, parameter in attention.named_parameters():
+    for name, parameter in attention.named_parameters():  # frozen weights stay frozen
         parameter.requires_grad_(tensors[name].requires_grad)
+    # After the weights are loaded, because the norms are the library's modules and have their own already.
     attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
     return attention
 
@@ -290,6 +302,7 @@ def require_equal_logits(
     parameter = next(first.parameters())
     if parameter.is_meta:
         raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
+    # Drawn on the CPU in float64, so that the images are the same on every device and up to rounding in every dtype.
     generator = torch.Generator().manual_seed(0)
     shape = (2, *first.origin.input_shape)
     images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
@@ -312,17 +325,18 @@ def _outputs_of_blocks(
     model: Adopted, blocks: Sequence[nn.Module], attention: str, images: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns the output of the attention of every block, and that of the block."""
-    found: dict[nn.Module, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}
 
     def record(module: nn.Module, args: object, output: Any) -> None:
-        found[module] = output[0] if isinstance(output, tuple) else output
+        outputs[module] = output[0] if isinstance(output, tuple) else output
 
     parts = [(block.get_submodule(attention), block) for block in blocks]
+    # The hooks also switch the last-layer class-token shortcut off, so that both models process all tokens.
     with ExitStack() as hooks:
         for part in {part for pair in parts for part in pair}:
             hooks.enter_context(part.register_forward_hook(record))
         model(images)
-    return [(found[part], found[block]) for part, block in parts]
+    return [(outputs[part], outputs[block]) for part, block in parts]
 
 
 def _first_difference(
@@ -333,7 +347,7 @@ def _first_difference(
         attention, block = (
             [float((one - other).abs().max()), float(one.abs().max())] for one, other in zip(*pairs, strict=True)
         )
-        if not block[0] <= limit * max(1.0, block[1]):
+        if not block[0] <= limit * max(1.0, block[1]):  # also true for NaN
             size = f"by {block[0]:.3g}, and its largest output is {block[1]:.3g}"
             where = f"The first block that differs is block {number} of {len(expected)}, {size}."
             if not attention[0] <= limit * max(1.0, attention[1]):

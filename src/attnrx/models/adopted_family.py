@@ -97,9 +97,9 @@ class AdoptedFamily(Family):
     def own(self, source: nn.Module, attention: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
 
-    def adapter(self, own: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
         """Returns the module that takes the place of a library's attention module."""
-        return self.adapter_type(own, rotations, prefix, self.pair_bias(attention))
+        return self.adapter_type(replacement, rotations, prefix, self.pair_bias(attention))
 
     def inner_norm(self, attention: nn.Module, name: str) -> nn.Module:
         """Returns the library's norm of this name (INNER_NORMS) in one of its attention modules."""
@@ -172,6 +172,7 @@ class AdoptedFamily(Family):
             "of its projections are not those that were read"
         )
         self._require_equal((self.model_type(model, origin), adopted), because)
+        # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
         return adopted
 
@@ -206,14 +207,15 @@ class AdoptedFamily(Family):
         `LastLayer` for models with class-token pooling.
         """
         source, layers = adopted.source, self.layers(adopted.source)
-        paths, rotations = self.paths(source), RotationCache()
-        for layer, own in zip(layers, attention, strict=True):
-            theirs = layer.get_submodule(paths.attention)
-            for name, norm in own.inner_norms.items():
-                if type(norm) is nn.Identity:
-                    own.inner_norms[name] = self.inner_norm(theirs, name)
-            adapter = self.adapter(own, theirs, rotations, self.prefix_tokens(source))
-            layer.set_submodule(paths.attention, adapter.train(theirs.training))
+        paths, rotations = self.paths(source), RotationCache()  # one cache for all layers
+        for layer, new_attention in zip(layers, attention, strict=True):
+            module = layer.get_submodule(paths.attention)
+            for name, norm in new_attention.inner_norms.items():
+                if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
+                    new_attention.inner_norms[name] = self.inner_norm(module, name)
+            adapter = self.adapter(new_attention, module, rotations, self.prefix_tokens(source))
+            layer.set_submodule(paths.attention, adapter.train(module.training))
+            # A list, because the loop replaces modules; with duplicates, because one dropout may have several names.
             for name, part in list(layer.named_modules(remove_duplicate=False)):
                 # Calling a dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
@@ -222,15 +224,17 @@ class AdoptedFamily(Family):
                     packed_(part)
             _fuse_mlp_(layer, paths)
         if layers and self.pooling(source) == "class":
+            # Every other pooling uses the patches of the last block.
             norm, prefix = self.norm_before(source, layers[-1]), self.prefix_tokens(source)
             adopted.last = LastLayer(layers[-1], paths.attention, norm, self.last_norm(source), prefix)
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
-        found = tuple(self.refusals(model))
-        if found:
-            reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in found))
-            remedies = dict.fromkeys(refusal.remedy for refusal in found if refusal.remedy)
+        refusals = tuple(self.refusals(model))
+        if refusals:
+            # Every layer yields the same reasons; a dict removes repetitions and keeps the order.
+            reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in refusals))
+            remedies = dict.fromkeys(refusal.remedy for refusal in refusals if refusal.remedy)
             raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
 
     def matches(self, model: nn.Module) -> bool:
@@ -251,9 +255,10 @@ class AdoptedFamily(Family):
     def has_plain_units(self, model: nn.Module) -> bool:
         layers, paths = self.layers(self._adopted(model).source), self.paths(self._adopted(model).source)
         for layer, pair in zip(layers, self.mlp(model), strict=False):
-            maps = {id(own) for linear in pair for own in linear.parameters()}
-            inside = (own for name in paths.mlp for own in layer.get_submodule(name).parameters())
-            if any(id(own) not in maps for own in inside):  # a norm over all units
+            # By id, because tensors are compared elementwise.
+            maps = {id(parameter) for linear in pair for parameter in linear.parameters()}
+            inside = (parameter for name in paths.mlp for parameter in layer.get_submodule(name).parameters())
+            if any(id(parameter) not in maps for parameter in inside):  # a norm over all units
                 return False
         return bool(self.mlp(model))
 
@@ -269,13 +274,13 @@ class AdoptedFamily(Family):
         """Returns the paths, in every layer, of the two maps of its MLP; () where a layer has another kind."""
         paths = self.paths(source)
         fused = f"{paths.mlp[0]}.{LINEAR_MAPS[0]}", f"{paths.mlp[0]}.{LINEAR_MAPS[1]}"
-        found = []
+        maps = []
         for layer in self.layers(source):
             mlp = layer.get_submodule(paths.mlp[0])
             if not isinstance(mlp, FusedMLP) and type(mlp).__name__ not in paths.mlps:
                 return ()
-            found.append(fused if isinstance(mlp, FusedMLP) else paths.maps)
-        return tuple(found)
+            maps.append(fused if isinstance(mlp, FusedMLP) else paths.maps)
+        return tuple(maps)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
@@ -302,6 +307,7 @@ class AdoptedFamily(Family):
         layers, specs = self.layers(adopted.source), description["attention"]
         if len(layers) != len(specs):
             raise InvalidInput(f"{origin.architecture} has {len(layers)} layers, but {len(specs)} are described.")
+        # Before the MLPs are replaced: their paths are those after `_install_`, which fuses them.
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
@@ -350,8 +356,8 @@ class AdoptedFamily(Family):
 
     def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
         named = dict(self._adopted(model).source.named_modules())
-        found = (named.get(name) for name in self.paths(self._adopted(model).source).classifiers)
-        return tuple(head for head in found if isinstance(head, nn.Linear))
+        heads = (named.get(name) for name in self.paths(self._adopted(model).source).classifiers)
+        return tuple(head for head in heads if isinstance(head, nn.Linear))
 
     def positions(self, adopted: Adopted) -> int:
         """Returns the number of patches of an image."""
@@ -380,7 +386,7 @@ class AdoptedFamily(Family):
         adopted = self._adopted(model)
         source, layers, maps = adopted.source, self.layers(adopted.source), self.mlp(adopted)
         paths = self.paths(source)
-        specs = tuple(own.spec for own in self.attention(adopted)) if attention is None else attention
+        specs = tuple(layer.spec for layer in self.attention(adopted)) if attention is None else attention
         ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
         units = hidden_units(maps) if hidden is None else hidden
         if len(specs) != len(layers) or len(ranks) != len(maps) or len(units) != len(maps):
@@ -393,16 +399,18 @@ class AdoptedFamily(Family):
         classifier = sum(_params(module) for module in self._heads(source))
         before = _params(source) - classifier - sum(_params(layer) for layer in layers)
         mlps = [[layer.get_submodule(name) for name in paths.mlp] for layer in layers]
+        # Where MLPs are of another kind, nothing in them changes.
         changes = list(zip(maps, ranks, units, strict=True)) or [((), (), 0)] * len(layers)
         return ModelCosts(
             patches=PartCosts(before, positions * self.patches(source).weight.numel()),
             layers=tuple(
                 replace(
-                    layer_costs(spec, own, 0),
-                    mlp=_mlp_costs(mlp, own, *change),
-                    layer_norms=PartCosts(_params(layer) - sum(map(_params, mlp)) - _projections(own_attention)),
+                    # The formulas of an MLP and of norms are those of attnrx models; a library's may have others.
+                    layer_costs(spec, num_tokens, 0),
+                    mlp=_mlp_costs(mlp, num_tokens, *change),
+                    layer_norms=PartCosts(_params(layer) - sum(map(_params, mlp)) - _projections(layer_attention)),
                 )
-                for layer, mlp, own_attention, spec, change, own in zip(
+                for layer, mlp, layer_attention, spec, change, num_tokens in zip(
                     layers, mlps, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
                 )
             ),
@@ -426,6 +434,8 @@ class AdoptedFamily(Family):
 
     def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
         """Returns the features of the norms outside the layers and inside their MLPs, times the tokens of each."""
+        # Norms inside the blocks are counted by the costs of a layer, except those inside an MLP (e.g. after its
+        # activation).
         last, pooled = self.last_norm(source), self.paths(source).pooled
         inside = {module for layer in self.layers(source) for module in layer.modules()}
         total = sum(
@@ -438,6 +448,8 @@ class AdoptedFamily(Family):
             shape = getattr(module, "normalized_shape", None)
             if shape is None or module in inside:
                 continue
+            # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were
+            # pruned.
             if name in pooled or name.startswith("attn_pool."):
                 count = 1
             elif name.startswith("patch_embed."):
@@ -478,9 +490,10 @@ class AdoptedFamily(Family):
         with torch.device("meta"):
             rebuilt = self.build(self.describe(adopted))
         shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (adopted, rebuilt)]
+        # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
         if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}.")
-        rebuilt.load_state_dict(adopted.state_dict(), assign=True)
+        rebuilt.load_state_dict(adopted.state_dict(), assign=True)  # shares the weights, without a copy
         self._require_equal((adopted, rebuilt), because)
 
     def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
@@ -520,12 +533,13 @@ def _head_macs(head: nn.Module, tokens: int) -> int:
     total = _matrices(head)
     for part in head.modules():
         if isinstance(part, nn.MultiheadAttention):
+            # Its fused projection of query, key and value is a parameter and no Linear, so `_matrices` lacks it.
             width = part.embed_dim
             total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
         elif type(part).__name__ == "AttentionPoolLatent":
             latent: Any = part  # one query
-            keys_values = latent.kv.weight.numel()
-            total += (tokens - 1) * keys_values + tokens * keys_values // latent.q.in_features
+            # `_matrices` has its projections of one token; keys and values are of all tokens, then come both products.
+            total += (tokens - 1) * latent.kv.weight.numel() + tokens * latent.kv.out_features
     return total
 
 
@@ -535,6 +549,7 @@ def _mlp_costs(
     """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
     `hidden` features between them.
     """
+    # What the maps save is subtracted from what the modules have, so that further parts (a norm, a gate) stay counted.
     saved, biases = 0, 0
     for which, (linear, rank) in enumerate(zip(maps, ranks, strict=True)):
         sides = [linear.in_features, linear.out_features]
@@ -556,6 +571,7 @@ def _fuse_mlp_(layer: nn.Module, paths: ModelPaths) -> None:
     first, second = (path.removeprefix(f"{name}.") for path in paths.maps)
     parts = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}
     activation = [part for child, part in parts.items() if child not in (first, second)]
+    # Exactly two maps and an activation without parameters: a dropout, a gate or a norm between them would be lost.
     if len(parts) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
         fused = FusedMLP(parts[first], activation[0], parts[second])
         layer.set_submodule(name, fused.train(mlp.training))

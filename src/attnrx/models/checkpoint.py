@@ -110,6 +110,7 @@ def save_weights(
 
 def is_model_file(path: Path) -> bool:
     """Returns whether attnrx wrote this file for a saved model, by its name and the marker inside."""
+    # A file of the user's may have one of these names: only a file with the marker is replaced.
     kind = f"{PRESCRIPTION} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     return kind is not None and file_kind(path) == kind
 
@@ -132,17 +133,18 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     check_schema(record, KIND, SCHEMA, path)
     check_seal(record, path)
     validated(record, RECORD, path)
-    known = {family.name: family for family in families}
-    if record["family"] not in known:
-        raise UnknownName("model family", record["family"], known)
+    by_name = {family.name: family for family in families}
+    if record["family"] not in by_name:
+        raise UnknownName("model family", record["family"], by_name)
     tensors = read_tensors(folder / "model.safetensors", record["weights_sha256"])
     require_finite_tensors(tensors, str(folder / "model.safetensors"))
     _require_depth(record["model"], tensors, path)
     try:
         with torch.device("meta"):
-            family = known[record["family"]]
+            family = by_name[record["family"]]
             model = family.build(record["model"])
             tokens = record["tokens"]
+            # Before the weights are loaded, which include those of learned predictors.
             if tokens is not None:
                 attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
         model.load_state_dict(tensors, strict=True, assign=True)
@@ -156,15 +158,17 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Raises CheckpointError if config.json and the tensors differ in depth, before building the model."""
+    # An inconsistent file would build as many layers as it states before the weights are found not to fit.
     layers = model.get("attention")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
     described = len(layers) if isinstance(layers, list) else shown(layers)
+    # Every layer has an output projection, whatever its form and rank.
     stored = sum(name.endswith("attention.output.weight") for name in tensors)
     arguments = model.get("arguments")
-    found = {"attention": described}
+    depths = {"attention": described}
     if isinstance(arguments, Mapping):
-        found |= {f"arguments.{name}": arguments[name] for name in DEPTHS if name in arguments}
-    for name, depth in found.items():
+        depths |= {f"arguments.{name}": arguments[name] for name in DEPTHS if name in arguments}
+    for name, depth in depths.items():
         if depth != stored:
             raise CheckpointError(
                 f"{path}: model.{name} describes {depth} layers, and model.safetensors holds {stored}. The two "

@@ -30,11 +30,13 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: I
     context = AttentionContext.of(images.flatten(2))
     if not context.free_on_cpu or largest < 1:
         return run(images)
-    most = max(context.threads * WARM // (largest * images.element_size()), 1)
-    if len(images) <= most or any(map(_needs_whole_batch, model.modules())):
+    chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
+    if len(images) <= chunk_size or any(map(_needs_whole_batch, model.modules())):
         return run(images)
+    # Every chunk is a forward pass of its own, which resets the statistics of a token reduction: they are copied, and
+    # joined to those of the batch.
     reduction, outputs, runs = reduction_of(model), [], []
-    for chunk in images.split(most):
+    for chunk in images.split(chunk_size):
         outputs.append(run(chunk))
         if reduction is not None:
             runs.append(copy.copy(reduction.run))
@@ -55,6 +57,7 @@ def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str
 
 def _needs_whole_batch(module: nn.Module) -> bool:
     """Returns whether a module is in training mode, or has hooks or a backend that must receive the whole batch."""
+    # Hooks that treat the images of a batch independently have the attribute `by_image`; others may need all images.
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
         return True

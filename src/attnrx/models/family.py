@@ -140,6 +140,7 @@ def require_ordinary_weights(model: nn.Module) -> None:
         NotSupported: Quantized modules, whose weights are packed, or two names that share one tensor.
         InvalidInput: Weights on the meta device, or of several floating-point types.
     """
+    # keep_vars, because a state dict holds detached tensors: only the parameters themselves show which are shared.
     name, first = type(model).__name__, {}
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
@@ -151,6 +152,7 @@ def require_ordinary_weights(model: nn.Module) -> None:
             raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")
         if value.is_floating_point():
             first.setdefault(value.dtype, key)
+        # One dict for both: a dtype and the id of a tensor are different keys.
         shared = first.setdefault(id(value), key)
         if shared != key:
             raise NotSupported(
@@ -159,5 +161,5 @@ def require_ordinary_weights(model: nn.Module) -> None:
             )
     dtypes = {kind: key for kind, key in first.items() if isinstance(kind, torch.dtype)}
     if len(dtypes) > 1:
-        found = " and ".join(f"{kind} ({key})" for kind, key in dtypes.items())
-        raise InvalidInput(f"{name} mixes floating-point types: {found}. Convert it, e.g. model.float().")
+        kinds = " and ".join(f"{kind} ({key})" for kind, key in dtypes.items())
+        raise InvalidInput(f"{name} mixes floating-point types: {kinds}. Convert it, e.g. model.float().")

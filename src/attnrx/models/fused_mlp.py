@@ -27,6 +27,7 @@ class FusedMLP(nn.Module):
         first, second = linears_of(self.fc1), linears_of(self.fc2)
         if not (first and second and self._is_fused(features, (*first, *second))):
             return self.fc2(self.act(self.fc1(features)))
+        # Whether a GELU follows each map: after the last factor of the first map only.
         gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
         return native_maps(features, [linear.cached().packed() for linear in (*first, *second)], gelus)
 
@@ -34,7 +35,8 @@ class FusedMLP(nn.Module):
         # In this order: a compiler traces what follows unless the call is recorded.
         if not is_packed(features, linears[0].weight) or native_library() is None:
             return False
-        if not all(type(own.weight) is nn.Parameter and own.weight.dtype == features.dtype for own in linears):
+        # The exact class: subclasses (fake, distributed, quantized tensors) have products of their own.
+        if not all(type(linear.weight) is nn.Parameter and linear.weight.dtype == features.dtype for linear in linears):
             return False
         parts = (self.fc1, self.act, self.fc2, *linears)
         return is_exact_gelu(self.act) and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
@@ -42,6 +44,7 @@ class FusedMLP(nn.Module):
 
 def linears_of(part: nn.Module) -> tuple[PackedLinear, ...]:
     """Returns the linear maps of which a map consists: itself, or its factors; empty for other modules."""
+    # The exact classes: a subclass may compute something else.
     if type(part) is PackedLinear:
         return (part,)
     return (part.first, part.second) if type(part) is LowRankLinear else ()

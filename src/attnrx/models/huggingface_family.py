@@ -24,6 +24,7 @@ from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
 from attnrx.shapes import Float, ImageBatch, Tensor, TokenBatch
 
+# Parameters of the embeddings, and names of modules, over all classes of READERS: a class has some of each.
 PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
@@ -60,26 +61,29 @@ class HuggingFaceModel(Adopted):
             InvalidInput: Both or neither were given, or images of another shape.
         """
         named = {"pixel_values": pixel_values, "input_values": input_values, "labels": labels}
-        given = {name: value for name, value in named.items() if value is not None}
-        if images is not None and not given:
+        inputs = {name: value for name, value in named.items() if value is not None}
+        if images is not None and not inputs:
             return super().forward(images)
         name: Any = self.source.main_input_name
-        if images is not None or name not in given:
+        if images is not None or name not in inputs:
             raise InvalidInput(f"give images, or {name}=... (with labels=... or not) as transformers does.")
         if options.get("output_hidden_states", self.config.output_hidden_states):
-            return self._with_hidden_states({**given, **options})
+            return self._with_hidden_states({**inputs, **options})
+        # An output with the features of all tokens needs those of pruned patches; one with logits only needs none.
         with self.restoring(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
-            return self.source(**given, **options)
+            return self.source(**inputs, **options)
 
     def _with_hidden_states(self, options: dict[str, Any]) -> Any:
         """Returns the output of transformers with the tokens of all patches after every block."""
+        # As a dictionary here, because fields may be replaced by name below.
         as_tuple = not options.pop("return_dict", self.config.return_dict)
         with self.restoring(range(self._depth)):
             output = self.source(return_dict=True, **options)
         for module in self.source.modules():
             for hook in module._forward_hooks.values():
                 if getattr(hook, "__name__", "") == "output_capturing_hook":
-                    # transformers never removes it, and it is idle unless hidden states are requested.
+                    # transformers never removes it, and it is idle unless hidden states are requested. Otherwise one
+                    # such call would switch chunks and the last-layer class-token shortcut off for good.
                     hook.by_image = True  # type: ignore[attr-defined, reportFunctionMemberAccess]
         reader = reader_of(self.source)
         if reader.answer == "logits" and reader.pooling != "class" and reduction_of(self) is not None:
@@ -129,10 +133,11 @@ class HuggingFaceModel(Adopted):
         source: Any = self.source
         config, shape = source.config, self.origin.input_shape
         tokens = 1 + reader_of(source).input.num_patches(config, shape)
+        # Counted, not derived: the reassembly and fusion of a DPT are many convolutions at several resolutions.
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
             neck, head = type(source.neck)(config), type(source.head)(config)
             head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
-        return counter.get_total_flops() // 2
+        return counter.get_total_flops() // 2  # PyTorch counts two operations per MAC
 
 
 class WindowBias(nn.Module):
@@ -145,6 +150,7 @@ class WindowBias(nn.Module):
 
     def forward(self, *window: Any, **options: Any) -> Float[Tensor, "1 heads tokens tokens"]:
         """Returns the bias; the library's layers pass the window, which is that of the model."""
+        # transformers interpolates the table in every call, also to the size that it has.
         source: Any = self.source
         return self._kept((), (source.relative_position_bias_table,), lambda: source(source.window_size))
 
@@ -185,6 +191,7 @@ class HuggingFaceAttention(Adapter):
         if embeddings is None:
             return self.positions(None, _no_rotation, *biases) if biases else None
         cos, sin = embeddings
+        # cos and sin come in one tuple, so the cosines identify both in the cache. [1, patches, 1, pairs].
         pairs = slice(0, cos.shape[-1] // 2)  # both halves of a row have the same angles
         return self.positions(cos, lambda cos: (cos[None, :, None, pairs], sin[None, :, None, pairs]), *biases)
 
@@ -239,6 +246,7 @@ class HuggingFaceFamily(AdoptedFamily):
                     f"hf:{source} cannot be read as an image classifier or an image tower: {reason} Give a folder "
                     "written by save_pretrained, or the id of such a model on the hub."
                 ) from error
+        # transformers initializes missing weights randomly with a warning only, e.g. the head of a pretrained backbone.
         missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise CheckpointError(
@@ -249,6 +257,7 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
         """Returns the image processor of transformers that was saved with the model; None where there is none."""
+        # Where the model was loaded from; it is not part of a saved model, which therefore has no image processor.
         config: Any = self._adopted(model).source.config
         source = config._name_or_path
         processor = _image_processor(source) if source else None
@@ -264,8 +273,8 @@ class HuggingFaceFamily(AdoptedFamily):
                 reason = unreachable or error
                 raise CheckpointError(f"hf:{name} has no readable configuration: {reason}") from error
         # Weights are drawn on the CPU, so that they do not depend on the default device.
-        place = "meta" if torch.get_default_device().type == "meta" else "cpu"
-        with torch.random.fork_rng(devices=[]), torch.device(place):
+        device = "meta" if torch.get_default_device().type == "meta" else "cpu"
+        with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(0)
             kind = _class_of(config)
             return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
@@ -295,11 +304,11 @@ class HuggingFaceFamily(AdoptedFamily):
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
         reader = reader_of(model)
-        own = image_shape(reader.input.shape(self.body(model).config))
-        shape = image_shape(stated.get("input_shape") or own)
-        if shape != own and not (reader.resizes and shape[0] == own[0]):
-            raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
-        half = (0.5,) * own[0]
+        model_shape = image_shape(reader.input.shape(self.body(model).config))
+        shape = image_shape(stated.get("input_shape") or model_shape)
+        if shape != model_shape and not (reader.resizes and shape[0] == model_shape[0]):
+            raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
+        half = (0.5,) * model_shape[0]
         return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
 
     def create(self, origin: Origin) -> nn.Module:
@@ -313,6 +322,7 @@ class HuggingFaceFamily(AdoptedFamily):
         for module in source.modules():
             unsaved = [name for name in module._non_persistent_buffers_set if module.get_buffer(name).is_meta]
             if unsaved:
+                # Modules of transformers compute such buffers in __init__, from the configuration alone.
                 with torch.device("cpu"):
                     computed = type(module)(module.config)
                 for name in unsaved:
@@ -340,6 +350,7 @@ class HuggingFaceFamily(AdoptedFamily):
         for layer in self.layers(source):
             adapter: Any = layer.get_submodule(reader.attention)
             adapter.returns_weights = reader.returns_weights
+            # Towers (CLIP, SigLIP) have layers whose mask is a required argument.
             mask = inspect.signature(layer.forward).parameters.get("attention_mask")
             if mask is not None and mask.default is inspect.Parameter.empty:
                 layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
@@ -357,6 +368,7 @@ class HuggingFaceFamily(AdoptedFamily):
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         heads = config.num_attention_heads
         names = "use_relative_position_bias", "use_shared_relative_position_bias"
+        # transformers rotates halves of a row (`rotate_half`).
         return assembled(
             weights,
             biases,
@@ -382,8 +394,9 @@ class HuggingFaceFamily(AdoptedFamily):
         return next((name for name in NORMS_BEFORE if hasattr(layer, name)), None)
 
     def prefix_tokens(self, source: nn.Module) -> int:
-        own = self.body(source).get_submodule("embeddings").named_parameters(recurse=False)
-        return sum(token.shape[1] if token.ndim == 3 else 1 for name, token in own if name in PREFIX)
+        # [1, tokens, width], or [width] for the class embedding of CLIP.
+        parameters = self.body(source).get_submodule("embeddings").named_parameters(recurse=False)
+        return sum(token.shape[1] if token.ndim == 3 else 1 for name, token in parameters if name in PREFIX)
 
     def has_class_token(self, source: nn.Module) -> bool:
         return self.prefix_tokens(source) > 0
@@ -413,8 +426,8 @@ def _dropouts(attention: nn.Module) -> Iterator[Refusal]:
     if any(isinstance(rate, float) and rate for rate in rates):
         config = next(part.config for part in parts if hasattr(part, "config"))
         names = "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"
-        found = [f"{name}=0.0" for name in names if getattr(config, name, 0)]
-        yield Refusal(f"dropout inside attention (load it with {', '.join(found)})")
+        zeros = [f"{name}=0.0" for name in names if getattr(config, name, 0)]
+        yield Refusal(f"dropout inside attention (load it with {', '.join(zeros)})")
 
 
 def _class_of(config: Any) -> Any:
@@ -454,6 +467,7 @@ def _processor(source: Path | str, resizes: bool) -> dict[str, Any]:
     if processor is None:
         return {}
     facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}
+    # What enters the model: the crop where the processor crops, else the resized image.
     size = dict((processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size) or {})
     if resizes and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(processor.image_mean), size["height"], size["width"])

@@ -69,9 +69,11 @@ class ModelReader:
         """Returns the pooling; some classes choose by their configuration between the class token and the mean."""
         if not hasattr(config, "use_mean_pooling"):
             return self.pooling
+        # Without the mean, BEiT and Data2Vec take the first token, a class token; VideoMAE, which has none, a patch.
         return self.pooling if config.use_mean_pooling else "class" if self.pooling == "mean" else "the first patch"
 
 
+# Fields that the classes of several families share.
 DINO: dict[str, Any] = {"layers": "encoder.layer", "resizes": True}
 TOWER: dict[str, Any] = {
     "layers": "encoder.layers",
@@ -88,6 +90,7 @@ NESTED: dict[str, Any] = {
     "mlp_class": "Intermediate",
     "maps": ("intermediate.dense", "output.dense"),
 }
+# The same, where the attention returns a tensor instead of a pair.
 NESTED_TENSOR: dict[str, Any] = {**NESTED, "returns_weights": False}
 
 READERS: Mapping[str, ModelReader] = {
@@ -104,7 +107,7 @@ READERS: Mapping[str, ModelReader] = {
     "BeitForImageClassification": ModelReader("Beit", "beit", pooling="mean"),
     "BeitModel": ModelReader("Beit", pooling="mean", answer="pooler_output"),
     "Data2VecVisionForImageClassification": ModelReader("Data2VecVision", "data2vec_vision", pooling="mean", **NESTED),
-    # DINOv2's classifier takes the class token and the mean of the patches.
+    # DINOv2's classifier takes the class token and the mean of the patches; "mean", because the patches are needed.
     "Dinov2ForImageClassification": ModelReader("Dinov2", "dinov2", pooling="mean", **DINO),
     "Dinov2Model": ModelReader("Dinov2", answer=CLASS_TOKEN, **DINO),
     "Dinov2WithRegistersForImageClassification": ModelReader(

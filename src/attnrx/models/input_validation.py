@@ -27,10 +27,10 @@ class InputValidation:
         Raises:
             DataError: The images have another shape than the model's input, or contain NaN or infinity.
         """
-        found = tuple(images.shape[1:])
-        if found != self.shape:
+        shape = tuple(images.shape[1:])
+        if shape != self.shape:
             raise DataError(
-                f"{self.what} was given images of {_by(found)} (channels, height, width), and the model takes "
+                f"{self.what} was given images of {_by(shape)} (channels, height, width), and the model takes "
                 f"{_by(self.shape)}; load the data with image_size={self.shape[1]}, or use a model for this data."
             )
         first = self._scale.images
@@ -40,6 +40,7 @@ class InputValidation:
                 f"{self.what} was given images with NaN or infinity, at indices {first} to "
                 f"{first + len(images) - 1}; remove them."
             )
+        # A value that no pixel on this scale can have needs no further images; other differences do (`notes`).
         if self._scale.leaves:
             self._warn()
         return images.to(self.dtype)

@@ -17,6 +17,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         if not 1 <= rank <= min(inputs, outputs):
             raise InvalidInput(f"rank {rank} of a map from {inputs} to {outputs}: give 1..{min(inputs, outputs)}.")
+        # One bias, after both factors: a bias between them would be one more term of the second.
         self.first = PackedLinear(inputs, rank, bias=False)
         self.second = PackedLinear(rank, outputs, bias=bias)
 

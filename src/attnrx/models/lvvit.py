@@ -81,6 +81,7 @@ class LVViTConfig(TransformerConfig):
         """Returns the uncompressed model of `depth` equal layers, with no bias in queries, keys and values, as
         published.
         """
+        # The ImageNet normalization of the class is for three channels.
         if facts.get("channels", 3) != 3:
             facts = {"mean": (0.5,) * facts["channels"], "std": (0.5,) * facts["channels"], **facts}
         spec = replace(AttentionSpec.full(form, width, heads), biases=("output",))
@@ -95,10 +96,11 @@ class LVViTConfig(TransformerConfig):
         """Returns the costs of the stem: three convolutions at half the image size with their BatchNorms, and the
         projection.
         """
-        own, pixels = self.stem_channels, (self.image_size // 2) ** 2
-        kernels = (self.channels * 7**2, own * 3**2, own * 3**2)
-        convolutions = (linear_costs(inputs, own, pixels, bias=False) + norm_costs(own) for inputs in kernels)
-        projection = linear_costs(own * (self.patch_size // 2) ** 2, self.width, self.patches)
+        # A convolution is a linear map of the pixels under its kernel, applied once per output pixel.
+        channels, pixels = self.stem_channels, (self.image_size // 2) ** 2
+        kernels = (self.channels * 7**2, channels * 3**2, channels * 3**2)
+        convolutions = (linear_costs(inputs, channels, pixels, bias=False) + norm_costs(channels) for inputs in kernels)
+        projection = linear_costs(channels * (self.patch_size // 2) ** 2, self.width, self.patches)
         return sum(convolutions, start=projection)
 
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
@@ -106,14 +108,15 @@ class LVViTConfig(TransformerConfig):
 
         Patches are classified after the last layer, so pruned tokens reduce the MACs of the classifier too.
         """
-        found = super().costs(attention, tokens)
-        found = replace(found, embeddings=PartCosts((1 + self.tokens) * self.width))
+        costs = super().costs(attention, tokens)
+        costs = replace(costs, embeddings=PartCosts((1 + self.tokens) * self.width))  # class token and positions
         if not self.classifies_patches:
-            return found
+            return costs
         return replace(
-            found,
-            classifier=found.classifier + PartCosts((self.width + 1) * self.classes),
-            classifier_macs=found.layers[-1].tokens * found.classifier_macs,
+            costs,
+            classifier=costs.classifier + PartCosts((self.width + 1) * self.classes),
+            # One classifier runs on the class token, the other on every patch: as many as tokens, together.
+            classifier_macs=costs.layers[-1].tokens * costs.classifier_macs,
         )
 
 
@@ -126,16 +129,16 @@ class Stem(nn.Module):
 
     def __init__(self, config: LVViTConfig):
         super().__init__()
-        own, half = config.stem_channels, config.patch_size // 2
+        channels, half = config.stem_channels, config.patch_size // 2
         self.convolutions = nn.ModuleList(
             (
-                nn.Conv2d(config.channels, own, 7, 2, 3, bias=False),
-                nn.Conv2d(own, own, 3, 1, 1, bias=False),
-                nn.Conv2d(own, own, 3, 1, 1, bias=False),
+                nn.Conv2d(config.channels, channels, 7, 2, 3, bias=False),
+                nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+                nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
             )
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(own) for _ in self.convolutions)
-        self.projection = nn.Conv2d(own, config.width, half, half)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in self.convolutions)
+        self.projection = nn.Conv2d(channels, config.width, half, half)
 
     def forward(self, images: ImageBatch) -> Float[Tensor, "batch patches token_width"]:
         """Returns the patches, row by row."""
@@ -189,6 +192,7 @@ class LVViT(Transformer[LVViTConfig]):
         tokens = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.positions
         for layer in self.layers:
             tokens = layer(tokens)
+        # [batch, 1 + remaining patches, width]; the hook of a token policy overwrites masked patches after the norm.
         tokens = self.norm(tokens)
         logits = self.classifier(tokens[:, 0])
         return logits, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])
@@ -212,7 +216,7 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
                 named.
         """
         config = lvvit_config(size, **changes)
-        with torch.device("meta"):
+        with torch.device("meta"):  # all weights come from the file
             model = LVViT(config)
         path = Path(weights)
         tensors = read_tensors(path) if path.suffix == ".safetensors" else read_checkpoint(path)
@@ -240,32 +244,33 @@ def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
     """Returns published tensors under the names of attnrx; every tensor on either side must have a counterpart."""
-    ours, names = model.state_dict(), published_names(model)
+    state_dict, names = model.state_dict(), published_names(model)
     missing, unknown = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if missing or unknown:
         raise CheckpointError(f"{problem}: missing are {_listed(missing)}; not known are {_listed(unknown)}.")
-    found: dict[str, Tensor] = {}
-    for theirs, targets in names.items():
-        expected, tensor = [ours[target] for target in targets], tensors[theirs]
+    state: dict[str, Tensor] = {}
+    for published, targets in names.items():
+        expected, tensor = [state_dict[target] for target in targets], tensors[published]
+        # Several targets are stacked by rows in the published tensor; num_batches_tracked of a BatchNorm is a scalar.
         shape = (sum(len(part) for part in expected), *expected[0].shape[1:]) if expected[0].ndim else ()
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{problem}: {theirs} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
+            raise CheckpointError(f"{problem}: {published} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
         split = tensor.split([len(part) for part in expected]) if len(targets) > 1 else (tensor,)
         # Cloned, because the slices of a fused projection share one storage.
-        found |= {target: part.clone() for target, part in zip(targets, split, strict=True)}
-    return found
+        state |= {target: part.clone() for target, part in zip(targets, split, strict=True)}
+    return state
 
 
 def published_names(model: LVViT) -> dict[str, tuple[str, ...]]:
     """Returns, for every published tensor, the names of the attnrx parameters that it holds."""
-    ours = model.state_dict().keys()
+    parameters = model.state_dict().keys()
     names: dict[str, tuple[str, ...]] = {"cls_token": ("class_token",), "pos_embed": ("positions",)}
     for layer in range(model.config.depth):
-        for theirs, targets in PARTS.items():
+        for published, targets in PARTS.items():
             for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-                own = tuple(f"{target.format(layer)}.{kind}" for target in targets)
-                if own[0] in ours:
-                    names[f"{theirs.format(layer)}.{kind}"] = own
+                paths = tuple(f"{target.format(layer)}.{kind}" for target in targets)
+                if paths[0] in parameters:  # a module has only some of the kinds
+                    names[f"{published.format(layer)}.{kind}"] = paths
     return names
 
 

@@ -67,6 +67,7 @@ class ModuleFamily(ReaderFamily):
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         blueprint = _blueprint(model)
         reader = blueprint.reader
+        # A round trip: it fails for what JSON cannot hold, and turns tuples into lists, as loading will.
         try:
             described = json.loads(json.dumps(to_dict(reader)))
         except (TypeError, InvalidInput) as error:
@@ -85,6 +86,7 @@ class ModuleFamily(ReaderFamily):
                 "attnrx.Reader(arguments={...}, ...), or a factory that needs none: attnrx.load(..., factory=...)."
             ) from error
         unsaved = list(_unsaved(model))
+        # On the meta device nothing is computed, so the module is created once more, on the CPU.
         if unsaved:  # buffers that are not in the weights are computed by the module itself
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
                 computed = factory(**arguments)
@@ -98,6 +100,7 @@ class ModuleFamily(ReaderFamily):
 
 
 def _with_blueprint(model: nn.Module, blueprint: Blueprint) -> nn.Module:
+    # In __dict__, which shallow and deep copies of the model have too.
     model.__dict__["attnrx_blueprint"] = blueprint
     return model
 
@@ -108,16 +111,17 @@ def _blueprint(source: nn.Module) -> Blueprint:
 
 def _imported(name: str) -> Factory:
     """Returns an imported class of modules by its name "module:class"."""
+    # Only modules that are imported already: a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        target = getattr(target, part, None)
+    if not (isinstance(target, type) and issubclass(target, nn.Module)):
         raise NotSupported(
             f"the class {name} of this model has not been imported: import it first, or give a function that creates "
             "it, attnrx.load(folder, factory=...)."
         )
-    return found
+    return target
 
 
 def _unsaved(model: nn.Module) -> Iterator[tuple[str, str]]:

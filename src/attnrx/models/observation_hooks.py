@@ -18,6 +18,8 @@ from attnrx.shapes import Float, ImageBatch, Tensor
 @contextmanager
 def observing(model: nn.Module, family: Family, observe: Callable[[int, Observation], None]) -> Iterator[None]:
     """Calls `observe(layer, observation)` for every layer of every forward pass inside the context."""
+    # A backend and not a hook on the layer: the maps exist only inside it, and fused kernels never have them in memory.
+    # It also takes over the capture of a token reducer, whose backend it replaces.
     layers = family.attention(model)
     backends = [
         Observed(
@@ -33,6 +35,7 @@ def observing(model: nn.Module, family: Family, observe: Callable[[int, Observat
 
 def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim width"]:
     heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.reads, 1))
+    # The columns of the output projection by head, padded as `Observed` pads the values.
     return layer.output.spread((v_head_dim,) * heads).detach().T.unflatten(0, (heads, v_head_dim))
 
 
@@ -44,6 +47,7 @@ def observing_mlp(
     context.
     """
 
+    # These hooks make `FusedMLP` call its maps one by one, and a batch pass whole (`chunked_forward`).
     def show(index: tuple[int, int], module: nn.Module, args: tuple[Tensor, ...], outputs: Tensor) -> None:
         observe(*index, args[0].detach(), outputs.detach())
 
@@ -73,7 +77,8 @@ def head_features(model: nn.Module, heads: Sequence[nn.Linear], images: ImageBat
     state: dict[nn.Module, Tensor] = {}
     with ExitStack() as hooks:
         for head in heads:
-            hooks.enter_context(head.register_forward_pre_hook(lambda head, given: state.update({head: given[0]})))
+            # By head, because the order of their calls may differ from that of `heads`.
+            hooks.enter_context(head.register_forward_pre_hook(lambda head, args: state.update({head: args[0]})))
         model(images)
     return torch.cat([state[head] for head in heads], dim=-1)
 
@@ -87,6 +92,7 @@ def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
     """
     layers = family.attention(model)
     with ExitStack() as hooks:
+        # `Eager` captures nothing, so reducers receive their statistics from a hook after the layer.
         for layer in layers:
             if isinstance(layer.backend, AttentionCapture) and layer.backend.wanted:
                 hooks.enter_context(layer.register_forward_hook(partial(_capture_uniform, layer.backend)))
@@ -105,6 +111,7 @@ def _capture_uniform(capture: AttentionCapture, layer: Attention, args: tuple[An
 def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
     """Sets evaluation mode and disables gradients; restores the mode of every module at the end."""
     models = tuple(models)
+    # By module: a model in training may have frozen parts in evaluation mode, which model.train() would change.
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         with torch.no_grad():
@@ -125,6 +132,7 @@ def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
     for layer in family.attention(model):
         parts = paths[id(layer)].split(".")
         numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        # Some libraries number their blocks in the name, e.g. encoder_layer_0.
         numbers = numbers or [position for position, part in enumerate(parts) if part[-1:].isdigit()]
         if not numbers:
             raise NotSupported(
@@ -141,10 +149,11 @@ def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
     parameters after them.
     """
     blocks = block_names(model, family)
+    # Outside the blocks only the order of registration distinguishes the parts before them from those after them.
     indices: dict[str, int] = {}
     last_block = 0
     for name, _ in model.named_parameters():
-        own = next((index for index, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
-        last_block = max(last_block, own or 0)
-        indices[name] = own or (0 if not last_block else len(blocks) + 1)
+        index = next((number for number, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
+        last_block = max(last_block, index or 0)
+        indices[name] = index or (0 if not last_block else len(blocks) + 1)
     return indices

@@ -25,8 +25,9 @@ class OpenClipModel(Adopted):
     """An image tower of open_clip with attnrx attention; it returns the projected embedding."""
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        found = self.source(images)
-        return found[0] if isinstance(found, tuple) else found
+        # With output_tokens=True a tower returns the embedding and the tokens.
+        output = self.source(images)
+        return output[0] if isinstance(output, tuple) else output
 
 
 class OpenClipFamily(ReaderFamily):
@@ -37,18 +38,18 @@ class OpenClipFamily(ReaderFamily):
     model_type = OpenClipModel
 
     def reader(self, source: nn.Module) -> Reader:
-        theirs: Any = source
-        pooling = {"tok": "class", "avg": "mean"}.get(theirs.pool_type, str(theirs.pool_type))
+        tower: Any = source
+        pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
         # The mean before the last norm.
-        pooling = "mean without a norm" if theirs.final_ln_after_pool and pooling == "mean" else pooling
+        pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
         return Reader(
-            input_shape=(3, *theirs.image_size),
+            input_shape=(3, *tower.image_size),
             blocks="transformer.resblocks",
             norm_before="ln_1",
             maps=("c_fc", "c_proj"),
             patches="conv1",
             norm="ln_post",
-            head=None,
+            head=None,  # the projection is a parameter (`head_macs`)
             pooling=pooling,
         )
 
@@ -61,6 +62,7 @@ class OpenClipFamily(ReaderFamily):
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
+            # Private, but without the text tower that the public constructors create as well.
             return models._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
@@ -75,47 +77,49 @@ class OpenClipFamily(ReaderFamily):
         if name != "VisionTransformer":
             yield Refusal(f"the class {name} has no reader", "Of open_clip, attnrx adopts VisionTransformer.")
             return
-        theirs: Any = model
-        if theirs.attn_pool is not None:
+        tower: Any = model
+        if tower.attn_pool is not None:
             yield Refusal("attentional pooling (attn_pool)")
         for block in self.layers(model):
             if type(block).__name__ != "ResidualAttentionBlock":
                 yield Refusal(f"the block {type(block).__name__} has no reader")
                 return
-        kinds = type(theirs.transformer.resblocks[0].mlp.gelu).__name__, type(theirs.ln_post).__name__
+        kinds = type(tower.transformer.resblocks[0].mlp.gelu).__name__, type(tower.ln_post).__name__
         if kinds[0] not in ACTIVATIONS or kinds[1] not in NORMS:
             yield Refusal(f"the activation {kinds[0]} or the norm {kinds[1]} of another library")
         yield from super().refusals(model)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the arguments of the class from the model; mean and std are those of CLIP, unless stated."""
-        theirs: Any = model
-        block = theirs.transformer.resblocks[0]
+        tower: Any = model
+        block = tower.transformer.resblocks[0]
+        # LayerScale is an identity where it is absent; its initial value is not stored, and is replaced by the weights.
         scale = getattr(block.ls_1, "gamma", None)
         arguments = {
-            "image_size": list(theirs.image_size),
-            "patch_size": list(theirs.patch_size),
-            "width": theirs.transformer.width,
-            "layers": theirs.transformer.layers,
+            "image_size": list(tower.image_size),
+            "patch_size": list(tower.patch_size),
+            "width": tower.transformer.width,
+            "layers": tower.transformer.layers,
             "heads": block.attn.num_heads,
             "mlp_ratio": block.mlp.c_fc.out_features / block.mlp.c_fc.in_features,
             "ls_init_value": None if scale is None else 1.0,
-            "output_dim": theirs.output_dim,
-            "no_ln_pre": isinstance(theirs.ln_pre, nn.Identity),
-            "pool_type": theirs.pool_type,
-            "final_ln_after_pool": theirs.final_ln_after_pool,
+            "output_dim": tower.output_dim,
+            "no_ln_pre": isinstance(tower.ln_pre, nn.Identity),
+            "pool_type": tower.pool_type,
+            "final_ln_after_pool": tower.final_ln_after_pool,
             "act_layer": type(block.mlp.gelu).__name__,
-            "norm_layer": type(theirs.ln_post).__name__,
+            "norm_layer": type(tower.ln_post).__name__,
         }
-        own = self.reader(model).input_shape
-        shape = image_shape(stated.get("input_shape") or own)
-        if shape != own:
-            raise InvalidInput(f"this tower takes images of {own}, not of {shape}.")
+        model_shape = self.reader(model).input_shape
+        shape = image_shape(stated.get("input_shape") or model_shape)
+        if shape != model_shape:
+            raise InvalidInput(f"this tower takes images of {model_shape}, not of {shape}.")
         return Origin("VisionTransformer", arguments, shape, stated.get("mean") or MEAN, stated.get("std") or STD)
 
     def create(self, origin: Origin) -> nn.Module:
         if origin.architecture != "VisionTransformer":
             raise UnknownName("class of open_clip", origin.architecture, ("VisionTransformer",))
+        # A saved model has names of classes; only those listed here are looked up in the library.
         towers, arguments = _open_clip(".transformer"), dict(origin.arguments)
         for field, names in (("act_layer", ACTIVATIONS), ("norm_layer", NORMS)):
             name = arguments[field]
@@ -125,6 +129,7 @@ class OpenClipFamily(ReaderFamily):
         return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
 
     def paths(self, source: nn.Module) -> ModelPaths:
+        # The norm after the pooling runs on one token, which matters for the costs.
         paths = super().paths(source)
         return replace(paths, pooled=(paths.norm,)) if source.final_ln_after_pool else paths
 

@@ -73,6 +73,7 @@ class ReaderAttention(Adapter):
         self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
     ) -> TokenBatch | tuple[TokenBatch, None]:
         """Returns the attention output; raises NotSupported for masks and for keys or values of other tokens."""
+        # Blocks around nn.MultiheadAttention call it with (x, x, x).
         if any(side is not None and side is not tokens for side in (key, value)):
             raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
         masks = [name for name in ("attn_mask", "key_padding_mask", "mask") if options.get(name) is not None]
@@ -115,15 +116,16 @@ class ReaderFamily(AdoptedFamily):
 
     def adopt(self, model: nn.Module, *args: Any, **stated: Any) -> Adopted:
         adopted = super().adopt(model, *args, **stated)
-        found: list[int] = []
+        # Equal logits do not prove `prefix_tokens`, which a user states: the number is compared with a forward pass.
+        counts: list[int] = []
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         block = self.layers(adopted.source)[0]
-        with evaluating((adopted,)), block.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[1])):
+        with evaluating((adopted,)), block.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1])):
             adopted(images)
         prefix, patches = self.prefix_tokens(adopted.source), self.positions(adopted)
-        if found != [prefix + patches]:
+        if counts != [prefix + patches]:
             raise NotSupported(
-                f"{adopted.origin.architecture} cannot be adopted: its blocks receive {found[0]} tokens, and "
+                f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
                 f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
             )
         return adopted
@@ -131,8 +133,10 @@ class ReaderFamily(AdoptedFamily):
     def paths(self, source: nn.Module) -> ModelPaths:
         reader = self.reader(source)
         layers = self.layers(source)
+        # Whatever class the blocks have here is an MLP: the reader states its path and its maps.
         kinds = {type(layer.get_submodule(reader.mlp)).__name__ for layer in layers if reader.maps is not None}
         first, second = reader.maps or ("", "")
+        # A head may be an MLP: its last linear map is the classifier.
         head = () if reader.head is None else (reader.head,)
         linears = [
             f"{name}.{path}".strip(".")
@@ -158,24 +162,25 @@ class ReaderFamily(AdoptedFamily):
         return tuple(source.get_submodule(self.reader(source).blocks).children())
 
     def own(self, source: nn.Module, attention: nn.Module) -> Attention:
-        reader, theirs = self.reader(source), attention
-        if isinstance(theirs, nn.MultiheadAttention):
+        reader, module = self.reader(source), attention
+        if isinstance(module, nn.MultiheadAttention):  # its fused projection is a parameter, not a module
             weights, biases = (
-                [theirs.in_proj_weight, theirs.out_proj.weight],
-                [theirs.in_proj_bias, theirs.out_proj.bias],
+                [module.in_proj_weight, module.out_proj.weight],
+                [module.in_proj_bias, module.out_proj.bias],
             )
         else:
-            linears: list[Any] = [theirs.get_submodule(name) for name in reader.projections]
+            linears: list[Any] = [module.get_submodule(name) for name in reader.projections]
             weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        if len(weights) == 2:
+        if len(weights) == 2:  # the rows of a fused projection: all queries, all keys, all values
             weights = [*weights[0].chunk(3), weights[1]]
             biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
-        heads = _heads(theirs, reader)
+        heads = _heads(module, reader)
         return assembled(weights, biases, heads, reader.scale or (weights[0].shape[0] // heads) ** -0.5)
 
-    def adapter(self, own: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
-        adapter = super().adapter(own, attention, rotations, prefix)
+    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        adapter = super().adapter(replacement, attention, rotations, prefix)
         assert isinstance(adapter, ReaderAttention)
+        # It returns a pair also where its weights are not requested.
         adapter.returns_weights = isinstance(attention, nn.MultiheadAttention)
         return adapter
 
@@ -183,6 +188,7 @@ class ReaderFamily(AdoptedFamily):
         super()._install_(adopted, attention)
         for adapter in self._adapters(adopted):
             assert isinstance(adapter, ReaderAttention)
+            # As nn.MultiheadAttention, or as the reader states.
             adapter.returns_weights |= self.reader(adopted.source).returns_weights
 
     def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
@@ -209,6 +215,7 @@ def _unread(attention: nn.Module, reader: Reader) -> Iterator[Refusal]:
     if isinstance(attention, nn.MultiheadAttention):
         if not attention.batch_first:
             yield Refusal("an nn.MultiheadAttention with batch_first=False", "Create it with batch_first=True.")
+        # `in_proj_weight` is absent where keys or values have other widths; the other options append keys of no token.
         if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             yield Refusal("an nn.MultiheadAttention with other widths of keys and values, or with added keys")
         if attention.dropout:

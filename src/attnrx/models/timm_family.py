@@ -67,8 +67,9 @@ class TimmModel(Adopted):
     def pretrained_cfg(self) -> dict[str, Any]:
         """The pretrained configuration with the model's input format, which `resolve_model_data_config` reads."""
         config = dict(getattr(self.source, "pretrained_cfg", None) or {})
-        taken = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
-        return {**config, **taken, "num_classes": self.num_classes}
+        # The origin has precedence: the file of timm may state another image size or normalization than was adopted.
+        input_format = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
+        return {**config, **input_format, "num_classes": self.num_classes}
 
     default_cfg = pretrained_cfg  # its older name in timm
 
@@ -102,7 +103,7 @@ class TimmModel(Adopted):
         """
         source: Any = self.source
         blocks, last = _timm("models._features").feature_take_indices(len(source.blocks), indices)
-        if not intermediates_only:
+        if not intermediates_only:  # timm then returns the features after the last block that it runs, too
             blocks = [*blocks, last if stop_early else len(source.blocks) - 1]
         with self.restoring(blocks):
             return source.forward_intermediates(
@@ -137,7 +138,7 @@ class TableBias(nn.Module):
     def __init__(self, table: nn.Parameter, index: Int[Tensor, "..."]):
         super().__init__()
         self.relative_position_bias_table = table
-        self.index = index
+        self.index = index  # no buffer: timm's is not saved with the weights either
         self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
@@ -145,6 +146,7 @@ class TableBias(nn.Module):
         return self._kept((), (table,), lambda: self._pairs(table))
 
     def _pairs(self, table: Tensor) -> Tensor:
+        # [pairs, heads] to [1, heads, tokens, tokens]; contiguous once here, instead of at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
 
@@ -158,8 +160,9 @@ class LibraryBias(nn.Module):
         self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
-        own: Any = self.source
-        return self._kept(self.training, tuple(own.parameters()), own.get_bias)
+        source: Any = self.source
+        # Its MLP may have a dropout, so the bias depends on the mode.
+        return self._kept(self.training, tuple(source.parameters()), source.get_bias)
 
 
 class TimmAttention(Adapter):
@@ -178,6 +181,7 @@ class TimmAttention(Adapter):
     ) -> TokenBatch:
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
+        # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; the sum of all is added.
         positions = None
         if rope is not None or self.attention.spec.pair_bias:
             positions = self.positions(rope, self._rotation, shared_rel_pos_bias, shared_rel_pos)
@@ -188,8 +192,8 @@ class TimmAttention(Adapter):
         table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
         pairs = table.shape[-1] // 4
         # A pair has its angle twice: side by side, or in both halves of a row.
-        chosen = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
-        sin, cos = (side[..., chosen].transpose(1, 2) for side in table.chunk(2, -1))
+        one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
+        sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
         return cos, sin
 
 
@@ -266,11 +270,12 @@ class TimmFamily(AdoptedFamily):
                 f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers "
                 "too, e.g. act_layer='gelu'."
             ) from error
+        # Read from the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
         embedding: Any = model.patch_embed
-        own = image_shape((embedding.proj.in_channels, *embedding.img_size))
-        shape = image_shape(stated.get("input_shape") or own)
-        if shape != own and not getattr(model, "dynamic_img_size", False):
-            raise InvalidInput(f"{name} was created for images of {own}: create it with img_size={shape[1:]}.")
+        native_shape = image_shape((embedding.proj.in_channels, *embedding.img_size))
+        shape = image_shape(stated.get("input_shape") or native_shape)
+        if shape != native_shape and not getattr(model, "dynamic_img_size", False):
+            raise InvalidInput(f"{name} was created for images of {native_shape}: create it with img_size={shape[1:]}.")
         mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
         return Origin(name, arguments, shape, mean, std)
 
@@ -283,6 +288,7 @@ class TimmFamily(AdoptedFamily):
 
     def create(self, origin: Origin) -> nn.Module:
         """Calls timm's entrypoint with model arguments only."""
+        # A config.json may come from anywhere: loading it must not read other files or connect to a hub.
         forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
         if ":" in origin.architecture or forbidden:
             raise InvalidInput(
@@ -293,6 +299,9 @@ class TimmFamily(AdoptedFamily):
 
     def restore_buffers_(self, source: nn.Module) -> None:
         for module in source.modules():
+            # Tables of rotary embeddings and indices of biases: timm recomputes them by a method of the module. It runs
+            # on a copy, because the parameters of the module itself stay on the meta device until the weights are
+            # assigned.
             unsaved = [name for name in module._non_persistent_buffers_set if _is_meta(module._buffers[name])]
             if unsaved and hasattr(module, "init_non_persistent_buffers"):
                 with torch.device("cpu"):
@@ -305,6 +314,7 @@ class TimmFamily(AdoptedFamily):
         return PATHS
 
     def output_kind(self, model: nn.Module) -> str:
+        # With num_classes=0 timm's head is an identity.
         return "logits" if self.heads(model) else "embedding"
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
@@ -312,35 +322,37 @@ class TimmFamily(AdoptedFamily):
 
     def own(self, source: nn.Module, attention: nn.Module) -> Attention:
         """Splits the fused projection into query, key and value; keys and values of grouped heads are repeated."""
-        theirs: Any = attention
-        if theirs.qkv is not None:
-            weights = list(theirs.qkv.weight.chunk(3))
-            biases = [None] * 3 if theirs.qkv.bias is None else list(theirs.qkv.bias.chunk(3))
-            if getattr(theirs, "q_bias", None) is not None:
-                biases = [theirs.q_bias, None, theirs.v_bias]
+        module: Any = attention
+        if getattr(module, "qkv", None) is not None:
+            weights = list(module.qkv.weight.chunk(3))
+            biases = [None] * 3 if module.qkv.bias is None else list(module.qkv.bias.chunk(3))
+            if getattr(module, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
+                biases = [module.q_bias, None, module.v_bias]
         else:
-            linears = [theirs.q_proj, theirs.k_proj, theirs.v_proj]
-            groups = getattr(theirs, "num_kv_groups", 1)
+            linears = [module.q_proj, module.k_proj, module.v_proj]
+            groups = getattr(module, "num_kv_groups", 1)
             weights = [linear.weight for linear in linears]
             biases = [linear.bias for linear in linears]
+            # Repetition is exact, and gives every head rows of its own, as a spec describes them.
             for side in (1, 2) if groups > 1 else ():
-                weights[side] = _repeated(weights[side], theirs.num_kv_heads, groups)
-                biases[side] = None if biases[side] is None else _repeated(biases[side], theirs.num_kv_heads, groups)
-        rotary = _layout(theirs) if getattr(source, "rope", None) is not None else None
+                weights[side] = _repeated(weights[side], module.num_kv_heads, groups)
+                biases[side] = None if biases[side] is None else _repeated(biases[side], module.num_kv_heads, groups)
+        rotary = _layout(module) if getattr(source, "rope", None) is not None else None
+        # A bias that all layers share belongs to the model, which passes it to every block.
         shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
-        norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(theirs, path)) is not None}
+        norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(module, path)) is not None}
         return assembled(
-            (*weights, theirs.proj.weight),
-            (*biases, theirs.proj.bias),
-            theirs.num_heads,
-            theirs.scale,
+            (*weights, module.proj.weight),
+            (*biases, module.proj.bias),
+            module.num_heads,
+            module.scale,
             rotary=rotary,
-            pair_bias=shared is not None or self.pair_bias(theirs) is not None,
+            pair_bias=shared is not None or self.pair_bias(module) is not None,
             inner_norms=norms,
         )
 
-    def adapter(self, own: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
-        adapter = super().adapter(own, attention, rotations, prefix)
+    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        adapter = super().adapter(replacement, attention, rotations, prefix)
         assert isinstance(adapter, TimmAttention)
         adapter.layout = _layout(attention)
         return adapter
@@ -399,11 +411,13 @@ def _repeated(rows: Tensor, heads: int, groups: int) -> Tensor:
 def _unread(attention: nn.Module) -> Iterator[Refusal]:
     """Yields the parts of an attention module that are not read."""
     name = type(attention).__name__
-    named = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
-    own = {part for part, _ in attention.named_parameters(recurse=False)}
-    unread = sorted((named - ATTENTION_PARTS) | (own - ATTENTION_PARAMETERS))
-    known = {feature for feature, parts in ATTENTION_FEATURES.items() if set(parts) & set(unread)}
-    if unread and not known:
+    # What has parameters and is not read changes the output. Everything else (a scale, an option of the forward pass)
+    # is found by the comparison of logits.
+    submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
+    parameters = {part for part, _ in attention.named_parameters(recurse=False)}
+    unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
+    refused_features = {feature for feature, parts in ATTENTION_FEATURES.items() if set(parts) & set(unread)}
+    if unread and not refused_features:  # `features` refuses these by name already
         yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
     is_fused = getattr(attention, "qkv", None) is not None
     projections = ("qkv", "proj") if is_fused else ("q_proj", "k_proj", "v_proj", "proj")
@@ -425,8 +439,8 @@ def _timm(module: str) -> ModuleType:
 
 def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
     timm = _timm("models")
-    plain = name.partition(".")[0]
-    if ":" not in name and not timm.is_model(plain):
+    architecture = name.partition(".")[0]  # without the tag of pretrained weights
+    if ":" not in name and not timm.is_model(architecture):
         raise UnknownName("timm model", name, timm.list_models())
     with local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable:
         try:

@@ -45,7 +45,11 @@ def attach_tokens_(
     model.tokens = reduction
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
+    # Hooks, not subclasses: the policy is attached to the blocks of any library, and their own forward methods run on
+    # the tokens that are left.
     _hook_blocks_([model.get_submodule(name) for name in block_names(model, family)], reduction)
+    # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
+    # the restoration off (`Adopted.restoring`).
     if family.exposes_tokens:
         reduction.restored_blocks = range(len(layers))
     _first_(family.patch_embedding(model), reduction.begin)
@@ -60,6 +64,8 @@ def attach_tokens_(
 def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> None:
     """Registers the hooks of stages, of scores and of restoration, which run in the reverse order on an input."""
     policy = reduction.policy
+    # Each hook is put before the existing ones, so on the input of a block `enter` replaces restored tokens by the
+    # present ones first, then their scores are added, then the stage decides. `policy.layers` counts from 1.
     for stage, layer in enumerate(policy.layers):
         _first_(blocks[layer - 1], partial(reduction.decide, stage))
     if "accumulated" in policy.reducer.needs:
@@ -82,6 +88,7 @@ class _TokenHook:
         self.run = run
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        # timm passes tokens by position, transformers by name.
         tokens = self.run(args[0] if args else kwargs["hidden_states"])
         if tokens is None:
             return None
@@ -97,6 +104,7 @@ class _OutputHook:
         self.run = run
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        # Some layers of transformers return a tuple.
         tokens = self.run(output[0] if isinstance(output, tuple) else output)
         if tokens is None:
             return None
@@ -133,12 +141,14 @@ def _after_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
 def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
     policy = reduction.policy
+    # A stage runs on the input of a layer, so its statistics are those of the layer before.
     needs = set(policy.reducer.needs)
-    found = needs & LAST_LAYER if index + 1 in policy.layers else set()
+    quantities = needs & LAST_LAYER if index + 1 in policy.layers else set()
     if index < policy.layers[-1]:  # statistics over the layers are sums until the last stage
-        found |= {"attention"} if needs & MOMENTS else set()
-        found |= {"class_attention"} if "class_attention_sum" in needs else set()
-    statistics = tuple(sorted(found))
+        quantities |= {"attention"} if needs & MOMENTS else set()
+        quantities |= {"class_attention"} if "class_attention_sum" in needs else set()
+    statistics = tuple(sorted(quantities))
+    # Before the first stage all sizes are 1, and any backend computes the layer.
     uses_sizes = reduction.counts_sizes or policy.reducer.learned
     if statistics or (uses_sizes and index >= policy.layers[0]):
         show = partial(reduction.show, layer.spec.heads, decides=index + 1 in policy.layers)
@@ -157,8 +167,9 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
     """Returns the token reduction of a model; None where it has none."""
-    found = getattr(model, "tokens", None)
-    return found if isinstance(found, TokenReduction) else None
+    # A model of another library may have an attribute of this name.
+    reduction = getattr(model, "tokens", None)
+    return reduction if isinstance(reduction, TokenReduction) else None
 
 
 def require_all_tokens(model: nn.Module, verb: str) -> None:
@@ -203,16 +214,17 @@ def costs_of_images(model: nn.Module, family: Family, images: int) -> list[Model
         return [family.costs(model)] * images
     stages = torch.stack([(indices >= 0).sum(1) for indices in reduction.run.trail], dim=1).tolist()
     policy, patches = reduction.policy, reduction.shape.layout.patches
-    known: dict[tuple[int, ...], ModelCosts] = {}
+    # The costs follow from the attached policy: it is replaced by one with the counts of an image, which many share.
+    costs: dict[tuple[int, ...], ModelCosts] = {}
     try:
         for counts in map(tuple, stages):
-            if counts not in known:
+            if counts not in costs:
                 keep = tuple(count / patches for count in counts)
                 reduction.policy = replace(policy, keep=keep)
-                known[counts] = family.costs(model)
+                costs[counts] = family.costs(model)
     finally:
         reduction.policy = policy
-    return [known[tuple(counts)] for counts in stages]
+    return [costs[tuple(counts)] for counts in stages]
 
 
 def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

@@ -67,21 +67,22 @@ class TokenRun:
 
         -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
         """
-        found = [restoration.representatives for restoration in self.restorations]
-        present = [each for each in found if each is not None]
-        return torch.cat(present) if present else None
+        per_chunk = [restoration.representatives for restoration in self.restorations]
+        indices = [chunk for chunk in per_chunk if chunk is not None]
+        return torch.cat(indices) if indices else None
 
     @classmethod
     def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
         """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
-        found = cls()
+        joined = cls()
+        # With a policy by image every chunk is padded to its own largest number of patches.
         sizes = [run.sizes for run in runs if run.sizes is not None]
         indices = [run.patch_indices for run in runs if run.patch_indices is not None]
-        found.sizes = _padded_rows(sizes, 0) if sizes else None
-        found.patch_indices = _padded_rows(indices, -1) if indices else None
-        found.restorations = [restoration for run in runs for restoration in run.restorations]
-        found.trail = [_padded_rows(stage, -1) for stage in zip(*(run.trail for run in runs), strict=True)]
-        return found
+        joined.sizes = _padded_rows(sizes, 0) if sizes else None
+        joined.patch_indices = _padded_rows(indices, -1) if indices else None
+        joined.restorations = [restoration for run in runs for restoration in run.restorations]
+        joined.trail = [_padded_rows(stage, -1) for stage in zip(*(run.trail for run in runs), strict=True)]
+        return joined
 
 
 class TokenReduction(nn.Module):
@@ -99,6 +100,7 @@ class TokenReduction(nn.Module):
         if by not in BY:
             raise InvalidInput(f"by={by!r}: choose from {', '.join(BY)}.")
         self.policy, self.shape, self.by = policy, shape, by
+        # The kernel of merging removes tokens; a mask keeps every shape.
         self.native = policy.reducer.native if by == "compress" else None
         self.counts = policy.counts(shape.layout.patches)
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
@@ -158,6 +160,7 @@ class TokenReduction(nn.Module):
     def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
         self.run.begin()
+        # In training every patch stays in its place, so none has to be restored.
         if self.restored_blocks and not self.draws:
             self.run.restorations.append(TokenRestoration(self.shape.layout.prefix))
         if "image_keys" in self.policy.reducer.needs:
@@ -176,14 +179,15 @@ class TokenReduction(nn.Module):
     def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
         """Adds the patch scores of one layer, for all images or for those of `part`."""
         run, scores = self.run, scores[:, self.shape.layout.prefix :]
+        # A count, not `is None`: the buffer of the first layer exists already when its second chunk arrives.
         before = run.accumulated if run.accumulated_layers else None
         if part is None:
             run.accumulated = self.policy.reducer.accumulate(before, scores)
         else:
             if run.accumulated is None:
                 run.accumulated = scores.new_empty(part.batch, scores.shape[1])
-            own = None if before is None else before[part.images]
-            run.accumulated[part.images] = self.policy.reducer.accumulate(own, scores)
+            part_before = None if before is None else before[part.images]
+            run.accumulated[part.images] = self.policy.reducer.accumulate(part_before, scores)
         run.accumulated_layers += part is None or part.is_last
 
     def score_layer(self, tokens: TokenBatch) -> None:
@@ -206,6 +210,7 @@ class TokenReduction(nn.Module):
                 class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
                 value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
             )
+        # Full maps are large: only those that the next stage uses are stored, others go into sums below.
         if decides:
             first = captured.part is None or captured.part.start == 0  # a new layer replaces the one before
             self.run.captures = [captured] if first else [*self.run.captures, captured]
@@ -217,6 +222,7 @@ class TokenReduction(nn.Module):
 
     def _add_to_moments(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None) -> None:
         run, variance = self.run, "attention_variance" in self.policy.reducer.needs
+        # Chunks are written into sums of the whole batch; a whole batch needs no copy of the first maps.
         if part is not None:
             run.moments = run.moments or MapMoments.room(attention, part.batch, variance)
             run.moments.write_(attention, part)
@@ -227,6 +233,8 @@ class TokenReduction(nn.Module):
 
     def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
         """Runs the reducer at one stage, and returns the tokens for the next layer."""
+        # Three ways to reduce: by image to a threshold, by the C++ kernel, or by the reducer; a learned one samples in
+        # training. All of them update the statistics of the run to the tokens that are left.
         prefix, run = self.shape.layout.prefix, self.run
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         patches, count = self.shape.layout.patches, self.counts[stage]
@@ -285,6 +293,7 @@ class TokenReduction(nn.Module):
                 return self._merged(state, native(state, limit))
             reduction = self.policy.reducer.reduce_by_cost(state, lambda costs: limit)
         tokens = self._applied(state, reduction)
+        # Images that merged more are padded with tokens of size 0, which stand for no patch.
         sizes = self.run.sizes
         assert sizes is not None and self.run.patch_indices is not None
         self.run.patch_indices = self.run.patch_indices.masked_fill(sizes[:, state.prefix :] == 0, -1)
@@ -295,6 +304,8 @@ class TokenReduction(nn.Module):
         """Returns the threshold that merges as many patches as the policy prunes on average, and stores it."""
         assert self._calibrated is not None
         pruned = float(state.there.sum(1).mean()) - self.policy.keep[state.stage] * self.shape.layout.patches
+        # Over all images: the cheapest merges of the whole calibration set are done, wherever they are. The threshold
+        # is halfway between the last of them and the next, so that rounding does not change how many are merged.
         finite = costs[costs.isfinite()].double().sort().values
         number = round(pruned * len(costs))
         if number > len(finite):
@@ -305,6 +316,7 @@ class TokenReduction(nn.Module):
             )
         # No cost is below 0. Where all pairs are merged, the largest cost of the calibration images is.
         after = finite[number] if number < len(finite) else 1.01 * finite[-1]
+        # Six digits, because the text of the policy states the threshold.
         limit = float(f"{float((finite[number - 1] + after) / 2):.6g}") if number else 0.0
         self._calibrated.append(limit)
         return limit
@@ -315,12 +327,12 @@ class TokenReduction(nn.Module):
 
         Yields the list to which the pass appends them; afterwards the policy has them.
         """
-        self._calibrated = found = []
+        self._calibrated = thresholds = []
         try:
-            yield found
+            yield thresholds
         finally:
             self._calibrated = None
-        self.policy = replace(self.policy, num_pruned=None, thresholds=tuple(found))
+        self.policy = replace(self.policy, num_pruned=None, thresholds=tuple(thresholds))
 
     def _reduce(self, state: TokenState, count: int) -> Tensor:
         """Reduces the tokens to `count` patches."""
@@ -334,12 +346,13 @@ class TokenReduction(nn.Module):
         if run.restoration is not None:
             parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
             destinations = reduction.destinations
-            if destinations is None:
+            if destinations is None:  # a reducer that selects: a kept patch represents itself, a pruned one has none
                 destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
             prunes = reduction.destinations is None
             remaining = torch.cat(parts, dim=1)
             self._track(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
         remaining = run.patch_indices
+        # The trail of a mask is that of the smaller model: only the patches that remain.
         if self.by == "mask":
             number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
             # A stable sort keeps the order of the remaining patches.
@@ -359,9 +372,10 @@ class TokenReduction(nn.Module):
         keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
         run.sampled.append(keep)
         run.keep_scores.append(scores)
-        if not self.straight_through:
+        if not self.straight_through:  # a policy gradient uses the log-probabilities instead
             keep = keep.detach()
         sampled, sizes = reducer.sampled(state, keep, scores), keep
+        # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.
         if sampled.added is not None:
             sizes = keep.scatter(1, sampled.added, 1.0)
             run.patch_indices, run.moments, run.accumulated = replaced_state(state, sampled.added)
@@ -374,11 +388,14 @@ class TokenReduction(nn.Module):
         For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
         pruned patches are overwritten by the first remaining one, which does not change it.
         """
+        # Restored tokens are those of all patches, so every one counts.
         if self.run.sizes is None or self.run.restoration is not None:
             return tokens
         prefix = self.shape.layout.prefix
         patches, sizes = tokens[:, prefix:], self.run.sizes[:, prefix:]
         if self.shape.layout.pooled == "mean":
+            # The module after the norm divides by the number of tokens; the weights sum to that number. A merged token
+            # counts as many patches as it represents where attention does the same (a proportional reducer).
             counts = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
             patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
         else:
@@ -396,19 +413,21 @@ def _padded_rows(parts: Sequence[Tensor], value: int) -> Tensor:
 
 
 def _at_all_heads(
-    own: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
+    values: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
 ) -> Tensor | None:
-    """Returns the statistic of all `count` heads: `own` of `heads` at their indices; the others are zero, or attend
-    uniformly over the keys.
+    """Returns the statistic of all `count` heads: `values` of `heads` at their indices; the others are zero, or
+    attend uniformly over the keys.
     """
-    if own is None:
+    if values is None:
         return None
-    found = own.new_zeros(own.shape[0], count, *own.shape[2:])
+    statistic = values.new_zeros(values.shape[0], count, *values.shape[2:])
     if attends:
-        weights = own.new_ones(own.shape[0], own.shape[-1]) if sizes is None else sizes.to(own.dtype)
-        found = found + (weights / weights.sum(-1, keepdim=True)).view(own.shape[0], *(1,) * (own.ndim - 2), -1)
-    found[:, list(heads)] = own
-    return found
+        # Scores of zero: every key has a weight in proportion to its size, in rows of class attention and in full maps.
+        weights = values.new_ones(values.shape[0], values.shape[-1]) if sizes is None else sizes.to(values.dtype)
+        shares = weights / weights.sum(-1, keepdim=True)
+        statistic = statistic + shares.view(values.shape[0], *(1,) * (values.ndim - 2), -1)
+    statistic[:, list(heads)] = values
+    return statistic
 
 
 # tokens, sizes, patch indices, moments, accumulated scores; and where the kept and the extra tokens are among the patch
@@ -423,41 +442,45 @@ def compressed_state(state: TokenState, reduction: Reduction) -> Reduced:
     sizes, indices = remaining_sizes(state, reduction), state.patch_indices.gather(1, kept)
     if extra is not None:
         indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
+    # Later stages use these statistics, so their rows and columns must follow the tokens. Maps include the prefix
+    # tokens; patch indices and accumulated scores do not. A new token has no past: sums of zero, and the patch -1.
     moments = state.moments
     if moments is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
         moments = moments.at(torch.cat([first, prefix + kept], dim=1))
         moments = moments if extra is None else moments.with_new(extra.shape[1])
-    gathered = state.accumulated
-    if gathered is not None:
-        gathered = nn.functional.pad(gathered.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
+    accumulated = state.accumulated
+    if accumulated is not None:
+        accumulated = nn.functional.pad(accumulated.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
     sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
-    return torch.cat(tokens, dim=1), sizes, indices, moments, gathered, None
+    return torch.cat(tokens, dim=1), sizes, indices, moments, accumulated, None
 
 
 def masked_state(state: TokenState, reduction: Reduction) -> Reduced:
     """Writes kept tokens at their indices and extra tokens at pruned indices; all other patches get size 0."""
     kept, extra, indices = reduction.kept, reduction.extra, state.patch_indices
-    moments, gathered = state.moments, state.accumulated
+    moments, accumulated = state.moments, state.accumulated
     targets, values = kept, reduction.tokens
     if extra is not None:
+        # The first patches that this stage prunes: 1 where a patch was present and is not kept.
         pruned_mask = state.there.scatter(1, kept, 0.0)
         free = pruned_mask.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
-        indices, moments, gathered = replaced_state(state, free)
+        indices, moments, accumulated = replaced_state(state, free)
+    # Not in place: in training the tokens are needed for gradients, and a restoration stores those before the stage.
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
-    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), indices, moments, gathered, targets
+    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), indices, moments, accumulated, targets
 
 
 def replaced_state(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
     """Returns patch indices and statistics after new tokens were written at the patches `added`."""
-    moments, gathered = state.moments, state.accumulated
+    moments, accumulated = state.moments, state.accumulated
     return (
         state.patch_indices.scatter(1, added, -1),
         None if moments is None else moments.without(state.prefix + added),
-        None if gathered is None else gathered.scatter(1, added, 0.0),
+        None if accumulated is None else accumulated.scatter(1, added, 0.0),
     )
 
 

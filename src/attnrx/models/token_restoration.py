@@ -35,6 +35,7 @@ class RestorableStage:
         """
         if not self.prunes:
             return self.destinations.clamp(min=0)  # -1 for a patch that an earlier stage masked
+        # Cosines of [before, remaining] pairs of patches. Computed on first use, for stages that are restored only.
         unit = nn.functional.normalize(self.remaining, dim=-1)
         similarity = nn.functional.normalize(self.before, dim=-1) @ unit.transpose(1, 2)
         return torch.where(self.destinations < 0, similarity.argmax(-1), self.destinations)
@@ -46,6 +47,7 @@ class RestorableStage:
 
         A patch is its source, plus a share of its difference from the source at the stage.
         """
+        # patches[source] + share * (before - remaining[source]), with one gather: the sources of both are the same.
         remaining = patches if self.positions is None else gathered_rows(patches, self.positions)
         share = self.layer / num_layers
         change = torch.sub(remaining, self.remaining, alpha=share)
@@ -73,7 +75,7 @@ class TokenRestoration:
 
     def enter(self) -> TokenBatch | None:
         """Returns the present tokens for the next block; None where the previous output was not restored."""
-        present, self.present = self.present, None
+        present, self.present = self.present, None  # once: the next block may follow an output that is not restored
         return present
 
     def leave(self, tokens: TokenBatch, num_layers: int) -> Float[Tensor, "batch all_tokens width"] | None:
@@ -94,12 +96,15 @@ class TokenRestoration:
 
         -1 for a pruned patch; None before the first stage.
         """
-        found = None
+        # The destinations of each stage are among the tokens after it, which are the patches of the next one: they are
+        # composed from the first stage to the last.
+        representatives = None
         for stage in self.stages:
-            own = stage.destinations
-            # A patch that was pruned before has the index -1, which gather refuses.
-            after = own if found is None else own.gather(1, found.clamp(min=0)).masked_fill(found < 0, -1)
+            after = stage.destinations
+            if representatives is not None:
+                # A patch that was pruned before has the index -1, which gather refuses.
+                after = after.gather(1, representatives.clamp(min=0)).masked_fill(representatives < 0, -1)
             if stage.positions is not None:
                 after = stage.positions.gather(1, after.clamp(min=0)).masked_fill(after < 0, -1)
-            found = after
-        return found
+            representatives = after
+        return representatives

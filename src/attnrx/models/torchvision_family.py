@@ -32,7 +32,7 @@ class TorchvisionFamily(ReaderFamily):
     model_type = TorchvisionModel
 
     def reader(self, source: nn.Module) -> Reader:
-        size: Any = source.image_size
+        size: Any = source.image_size  # torchvision's models take square images of three channels only
         return Reader(
             input_shape=(3, size, size),
             blocks="encoder.layers",
@@ -73,6 +73,7 @@ class TorchvisionFamily(ReaderFamily):
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor]:
         """Returns torchvision's transform for evaluation: resize, centre crop, normalization."""
         size, (mean, std) = self.input_shape(model)[1], self.normalization(model)
+        # 224 of 256 pixels, the ratio of crop and resize in torchvision's presets.
         presets = importlib.import_module("torchvision.transforms._presets")
         return presets.ImageClassification(crop_size=size, resize_size=size * 256 // 224, mean=mean, std=std)
 
@@ -86,9 +87,9 @@ class TorchvisionFamily(ReaderFamily):
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the arguments of the class from the model; mean and std are those of ImageNet, unless stated."""
-        reader, own = self.reader(model), {name: getattr(model, name) for name in ARGUMENTS}
+        reader, stored = self.reader(model), {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.layers(model)
-        arguments = {**own, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
+        arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
         shape = image_shape(stated.get("input_shape") or reader.input_shape)
         if shape != reader.input_shape:
             raise InvalidInput(f"this VisionTransformer takes images of {reader.input_shape}, not of {shape}.")

@@ -127,9 +127,10 @@ class TransformerConfig(ABC):
         return ModelCosts(
             patches=self.patch_costs(),
             layers=tuple(
-                layer_costs(spec, own, self.hidden_of(index), self.mlp_rank(index))
-                for index, (spec, own) in enumerate(zip(attention, tokens.tokens, strict=True))
+                layer_costs(spec, num_tokens, self.hidden_of(index), self.mlp_rank(index))
+                for index, (spec, num_tokens) in enumerate(zip(attention, tokens.tokens, strict=True))
             ),
+            # The classifier takes one pooled token, so its MACs do not depend on the number of tokens.
             classifier=norm_costs(self.width) + PartCosts((self.width + 1) * self.classes),
             classifier_macs=self.width * self.classes,
             predictors=tokens.predictors,
@@ -172,11 +173,13 @@ class Transformer(nn.Module, Generic[Config]):
     def __init__(self, config: Config):
         super().__init__()
         self.config: Config = config
+        # A submodule, so that learned predictors of a token policy are trained and saved with the model.
         self.tokens: nn.Module | None = None
 
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits."""
         require_images(images, self.config.input_shape, "this model")
+        # The hidden layer of an MLP is the largest activation.
         return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
     def logits(self, images: ImageBatch) -> Logits:
@@ -192,6 +195,7 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
     """
     if not (math.isfinite(strength) and strength > 0):
         raise InvalidInput(f"strength={strength}: the initial strength must be a positive finite number.")
+    # A generator of its own: weights depend on the seed only, and the global state does not change.
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("strength"):
@@ -218,24 +222,28 @@ class OwnFamily(Family, Generic[Config]):
         return tuple(layer.attention for layer in self._own(model).layers)  # type: ignore[misc]
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        own = self._own(model)
-        own.layers[layer].attention = attention
-        own.config = own.config.with_layer(layer, attention.spec)
+        transformer = self._own(model)
+        transformer.layers[layer].attention = attention
+        # Costs and saved files are made from the configuration, which must describe the layers as they are.
+        transformer.config = transformer.config.with_layer(layer, attention.spec)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         return tuple((layer.mlp.fc1, layer.mlp.fc2) for layer in self._own(model).layers)  # type: ignore[union-attr]
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        own = self._own(model)
-        own.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
-        ranks = [list(own.config.mlp_rank(index)) for index in range(own.config.depth)]
+        transformer = self._own(model)
+        config = transformer.config
+        transformer.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
+        ranks = [list(config.mlp_rank(index)) for index in range(config.depth)]
         ranks[layer][which] = rank_of(linear)
-        units = [own.config.hidden_of(index) for index in range(own.config.depth)]
+        # Either map states the number of units: the outputs of the first, the inputs of the second.
+        units = [config.hidden_of(index) for index in range(config.depth)]
         units[layer] = linear.in_features if which else linear.out_features  # type: ignore[assignment]
-        own.config = replace(
-            own.config,
+        transformer.config = replace(
+            config,
             mlp_ranks=tuple((first, second) for first, second in ranks),
-            hidden_units=() if set(units) == {own.config.hidden} else tuple(units),
+            # Empty where no unit was removed, so that equal models have equal configurations.
+            hidden_units=() if set(units) == {config.hidden} else tuple(units),
         )
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -261,21 +269,23 @@ class OwnFamily(Family, Generic[Config]):
     ) -> ModelCosts:
         config = self._own(model).config
         token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
+        # Another configuration instead of another model: a prescription is costed without being realized.
         config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
         config = config if hidden is None else replace(config, hidden_units=hidden)
         return config.costs(attention, token_costs)
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         """Returns the output of the last norm."""
-        own, reduction, found = self._own(model), reduction_of(model), []
-        require_images(images, own.config.input_shape, "this model")
-        hook = own.norm.register_forward_hook(lambda norm, args, tokens: found.append(tokens))
+        transformer, reduction, outputs = self._own(model), reduction_of(model), []
+        require_images(images, transformer.config.input_shape, "this model")
+        # A hook, because `logits` of the subclasses return no tokens. Without chunks, so that it runs once.
+        hook = transformer.norm.register_forward_hook(lambda norm, args, tokens: outputs.append(tokens))
         try:
-            with nullcontext() if reduction is None else reduction.restoring((own.config.depth - 1,)):
-                own.logits(images)
+            with nullcontext() if reduction is None else reduction.restoring((transformer.config.depth - 1,)):
+                transformer.logits(images)
         finally:
             hook.remove()
-        return found[0][:, self.token_layout(model).prefix :]
+        return outputs[0][:, self.token_layout(model).prefix :]
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         return self._own(model).norm

@@ -27,6 +27,7 @@ ATTENTION_FEATURES: dict[str, tuple[str, ...]] = {
 
 def features(model: nn.Module) -> Iterator[Refusal]:
     """Yields the features by which attention anywhere in the model computes something that no form does."""
+    # By class name and attributes, because the libraries have no common class of attention.
     for name, module in model.named_modules():
         if "Att" not in type(module).__name__ or POOLING in name.split("."):
             continue
@@ -38,6 +39,7 @@ def features(model: nn.Module) -> Iterator[Refusal]:
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
     """Yields the projections that are not a plain nn.Linear: adapters, quantization, parametrizations."""
     for name in names:
+        # The exact class: a subclass may compute something else, and quantized or adapted ones do.
         kind = type(module.get_submodule(name))
         if kind is not nn.Linear:
             yield Refusal(

@@ -72,13 +72,14 @@ class VisionTransformer(Transformer[ViTConfig]):
         self.patches = nn.Conv2d(config.channels, config.width, config.patch_size, config.patch_size)
         # On the CPU even when the module is built on the meta device: positions are computed, not loaded.
         positions = sincos_positions(config.image_size // config.patch_size, config.width)
+        # A buffer follows the model's device; it is not saved, because the configuration determines it.
         self.register_buffer("positions", positions, persistent=False)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
         self.classifier = nn.Linear(config.width, config.classes)
 
     def logits(self, images: ImageBatch) -> Logits:
-        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = self.patches(images).flatten(2).transpose(1, 2)  # batch, patches, width
         tokens = tokens + self.positions.to(tokens.dtype)
         for layer in self.layers:
             tokens = layer(tokens)
@@ -90,7 +91,7 @@ def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
 
     A quarter of the width each holds the sine and the cosine of row and column.
     """
-    # In float64, rounded once at the end.
+    # In float64, rounded once at the end. The frequencies fall from 1 to 1/10,000, which is excluded.
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
     angles = torch.arange(side, device="cpu", dtype=torch.float64)[:, None] * frequencies
     row = angles[:, None].expand(side, side, -1)

@@ -28,9 +28,9 @@ class UniformHeads(Rule):
     selectivity: float = 1e-3
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum, found = diagnosis.layers[layer].spectrum, reading_of(diagnosis, layer, "selectivity")
-        keep = spectrum.used & (found > self.selectivity)[:, None]
-        return keep_only(spectrum, keep, [f"selectivity {value:.2g}" for value in found.tolist()])
+        spectrum, selectivity = diagnosis.layers[layer].spectrum, reading_of(diagnosis, layer, "selectivity")
+        keep = spectrum.used & (selectivity > self.selectivity)[:, None]
+        return keep_only(spectrum, keep, [f"selectivity {value:.2g}" for value in selectivity.tolist()])
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class RemoveHeads(Rule):
     output: float = 0.95
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        # For "heads" a layer is one unit whose directions are its heads (`decide_heads`): strength is [1, heads].
         spectrum = diagnosis.layers[layer].spectrum
         spectral, output = (reading_of(diagnosis, layer, name) for name in self.needs)
         repeats = (spectral >= self.spectral) & (output >= self.output)
@@ -69,6 +70,7 @@ class RemoveHeads(Rule):
 
 def _twins(similarity: Float[Tensor, "heads heads"], total: Float[Tensor, "heads"]) -> dict[int, int]:
     """Returns every removed head with the kept head that it duplicates; of equal strengths the first head stays."""
+    # -1 marks pairs that do not repeat each other.
     pairs = [(a, b) for a in range(len(total)) for b in range(a + 1, len(total)) if similarity[a, b] >= 0]
     twin: dict[int, int] = {}
     for pair in sorted(pairs, key=lambda pair: -similarity[pair].item()):

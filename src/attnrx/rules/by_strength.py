@@ -51,8 +51,9 @@ class MedianThreshold(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         strength = spectrum.strength.double().abs()
+        # Not `median`, which takes the lower of two middle values; NaN on the padding, which must not count.
         median = strength.where(spectrum.used, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
-        reasons = [f"above {self.factor:g} times the median {each:.3g}" for each in median.flatten().tolist()]
+        reasons = [f"above {self.factor:g} times the median {value:.3g}" for value in median.flatten().tolist()]
         return keep_only(spectrum, strength > self.factor * median, reasons)
 
 
@@ -72,10 +73,10 @@ class Shrinkage(Rule):
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
-        before = spectrum.strength.double() * spectrum.used
-        magnitude = (before.abs() - self.amount).clamp(min=0)
-        notes = [f"every strength shrunk by {self.amount:g}"] * before.shape[0]
-        return give_strengths(spectrum, magnitude > 0, magnitude * before.sign(), notes)
+        strength = spectrum.strength.double() * spectrum.used
+        magnitude = (strength.abs() - self.amount).clamp(min=0)
+        notes = [f"every strength shrunk by {self.amount:g}"] * strength.shape[0]
+        return give_strengths(spectrum, magnitude > 0, magnitude * strength.sign(), notes)
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ class NormClip(Rule):
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
-        before = spectrum.strength.double() * spectrum.used
-        notes = [f"{int((row > self.limit).sum())} of them capped at {self.limit:g}" for row in before.abs()]
-        return give_strengths(spectrum, spectrum.used, before.clamp(-self.limit, self.limit), notes)
+        strength = spectrum.strength.double() * spectrum.used
+        notes = [f"{int((row > self.limit).sum())} of them capped at {self.limit:g}" for row in strength.abs()]
+        return give_strengths(spectrum, spectrum.used, strength.clamp(-self.limit, self.limit), notes)
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ class UniformRank(Rule):
         spectrum = learned_spectrum(self, diagnosis, layer)
         available = spectrum.used.sum(-1)
         target = available.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * available
+        # The number of directions of a head may be no multiple: a head can always keep all of them.
         ranks = ((target / self.multiple).round().long() * self.multiple).minimum(available)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
 
@@ -217,21 +219,23 @@ class TotalRank(Rule):
         spectrum = learned_spectrum(self, diagnosis, layer)
         indices = range(len(diagnosis.layers)) if self.scope == "model" else (layer,)
         spectra = [learned_spectrum(self, diagnosis, index) for index in indices]
-        present = [each.used.any(-1) for each in spectra]  # removed heads take no part of the total
+        has_rows = [view.used.any(-1) for view in spectra]  # removed heads take no part of the total
         options = {"total": self._total(spectra), "multiple": self.multiple, "minimum": self.minimum}
         if self.by == "energy":
-            strengths = [(each.strength * each.used)[own] for each, own in zip(spectra, present, strict=True)]
-            shared = water_fill(strengths, **options)
+            strengths = [(view.strength * view.used)[heads] for view, heads in zip(spectra, has_rows, strict=True)]
+            ranks = water_fill(strengths, **options)
         else:
+            # The divergence is measured per head and rank in the metric of the rewritten directions.
             name = f"divergence_{diagnosis.about.get('metric', OWN)}"
-            losses = [reading_of(diagnosis, index, name)[own] for index, own in zip(indices, present, strict=True)]
+            losses = [reading_of(diagnosis, index, name)[heads] for index, heads in zip(indices, has_rows, strict=True)]
             flat = torch.tensor(allocate_by_loss(torch.cat(losses), **options))
-            shared = tuple(part.tolist() for part in flat.split([len(loss) for loss in losses]))
-        own = layer if self.scope == "model" else 0
-        num_kept = torch.zeros(len(present[own]), dtype=torch.long)
-        num_kept[present[own]] = torch.tensor(shared[own], dtype=torch.long)
-        among = f" for the layer's {len(shared[own])} heads" if len(num_kept) > 1 else ""
-        notes = [f"{sum(shared[own])}{among}, the strongest of the {self.scope}"] * len(num_kept)
+            ranks = tuple(part.tolist() for part in flat.split([len(loss) for loss in losses]))
+        # With scope="model" every layer repeats the whole allocation and takes its part: decisions have no state.
+        position = layer if self.scope == "model" else 0
+        num_kept = torch.zeros(len(has_rows[position]), dtype=torch.long)
+        num_kept[has_rows[position]] = torch.tensor(ranks[position], dtype=torch.long)
+        heads_text = f" for the layer's {len(ranks[position])} heads" if len(num_kept) > 1 else ""
+        notes = [f"{sum(ranks[position])}{heads_text}, the strongest of the {self.scope}"] * len(num_kept)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, num_kept), notes)
 
     def _total(self, spectra: list[Spectrum]) -> int:
@@ -240,5 +244,6 @@ class TotalRank(Rule):
         total = round(target / self.multiple) * self.multiple
         if isinstance(self.rank, int):
             return total
+        # A share below the minimum of all heads is raised to it; a number below it is refused by the allocation.
         units = sum(int(spectrum.used.any(-1).sum()) for spectrum in spectra)
         return max(total, units * -(-self.minimum // self.multiple) * self.multiple)

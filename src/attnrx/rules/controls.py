@@ -42,20 +42,23 @@ def control_prescriptions(
         InvalidInput: Unknown kinds, or fewer than one draw.
         NotSupported: A requested kind does not exist.
     """
-    named = CONTROLS if kinds is None else tuple(kinds)
-    if set(named) - set(CONTROLS) or draws < 1:
-        raise InvalidInput(f"kinds={named}, draws={draws}: choose kinds from {CONTROLS}, and draws of 1 or more.")
-    found: dict[str, tuple[Prescription, ...]] = {}
-    for kind in named:
+    requested_kinds = CONTROLS if kinds is None else tuple(kinds)
+    if set(requested_kinds) - set(CONTROLS) or draws < 1:
+        raise InvalidInput(
+            f"kinds={requested_kinds}, draws={draws}: choose kinds from {CONTROLS}, and draws of 1 or more."
+        )
+    controls_by_kind: dict[str, tuple[Prescription, ...]] = {}
+    for kind in requested_kinds:
         try:
             controls = tuple(_of_kind(kind, diagnosis, prescription, draws, seed))
-        except NotSupported:
+        except NotSupported:  # a default kind that does not exist is omitted; a random control always exists
             if kinds is not None or kind == "random":
                 raise
             continue
+        # A control equal to the prescription would compare it with itself.
         if kinds is not None or kind != "uniform" or not _same(controls[0], prescription):
-            found[kind] = controls
-    return found
+            controls_by_kind[kind] = controls
+    return controls_by_kind
 
 
 def _of_kind(
@@ -91,16 +94,17 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
 def _random_policy(policy: TokenPolicy, seed: int) -> TokenPolicy:
     """Returns the policy with random scores; the treatment of pruned patches stays the same."""
     reducer = policy.reducer
+    # Only the scores are random: fusing pruned patches is part of the policy, and of its costs.
     return replace(policy, reducer=replace(reducer, scores=Random(seed)) if isinstance(reducer, Soft) else Random(seed))
 
 
 def _same(one: Prescription, other: Prescription) -> bool:
     """Returns whether two prescriptions keep the same directions of every map."""
-    mine, theirs = (
-        [part for layer in each.layers for part in (layer.qk.keep, layer.heads, *_encodings(layer))]
-        for each in (one, other)
+    first, second = (
+        [part for layer in prescription.layers for part in (layer.qk.keep, layer.heads, *_encodings(layer))]
+        for prescription in (one, other)
     )
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def _encodings(layer: LayerPrescription) -> list[Tensor]:

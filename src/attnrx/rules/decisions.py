@@ -21,6 +21,7 @@ def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
     """Returns every direction's rank in its head: 0 for the largest amount, ties by index, padding last."""
+    # Amounts are not negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
 
@@ -41,10 +42,11 @@ def fewest_holding(
     Ties are resolved by index. At least one direction is kept; at share 1 all with an amount that is not zero.
     """
     if share == 1:
+        # Counted, because a rounded sum can reach its total before the last amounts.
         ranks = ((amount > 0) & used).sum(-1)
     else:
-        held = amount.masked_fill(~used, 0.0).sort(dim=-1, descending=True).values.cumsum(-1)
-        ranks = (held < (share - TOLERANCE) * held[:, -1:]).sum(-1) + 1
+        cumulative = amount.masked_fill(~used, 0.0).sort(dim=-1, descending=True).values.cumsum(-1)
+        ranks = (cumulative < (share - TOLERANCE) * cumulative[:, -1:]).sum(-1) + 1
     return largest(amount, used, ranks.clamp(min=1))
 
 
@@ -82,6 +84,7 @@ def give_strengths(
 ) -> ScoreDecision:
     """Returns a decision that keeps these directions with these strengths."""
     decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
+    # Theorem 1 bounds scores; the other maps have none.
     bounds = score_bound(spectrum, decision).tolist() if spectrum.of == "qk" else [0.0] * len(keep)
     reasons = (
         _describe_kept(spectrum, keep, head)
@@ -110,15 +113,15 @@ def _describe_kept(spectrum: Spectrum, keep: Tensor, head: int) -> str:
 
 
 def _describe_removed(spectrum: Spectrum, keep: Tensor, head: int) -> str:
-    used, removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
+    used, is_removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
     if bool(used.any()) and not bool(spectrum.strength[head][used].any()):
         return "; all strengths are zero"
-    if not bool(removed.any()):
+    if not bool(is_removed.any()):
         return ""
     share = (energy(spectrum.strength.double(), spectrum.used)[head] * keep[head]).sum().item()
-    strongest = spectrum.strength[head][removed].abs().max().item()
-    kept = f": {100 * share:.1f} % of the energy" if keep[head].any() else ""
-    return f"{kept}; largest removed strength {strongest:.3g}"
+    strongest = spectrum.strength[head][is_removed].abs().max().item()
+    kept_energy = f": {100 * share:.1f} % of the energy" if keep[head].any() else ""
+    return f"{kept_energy}; largest removed strength {strongest:.3g}"
 
 
 def _describe_bound(bound: float) -> str:

@@ -35,6 +35,7 @@ class RandomMatched(Rule):
         if matched.is_shared:
             return self._shared(spectrum, matched, layer)
         if spectrum.shared:
+            # One permutation for all heads: the layer keeps as many directions, and every head uses as many of them.
             order = self._draw(f"{self.seed}/{layer}", matched.keep.shape[1]).argsort()
             return keep_only(spectrum, matched.keep[:, order], notes)
         scores = torch.zeros(spectrum.strength.shape, dtype=torch.float64)
@@ -45,8 +46,9 @@ class RandomMatched(Rule):
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
         """Draws as many of the heads' own directions as `matched` shares; each is used by its original head only."""
         heads, directions = spectrum.strength.shape
-        rank, used = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
-        sample = used[self._draw(f"{self.seed}/{layer}", len(used)).argsort()[:rank].sort().values]
+        rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
+        sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
+        # A basis row selects one row of the stacked heads; with fewer rows than `rank`, the last ones stay zero.
         rows = torch.zeros(1, rank, heads * directions, dtype=torch.float64)
         rows[0, torch.arange(len(sample)), sample] = 1.0
         strength = torch.zeros(heads, rank, dtype=torch.float64)
@@ -54,7 +56,8 @@ class RandomMatched(Rule):
         why = f"shares {rank} directions with all heads of the layer (drawn at random)"
         if matched.basis is None or matched.basis.blocks is None:
             return ScoreDecision(matched.keep, strength, (why,) * heads, Basis(rows, rows, shared=True))
-        # In blocks the strengths are part of the rows: head h uses block h alone, with strength 1.
+        # In blocks the strengths are part of the rows: head h uses block h alone, with strength 1. Zero rows belong to
+        # the last block.
         owner = torch.full((rank,), heads - 1)
         owner[: len(sample)] = sample // directions
         blocks = tuple(torch.bincount(owner, minlength=heads).tolist())
@@ -62,6 +65,7 @@ class RandomMatched(Rule):
         return ScoreDecision(matched.keep, torch.eye(heads, dtype=torch.float64)[:, owner], (why,) * heads, basis)
 
     def _draw(self, key: str, count: int) -> Float[Tensor, "directions"]:
+        # Not Python's hash, which differs between processes; seven bytes are always a valid seed of torch.
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
         return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -78,8 +82,8 @@ class LargestMatched(Rule):
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum, matched = _own_directions(self, self.rule, diagnosis, layer)
-        removed = spectrum.used.sum(-1) - matched.keep.sum(-1)
-        keep = rank_positions(spectrum.strength.abs(), spectrum.used) >= removed[:, None]
+        num_removed = spectrum.used.sum(-1) - matched.keep.sum(-1)
+        keep = rank_positions(spectrum.strength.abs(), spectrum.used) >= num_removed[:, None]
         return keep_only(spectrum, keep, ["the weakest"] * len(spectrum.heads))
 
 
@@ -103,8 +107,8 @@ class UniformMatched(Rule):
             (rounds[head, direction].item(), -strength[head, direction].item(), head)
             for head, direction in torch.nonzero(spectrum.used).tolist()
         )
-        chosen = torch.tensor([head for _, _, head in candidates[: sum(matched.ranks)]], dtype=torch.long)
-        ranks = torch.bincount(chosen, minlength=len(strength))
+        head_of = torch.tensor([head for _, _, head in candidates[: sum(matched.ranks)]], dtype=torch.long)
+        ranks = torch.bincount(head_of, minlength=len(strength))
         keep = largest(strength, spectrum.used, ranks)
         return keep_only(spectrum, keep, ["the same rank in every head"] * len(spectrum.heads))
 

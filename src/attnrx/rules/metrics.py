@@ -102,23 +102,25 @@ def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis
 def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     if layer.spectrum.pairs is not None:
         return _rotary_layer(layer, rotary_directions(metric, layer))
-    spectrum, found = layer.spectrum, directions_in(metric, layer)
+    spectrum, balanced = layer.spectrum, directions_in(metric, layer)
+    # Balanced directions are sorted by strength, so those of a head with fewer rows are its first ones.
     used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
     changed = replace(
         spectrum,
-        query=found.left @ spectrum.query,
-        key=found.right @ spectrum.key,
-        strength=torch.where(used, found.strength, 0.0),
+        query=balanced.left @ spectrum.query,
+        key=balanced.right @ spectrum.key,
+        strength=torch.where(used, balanced.strength, 0.0),
         used=used,
     )
     readings: dict[str, Tensor] = {
         name: value for name, value in layer.readings.items() if name == "selectivity" or name.startswith("divergence_")
     }
-    for side, name, table in (("query", "query_gram", found.left), ("key", "key_covariance", found.right)):
+    for side, name, table in (("query", "query_gram", balanced.left), ("key", "key_covariance", balanced.right)):
         if name in layer.readings:
+            # Moments are quadratic in the rows: E (T q)(T q)^T = T E[q q^T] T^T.
             gram = table @ layer.reading(name).double() @ table.mT
             readings |= {name: gram, f"{side}_moment": gram.diagonal(dim1=-2, dim2=-1)}
-    return LayerDiagnosis(changed, readings), Basis(found.left, found.right, shared=spectrum.shared)
+    return LayerDiagnosis(changed, readings), Basis(balanced.left, balanced.right, shared=spectrum.shared)
 
 
 def _rotary_layer(layer: LayerDiagnosis, found: RotaryDirections) -> tuple[LayerDiagnosis, Basis]:
@@ -127,7 +129,8 @@ def _rotary_layer(layer: LayerDiagnosis, found: RotaryDirections) -> tuple[Layer
     The forms of two ranks have no directions in common, so those of a decision are computed for its ranks.
     """
     roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
-    own = torch.diag_embed(torch.where(layer.spectrum.used, roots, 0.0))
+    # Both sides are divided by the roots of the strengths, so that all directions together give the original scores.
+    diagonal = torch.diag_embed(torch.where(layer.spectrum.used, roots, 0.0))
     readings = {name: value for name, value in layer.readings.items() if name in ("selectivity", COHERENCE)}
-    basis = Basis(own, own, shared=False, pairs=layer.spectrum.pairs)
+    basis = Basis(diagonal, diagonal, shared=False, pairs=layer.spectrum.pairs)
     return LayerDiagnosis(replace(layer.spectrum, strength=found.strength), readings), basis

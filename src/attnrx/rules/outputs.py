@@ -71,7 +71,7 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
     layers = []
     for layer in diagnosis.layers:
         strength = _head_strengths(layer, metric)
-        identity = torch.eye(len(strength), dtype=torch.float64)[None]
+        identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
         readings = {name: value for name, value in layer.readings.items() if name in PAIRS}
         readings["heads"] = torch.tensor([layer.spectrum.heads])  # their numbers in the original model
         layers.append(LayerDiagnosis(_spectrum(identity, identity, strength[None], (0,), HEADS), readings))
@@ -79,15 +79,15 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
     decisions: list[HeadDecision | None] = []
     for index, layer in enumerate(layers):
         decision = rule.decide(view, index)
-        found = HeadDecision(decision.keep[0], layer.spectrum.strength[0], metric_reasons(decision, metric))
-        decisions.append(None if bool(found.keep.all()) else found)
+        heads = HeadDecision(decision.keep[0], layer.spectrum.strength[0], metric_reasons(decision, metric))
+        decisions.append(None if bool(heads.keep.all()) else heads)
     return decisions
 
 
 def _head_strengths(layer: LayerDiagnosis, metric: str) -> Float[Tensor, "heads"]:
     if metric == OWN:
         return (layer.spectrum.strength.double() * layer.spectrum.used).square().sum(-1).sqrt()
-    if metric == WEIGHTS:
+    if metric == WEIGHTS:  # the Frobenius norm of W_O W_V, from its singular values
         return _value_directions(layer, metric).strength.square().sum(-1).sqrt()
     covariance = layer.reading("output_covariance").flatten(0, 1)
     return elimination_losses(covariance, layer.reading("readout_gram")).sqrt()
@@ -108,14 +108,14 @@ def decide_values(
     metric = CENTERED if rule is None else output_metric(rule, "vo")
     if rule is not None:
         _require_moments(diagnosis, "vo", rule, metric)
-    found = [_value_directions(layer, metric) for layer in diagnosis.layers]
+    balanced = [_value_directions(layer, metric) for layer in diagnosis.layers]
     spectra = [
-        without_heads(_spectrum(each.left, each.right, each.strength, layer.spectrum.heads, "vo"), own)
-        for each, layer, own in zip(found, diagnosis.layers, heads, strict=True)
+        without_heads(_spectrum(table.left, table.right, table.strength, layer.spectrum.heads, "vo"), removal)
+        for table, layer, removal in zip(balanced, diagnosis.layers, heads, strict=True)
     ]
     view = _view(diagnosis, spectra)
     decisions: list[OutputDecision | None] = []
-    for index, (layer, directions) in enumerate(zip(diagnosis.layers, found, strict=True)):
+    for index, (layer, directions) in enumerate(zip(diagnosis.layers, balanced, strict=True)):
         spectrum = spectra[index]
         decision = keep_only(spectrum, spectrum.used) if rule is None else rule.decide(view, index)
         decision = limited_to_heads(decision, heads[index])
@@ -124,6 +124,7 @@ def decide_values(
             continue
         is_centered = metric == CENTERED
         covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
+        # A constant needs no direction: the mean output, or the value bias, which passes unchanged, as rows sum to 1.
         center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
         weight = read_out(directions, decision.keep, covariance)
         reasons = metric_reasons(decision, metric)
@@ -155,8 +156,8 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
     """Returns the decision without directions of removed heads, which is their reason."""
     if heads is None:
         return decision
-    stays = heads.keep.tolist()
-    reasons = (why if own else "the head is removed" for why, own in zip(decision.reasons, stays, strict=True))
+    is_kept = heads.keep.tolist()
+    reasons = (why if keep else "the head is removed" for why, keep in zip(decision.reasons, is_kept, strict=True))
     return replace(decision, keep=decision.keep & heads.keep[:, None], reasons=tuple(reasons))
 
 
@@ -168,14 +169,17 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
             f"{name}={rule} needs an MLP of two linear maps in every layer, which the model does not have; omit {name}."
         )
     maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
-    present = [found for found in maps if found is not None]
-    if any(metric not in found.metrics for found in present):
+    entries = [entry for entry in maps if entry is not None]
+    if any(metric not in entry.metrics for entry in entries):
         raise _needs_moments(name, rule, "the moments of its map")
-    tables = [found.metrics[metric] for found in present]
-    spectra = [_spectrum(own.directions[None], own.directions[None], own.strength[None], (0,), name) for own in tables]
+    tables = [entry.metrics[metric] for entry in entries]
+    spectra = [
+        _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
+    ]
+    # The view has the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
     view = _view(diagnosis, spectra)
-    decisions = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
-    return [None if found is None else next(decisions) for found in maps]
+    decisions = iter([_decide_map(rule, view, index, entry, metric) for index, entry in enumerate(entries)])
+    return [None if entry is None else next(decisions) for entry in maps]
 
 
 def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | None]:
@@ -185,50 +189,54 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | Non
     """
     metric = output_metric(rule, HIDDEN)
     units = [layer.hidden for layer in diagnosis.layers]
-    found = [own for own in units if own is not None]
-    if len(found) < len(units):
+    entries = [entry for entry in units if entry is not None]
+    if len(entries) < len(units):
         raise InvalidRule(
             f"hidden={rule} needs an MLP of two linear maps, each one matrix, with only an activation between them, in "
             "every layer, which the model does not have; omit hidden."
         )
-    if any(metric not in own.strength for own in found):
+    if any(metric not in entry.strength for entry in entries):
         raise _needs_moments(HIDDEN, rule, "the moments of the hidden units")
-    strengths = [own.strength[metric][None] for own in found]
-    rows = [own.new_zeros(*own.shape, 0) for own in strengths]
-    spectra = [_spectrum(empty, empty, own, (0,), HIDDEN) for empty, own in zip(rows, strengths, strict=True)]
+    strengths = [entry.strength[metric][None] for entry in entries]
+    # Rows without features: an identity of all hidden units would be a large table that no rule reads.
+    rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]
+    spectra = [_spectrum(empty, empty, strength, (0,), HIDDEN) for empty, strength in zip(rows, strengths, strict=True)]
     view = _view(diagnosis, spectra)
-    return [_decide_units(rule.decide(view, index), own, metric) for index, own in enumerate(found)]
+    return [_decide_units(rule.decide(view, index), entry, metric) for index, entry in enumerate(entries)]
 
 
 def _decide_units(decision: ScoreDecision, units: HiddenDiagnosis, metric: str) -> HiddenDecision | None:
     keep, weight, bias = decision.keep[0], units.weight.double(), units.bias.double()
     if bool(keep.all()):
         return None
-    kept = weight[:, keep]
+    new_weight = weight[:, keep]
     if metric != WEIGHTS:
         assert units.covariance is not None and units.mean is not None
-        kept, mean = compensated(units.covariance, weight, keep), units.mean.double()
-        bias = bias + weight @ mean - kept @ mean[keep]
-    return HiddenDecision(keep, units.strength[metric], kept, bias, metric_reasons(decision, metric))
+        new_weight, mean = compensated(units.covariance, weight, keep), units.mean.double()
+        # The refit is about the means, so the bias keeps the mean output.
+        bias = bias + weight @ mean - new_weight @ mean[keep]
+    return HiddenDecision(keep, units.strength[metric], new_weight, bias, metric_reasons(decision, metric))
 
 
 def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:
     return tuple(f"{reason}; metric {metric}" for reason in decision.reasons)
 
 
-def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, metric: str) -> OutputDecision | None:
-    decision, own = rule.decide(view, index), found.metrics[metric]
+def _decide_map(rule: Rule, view: Diagnosis, index: int, entry: MapDiagnosis, metric: str) -> OutputDecision | None:
+    decision, table = rule.decide(view, index), entry.metrics[metric]
     (rank,) = decision.ranks
-    if not 0 < rank or not pays(rank, own.directions.shape[1], found.inputs):
+    if not 0 < rank or not pays(rank, table.directions.shape[1], entry.inputs):
         return None
-    kept, reasons = own.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
-    return OutputDecision((rank,), kept, kept.mT, own.center, own.strength[None], reasons)
+    # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder.
+    encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
+    return OutputDecision((rank,), encode, encode.mT, table.center, table.strength[None], reasons)
 
 
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
     if metric == WEIGHTS:
         return factor_directions(layer.reading("value_factor"), layer.reading("readout_factor"))
     covariance = layer.reading("output_covariance").double()  # [heads, reads, heads * reads]
+    # The covariance of every head with itself: [heads, reads, reads].
     blocks = covariance.unflatten(2, covariance.shape[:2]).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     return balance(blocks, layer.reading("readout_gram"))
 

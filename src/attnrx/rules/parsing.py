@@ -58,6 +58,8 @@ RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescripti
 """The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
+# The name of a map starts the text, or follows a space after a complete rule. After one of , ; : ( & | the name before
+# "=" is that of a knob.
 MAP = re.compile(r"(?:^|(?<=[^\s,;:(&|])\s+)([A-Za-z_]\w*)=")
 DEEPEST = 50  # brackets; far below the nesting that exhausts Python's stack
 SHARE = "{share}"
@@ -103,29 +105,33 @@ def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | 
 
     A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10"; a single rule applies to qk.
     """
-    given = {"qk": rules} if isinstance(rules, Rule) else split_maps(rules) if isinstance(rules, str) else rules
-    if not isinstance(given, Mapping):
+    values_by_map = {"qk": rules} if isinstance(rules, Rule) else split_maps(rules) if isinstance(rules, str) else rules
+    if not isinstance(values_by_map, Mapping):
         raise InvalidInput(f"rules={rules!r}: give a text, e.g. 'qk=total_rank:0.5', a rule, or both by map.")
-    for name in given:
+    for name in values_by_map:
         _require_map(str(name))
-    found: dict[str, Rule] = {}
-    for name in LAYER_MAPS:
-        rule = given.get(name)
+    rules_by_map: dict[str, Rule] = {}
+    for name in LAYER_MAPS:  # one order of the maps, whatever the order of the text
+        rule = values_by_map.get(name)
         rule = parse_rule(rule) if isinstance(rule, str) else rule
         if isinstance(rule, Rule):
-            found[name] = rule
+            rules_by_map[name] = rule
         elif rule is not None:
             raise InvalidInput(f"{name}={rule!r} is not a rule; give e.g. EnergyRetention(0.9), or its text.")
-    policy = given.get(TOKENS)
+    policy = values_by_map.get(TOKENS)
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     if policy is not None and not isinstance(policy, TokenPolicy | TokenPrescription):
         raise InvalidInput(f"tokens={policy!r} is not a policy; give e.g. 'evit:0.7@4,7,10'.")
-    return found, TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
+    return rules_by_map, TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
 
 
 class _Reader(TextReader):
     """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
 
+    #   any    = all { "|" all }
+    #   all    = single { "&" single }
+    #   single = "(" any ")" | name [ "(" any { ";" any } ")" ] [ ":" knob { "," knob } ]
+    #   knob   = [ name "=" ] ( number | name )
     language = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)
 
     def read_any(self) -> Rule:
@@ -149,20 +155,20 @@ class _Reader(TextReader):
         if name.text not in RULES:
             raise UnknownName("rule", name.text, RULES)
         kind = RULES[name.text]
-        given = self._read_inner(kind)
+        values = self._read_inner(kind)
         if self.take(":"):
-            self._read_knob(name, kind, given)
+            self._read_knob(name, kind, values)
             while self.take(","):
-                self._read_knob(name, kind, given)
+                self._read_knob(name, kind, values)
         missing = [
             field.name
             for field in option_fields(kind)
-            if field.default is dataclasses.MISSING and field.name not in given
+            if field.default is dataclasses.MISSING and field.name not in values
         ]
         if missing:
             message = f"{name.text} needs {' and '.join(missing)}, as in {name.text}:{missing[0]}=..."
             raise self.problem(name.start, message)
-        return kind(**given)
+        return kind(**values)
 
     def _read_inner(self, kind: type[Rule]) -> dict[str, Any]:
         """Reads the rule in brackets that a control matches, or the rules of all layers."""
@@ -180,19 +186,20 @@ class _Reader(TextReader):
     def _read_knob(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> None:
         """Reads one value into `given`."""
         knobs = {field.name: field for field in option_fields(kind) if not _holds_rules(field)}
-        here = self.tokens[self.position]
+        token = self.tokens[self.position]
+        # A value without a name is that of the first knob without a value; keyword-only ones (metric) need a name.
         free = [knob for knob, field in knobs.items() if not field.kw_only and knob not in given]
         if self.take("name"):
-            knob = here.text
+            knob = token.text
             self.expect("=", f"'=' after {knob}")
         elif free:
             knob = free[0]
         else:
-            raise self.problem(here.start, f"{name.text} has only the knobs {', '.join(knobs)}, found {here.text!r}")
+            raise self.problem(token.start, f"{name.text} has only the knobs {', '.join(knobs)}, found {token.text!r}")
         if knob not in knobs:
             raise UnknownName(f"knob of {name.text}", knob, knobs)
         if knob in given:
-            raise self.problem(here.start, f"{knob} is given twice")
+            raise self.problem(token.start, f"{knob} is given twice")
         if knobs[knob].type in (str, str | None):
             given[knob] = self.expect("name", f"a name for {knob}").text
             return
@@ -200,6 +207,7 @@ class _Reader(TextReader):
         is_whole = re.fullmatch(r"[-+]?\d+", number.text) is not None
         if not is_whole and knobs[knob].type is int:
             raise self.problem(number.start, f"{knob} is a whole number, not {number.text}")
+        # "1" is a number of directions where both are accepted, and "1.0" or "100%" a share (`rank_among`).
         given[knob] = int(number.text) if is_whole and knobs[knob].type is not float else share(number.text)
 
 

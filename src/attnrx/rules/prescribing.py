@@ -49,32 +49,36 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     no reading, because tokens are selected for every image at run time. The prescription records the rules with their
     metrics, and all information of the diagnosis about its model and data.
     """
-    given, tokens = parse_rules(rules)
+    rules_by_map, tokens = parse_rules(rules)
     if not diagnosis.layers:
         raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
     if tokens is not None:
         tokens.policy.require_depth(len(diagnosis.layers))
-    _require_changeable(diagnosis, given)
-    stated = {name: _with_metric(diagnosis, name, rule) for name, rule in given.items()}
+    _require_changeable(diagnosis, rules_by_map)
+    stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules_by_map.items()}
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
     if HEADS in stated:
         _require_readings(diagnosis, stated[HEADS])
         heads = decide_heads(diagnosis, stated[HEADS])
     scores, spectra = _decide_scores(_without_removed(diagnosis, heads), stated.get("qk"))
-    scores = [limited_to_heads(own, removal) for own, removal in zip(scores, heads, strict=True)]
-    found: dict[str, Sequence[Decision | None]] = {"qk": scores}
+    scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
+    # By map a list over the layers; transposed below.
+    decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
+    # Removed heads change vo without a rule of its own, too: the output projection is refitted to the other heads.
     if "vo" in stated or (any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
-        found["vo"] = decide_values(diagnosis, stated.get("vo"), heads)
-    found |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
-    found[HEADS] = heads
+        decisions_by_map["vo"] = decide_values(diagnosis, stated.get("vo"), heads)
+    decisions_by_map |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
+    decisions_by_map[HEADS] = heads
     if HIDDEN in stated:
-        found[HIDDEN] = decide_hidden(diagnosis, stated[HIDDEN])
+        decisions_by_map[HIDDEN] = decide_hidden(diagnosis, stated[HIDDEN])
     layers = tuple(
-        LayerPrescription({name: own for name, own in zip(found, decisions, strict=True) if own is not None})
-        for decisions in zip(*found.values(), strict=True)
+        LayerPrescription(
+            {name: part for name, part in zip(decisions_by_map, decisions, strict=True) if part is not None}
+        )
+        for decisions in zip(*decisions_by_map.values(), strict=True)
     )
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
-        raise NoOpPrescription(_no_op_message(spectra, scores, given, tokens))
+        raise NoOpPrescription(_no_op_message(spectra, scores, rules_by_map, tokens))
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
 
@@ -82,7 +86,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
 def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None]) -> Diagnosis:
     pairs = zip(diagnosis.layers, heads, strict=True)
     return replace(
-        diagnosis, layers=tuple(replace(layer, spectrum=without_heads(layer.spectrum, own)) for layer, own in pairs)
+        diagnosis,
+        layers=tuple(replace(layer, spectrum=without_heads(layer.spectrum, removal)) for layer, removal in pairs),
     )
 
 
@@ -122,15 +127,16 @@ def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
 
 def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreDecision], list[Spectrum]]:
     """Returns the decision about every layer's scores and the spectrum that it refers to."""
-    own = [layer.spectrum for layer in diagnosis.layers]
-    unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own]
+    own_spectra = [layer.spectrum for layer in diagnosis.layers]
+    unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own_spectra]
     if rule is None:
-        return unchanged, own
+        return unchanged, own_spectra
     _require_readings(diagnosis, rule)
     metric = metric_of(rule) or OWN
     if metric == OWN:
-        decisions = [rule.decide(diagnosis, layer) for layer in track(range(len(own)), "prescribing layers")]
-        return [whole_pairs(layer, each) for layer, each in zip(decisions, own, strict=True)], own
+        decisions = [rule.decide(diagnosis, layer) for layer in track(range(len(own_spectra)), "prescribing layers")]
+        pairs = zip(decisions, own_spectra, strict=True)
+        return [whole_pairs(decision, spectrum) for decision, spectrum in pairs], own_spectra
     view, bases = rewritten(diagnosis, metric)
     layers, spectra = [], []
     for index, basis in enumerate(track(bases, "prescribing layers")):
@@ -139,14 +145,16 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
         changed = _changes_scores(spectrum, layer)
         reasons = metric_reasons(layer, metric)
+        # Rotary: the rule decides the ranks only; the best form of a rank does not contain those of smaller ranks.
         if changed and spectrum.pairs is not None:
             layers.append(rotary_directions(metric, diagnosis.layers[index]).decision(layer.ranks, reasons))
             spectra.append(spectrum)
             continue
+        # A layer in which nothing is removed keeps its own directions: a rewritten one would differ by rounding.
         layers.append(
             replace(layer, basis=basis, reasons=reasons) if changed else replace(unchanged[index], reasons=reasons)
         )
-        spectra.append(spectrum if changed else own[index])
+        spectra.append(spectrum if changed else own_spectra[index])
     return layers, spectra
 
 
@@ -162,11 +170,12 @@ def _require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
                 f"{rule} needs {' and '.join(missing)}, which the diagnosis of layer {index} does not have; it has "
                 f"{', '.join(sorted(layer.readings)) or 'none'}. Diagnose again with the diagnostics that measure them."
             )
-        used = {"strength": layer.spectrum.strength} | {name: layer.readings[name] for name in needed}
-        require_finite_tensors(used, f"the diagnosis of layer {index}")
+        tensors = {"strength": layer.spectrum.strength} | {name: layer.readings[name] for name in needed}
+        require_finite_tensors(tensors, f"the diagnosis of layer {index}")
 
 
 def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
+    # Decisions about units exist only in layers where some are removed.
     units = any(name in layer.decisions for name in UNIT_MAPS)
     return bool(layer.outputs) or units or _changes_scores(spectrum, layer.qk)
 
@@ -183,15 +192,15 @@ def _no_op_message(
     spectra: list[Spectrum], scores: list[ScoreDecision], rules: Mapping[str, Rule], tokens: TokenPrescription | None
 ) -> str:
     if not rules:
-        found = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} keeps every token"
+        cause = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} keeps every token"
         return (
-            f"{found}, so the model would not change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+            f"{cause}, so the model would not change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
         )
     texts = " ".join(f"{name}={rule}" for name, rule in rules.items())
-    found = f"{texts} would change nothing: every map keeps everything, or (fc1, fc2) has no rank that saves parameters"
+    cause = f"{texts} would change nothing: every map keeps everything, or (fc1, fc2) has no rank that saves parameters"
     strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
     reasons = [reason for layer in scores for reason in layer.reasons]
     if "qk" in rules and len(strengths):
         span = f"|strength| of qk lies in {strengths.min():.3g}..{strengths.max():.3g}"
-        found = f"{found} ({span}; the first head {reasons[0]})"
-    return f"{found}. Request a smaller rank or share, or use another rule."
+        cause = f"{cause} ({span}; the first head {reasons[0]})"
+    return f"{cause}. Request a smaller rank or share, or use another rule."

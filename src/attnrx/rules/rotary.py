@@ -44,6 +44,10 @@ class _Choice:
 class _Head:
     """The forms of one head for every rank, from the Grams of its rows: unrotated ones, real parts, imaginary parts."""
 
+    # For every number of slow pairs: the unrotated rows and the slow pairs, times their mean cosines, are balanced into
+    # ordinary directions, and the fast pairs are sorted by energy. A greedy path through both lists gives an error for
+    # every rank, and each rank takes the number of slow pairs with the smallest one.
+
     def __init__(
         self,
         left: Float[Tensor, "d d"],
@@ -54,17 +58,18 @@ class _Head:
         self.left, self.right, self.pairs = left, right, pairs
         self.size, self.num_still = len(pairs), int((pairs < 0).sum())
         count = (self.size - self.num_still) // 2
+        # [pairs, 2]: the rows of the real and the imaginary part of every pair.
         self.rows_of = self.num_still + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
         self.mean = coherence[pairs[self.rows_of[:, 0]]].clamp(0, 1)
         # The mean squares of the products of two pairs' shares of the scores, if queries and keys are independent.
         products = left * right.mT
         self.products = products[self.rows_of][..., self.rows_of].sum((1, 3)) if count else products.new_zeros(0, 0)
-        self.energy = self.products.diagonal()
+        self.energy = self.products.diagonal()  # the mean square of what a pair adds to the scores, alone
         self.slowest = self.mean.argsort(descending=True, stable=True)
         self.choices = self._choices()
 
     def _choices(self) -> list[_Choice]:
-        total = float((self.left * self.right.mT).sum().clamp_min(0))
+        total = float((self.left * self.right.mT).sum().clamp_min(0))  # the error of rank 0: all of the scores
         best = [_Choice(total, 0, 0, 0)] * (self.size + 1)
         num_slow = int((self.mean >= LEAST_COHERENCE).sum())
         for slow in range(num_slow + 1):
@@ -81,19 +86,22 @@ class _Head:
 
     def _path(self, slow: int) -> list[_Choice]:
         """Returns the forms in which the `slow` slowest pairs are not rotated, by growing rank (greedy)."""
+        # The squared error has three parts, as if independent: what slow pairs lose without rotation (`lost`), the
+        # removed ordinary directions (`tails`, by the number kept), and the removed fast pairs (`rests`).
         static, fast = self.slowest[:slow], self._fast(slow)
         lost = float((self.energy[static] * (1 - self.mean[static].square())).sum())
         gains = self._still(slow).strength[0].square()
         tails = torch.cat([gains.flip(0).cumsum(0).flip(0), gains.new_zeros(1)]).tolist()
-        removed = self.products[fast][:, fast].flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
-        rests = torch.cat([removed.clamp_min(0), removed.new_zeros(1)]).tolist()
+        # Pairs are not orthogonal: entry k sums the products of all pairs from k on, cross terms included.
+        joint_errors = self.products[fast][:, fast].flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
+        rests = torch.cat([joint_errors.clamp_min(0), joint_errors.new_zeros(1)]).tolist()
         still, rotated, path = 0, 0, []
         energy, gain = self.energy[fast].tolist(), gains.tolist()
         while True:
             path.append(_Choice(tails[still] + rests[rotated] + lost, slow, still, rotated))
             if still < len(gain) and rotated < len(energy):
-                next_is_pair = energy[rotated] / 2 > gain[still]
-                if next_is_pair:
+                next_is_pair = energy[rotated] / 2 > gain[still]  # a pair costs two ranks
+                if next_is_pair:  # the odd rank in between holds one more ordinary direction
                     path.append(_Choice(tails[still + 1] + rests[rotated] + lost, slow, still + 1, rotated))
             else:
                 next_is_pair = rotated < len(energy)
@@ -125,23 +133,25 @@ class _Head:
         """Returns left and right rows [kept, d], strengths [kept] and pairs [kept] of the form of this rank."""
         choice = self.choices[rank]
         rows, mean = self._static_rows(choice.slow)
-        found = self._still(choice.slow)
+        balanced = self._still(choice.slow)
+        # The mean cosine is a factor of the key side, as in the balanced form.
         left, right = (self.left.new_zeros(choice.still, self.size) for _ in range(2))
-        left[:, rows], right[:, rows] = found.left[0, : choice.still], found.right[0, : choice.still] * mean
+        left[:, rows], right[:, rows] = balanced.left[0, : choice.still], balanced.right[0, : choice.still] * mean
         pairs = self._fast(choice.slow)[: choice.rotated]
         pairs = pairs[self.pairs[self.rows_of[pairs, 0]].argsort()]
-        most = float(self.energy.max().clamp_min(0).sqrt()) if len(pairs) else 0.0
-        strength = (self.energy[pairs] / 2).clamp_min(0).sqrt().clamp_min(FLOOR * max(most, 1e-100))
-        kept = torch.cat([self.rows_of[pairs, 0], self.rows_of[pairs, 1]])
+        largest = float(self.energy.max().clamp_min(0).sqrt()) if len(pairs) else 0.0
+        strength = (self.energy[pairs] / 2).clamp_min(0).sqrt().clamp_min(FLOOR * max(largest, 1e-100))
+        indices = torch.cat([self.rows_of[pairs, 0], self.rows_of[pairs, 1]])
         strength = torch.cat([strength, strength])
-        whole = torch.zeros(len(kept), self.size, dtype=torch.float64)
-        whole[torch.arange(len(kept)), kept] = strength.rsqrt()
+        # Rows of a pair are only scaled, by the same factor: a combination with others would not commute with rotation.
+        scaled_rows = torch.zeros(len(indices), self.size, dtype=torch.float64)
+        scaled_rows[torch.arange(len(indices)), indices] = strength.rsqrt()
         none = torch.full((choice.still,), -1)
         return (
-            torch.cat([left, whole]),
-            torch.cat([right, whole]),
-            torch.cat([found.strength[0, : choice.still], strength]),
-            torch.cat([none, self.pairs[kept]]),
+            torch.cat([left, scaled_rows]),
+            torch.cat([right, scaled_rows]),
+            torch.cat([balanced.strength[0, : choice.still], strength]),
+            torch.cat([none, self.pairs[indices]]),
         )
 
 
@@ -165,11 +175,12 @@ class RotaryDirections:
     @cached_property
     def strength(self) -> Float[Tensor, "heads directions"]:
         """Descending strengths; their squares are the decreases of the convex envelope of the error over the ranks."""
-        found = torch.zeros(self.used.shape, dtype=torch.float64)
-        for row, head in zip(found, self.heads, strict=True):
+        # Rules allocate ranks by squared strengths, which is exact only where the error is convex in the rank.
+        strength = torch.zeros(self.used.shape, dtype=torch.float64)
+        for row, head in zip(strength, self.heads, strict=True):
             row[: head.size] = envelope_decreases([choice.error for choice in head.choices]).sqrt()
-        floor = max(FLOOR * float(found.max()) if found.numel() else 0.0, 1e-100)
-        return torch.where(self.used, found.clamp_min(floor), 0.0)
+        floor = max(FLOOR * float(strength.max()) if strength.numel() else 0.0, 1e-100)
+        return torch.where(self.used, strength.clamp_min(floor), 0.0)
 
     def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
         """Returns the decision that keeps the best forms of these ranks.
@@ -182,9 +193,9 @@ class RotaryDirections:
         keep, pairs = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
         for index, (head, rank) in enumerate(zip(self.heads, ranks, strict=True)):
             rows = head.rows(rank)
-            kept = len(rows[2])
-            left[index, :kept, : head.size], right[index, :kept, : head.size] = rows[0], rows[1]
-            strength[index, :kept], pairs[index, :kept], keep[index, :kept] = rows[2], rows[3], True
+            num_kept = len(rows[2])
+            left[index, :num_kept, : head.size], right[index, :num_kept, : head.size] = rows[0], rows[1]
+            strength[index, :num_kept], pairs[index, :num_kept], keep[index, :num_kept] = rows[2], rows[3], True
         counts = ((pairs >= 0).sum(-1) // 2).tolist()
         notes = tuple(f"{why}; rotates {count} pairs" for why, count in zip(reasons, counts, strict=True))
         return ScoreDecision(keep, strength, notes, Basis(left, right, shared=False, pairs=pairs))
@@ -192,6 +203,8 @@ class RotaryDirections:
 
 def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
     """Returns the decreases, one for each rank from 1, of the largest convex function below the errors."""
+    # The lower convex hull of the points (rank, error), from left to right: a corner is removed if it is not below the
+    # line from the corner before it to the new point.
     corners = [0]
     for rank in range(1, len(errors)):
         while len(corners) > 1:
@@ -201,10 +214,10 @@ def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
                 break
             corners.pop()
         corners.append(rank)
-    found = torch.zeros(len(errors) - 1, dtype=torch.float64)
+    decreases = torch.zeros(len(errors) - 1, dtype=torch.float64)
     for first, second in pairwise(corners):
-        found[first:second] = (errors[first] - errors[second]) / (second - first)
-    return found.clamp_min(0)
+        decreases[first:second] = (errors[first] - errors[second]) / (second - first)
+    return decreases.clamp_min(0)
 
 
 def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
@@ -226,9 +239,11 @@ def coherence(
     over all patches of an image.
     """
     assert positions.cos is not None and positions.sin is not None
-    turned = torch.complex(positions.cos[0].double(), positions.sin[0].double()).movedim(1, 0)
-    turned = turned if len(turned) == 1 else turned[list(heads)]
+    # Rotations as complex numbers e^(i phi), [heads, patches, frequencies]: cos(phi_j - phi_i) is the real part of
+    # e^(i phi_j) times the conjugate of e^(i phi_i), and the mean over j is a product with the attention.
+    rotations = torch.complex(positions.cos[0].double(), positions.sin[0].double()).movedim(1, 0)
+    rotations = rotations if len(rotations) == 1 else rotations[list(heads)]
     weights = attention[:, :, positions.prefix :, positions.prefix :].double()
-    weights = weights / weights.sum(-1, keepdim=True)
-    differences = (weights.to(turned.dtype) @ turned) * turned.conj()
+    weights = weights / weights.sum(-1, keepdim=True)  # without the attention to tokens before the patches
+    differences = (weights.to(rotations.dtype) @ rotations) * rotations.conj()
     return differences.real.mean((0, 2)).cpu()

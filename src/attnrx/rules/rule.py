@@ -90,16 +90,17 @@ class Combination(Rule):
         keep = torch.stack([decision.keep for decision in decisions])
         strength = torch.stack([decision.strength for decision in decisions])
         is_and = isinstance(self, And)
-        chosen = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
+        # Removed directions have strength 0 (`keep_only`): of a union, the strength is that of a rule that keeps it.
+        index = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
         spectrum = diagnosis.layers[layer].spectrum
-        own = give_strengths(spectrum, keep.all(0) if is_and else keep.any(0), strength.gather(0, chosen[None])[0])
-        each = zip(*(decision.reasons for decision in decisions), strict=True)
+        combined = give_strengths(spectrum, keep.all(0) if is_and else keep.any(0), strength.gather(0, index[None])[0])
+        by_head = zip(*(decision.reasons for decision in decisions), strict=True)
         reasons = tuple(
             f"{reason}. {self.how}: "
             + "; ".join(f"[{rule}] {part}" for rule, part in zip(self.rules, why, strict=True))
-            for reason, why in zip(own.reasons, each, strict=True)
+            for reason, why in zip(combined.reasons, by_head, strict=True)
         )
-        return replace(own, reasons=reasons)
+        return replace(combined, reasons=reasons)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def option_fields(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
 
 def inner_rules(rule: Rule) -> tuple[Rule, ...]:
     """Returns the rules that are fields of a rule."""
-    values = [getattr(rule, field.name) for field in option_fields(type(rule))]
+    values = [getattr(rule, field.name) for field in option_fields(type(rule))]  # a rule, a tuple of rules, or a knob
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return tuple(item for item in flat if isinstance(item, Rule))
 
@@ -165,9 +166,9 @@ def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
     Raises:
         InvalidRule: Parts have different metrics; their directions cannot be combined.
     """
-    own = rule.default_metric if rule.metric is None and defaults else rule.metric
+    own_metric = rule.default_metric if rule.metric is None and defaults else rule.metric
     parts = (metric_of(part, defaults=defaults) for part in inner_rules(rule))
-    requested = {metric for metric in (own, *parts) if metric is not None}
+    requested = {metric for metric in (own_metric, *parts) if metric is not None}
     if len(requested) > 1:
         raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(requested))}; give all parts the same.")
     return next(iter(requested), None)
@@ -184,6 +185,7 @@ def in_metric(rule: Rule, metric: str) -> Rule:
             changed[field.name] = in_metric(value, metric)
         elif isinstance(value, tuple):
             changed[field.name] = tuple(in_metric(part, metric) for part in value)
+    # Stated by the parts alone, so that the text of the rule names a metric once for each of them.
     return replace(rule, metric=None, **changed)
 
 
@@ -217,22 +219,22 @@ def _require_valid(rule: Rule, field: "dataclasses.Field[Any]", value: Any) -> N
     name = rule_name(type(rule))
     if field.name in rule.choices and value not in rule.choices[field.name]:
         raise UnknownName(f"{field.name} of {name}", str(value), rule.choices[field.name])
-    least = 1 if field.name == "multiple" else 0
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_count = is_number and isinstance(value, int) and least <= value <= MOST
+    smallest = 1 if field.name == "multiple" else 0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)  # a bool is an int in Python
+    is_count = is_number and isinstance(value, int) and smallest <= value <= MOST
     is_positive = is_number and 0 < value <= rule.largest and math.isfinite(value)
     parts = value if field.type == tuple[Rule, ...] else (value,)
     is_rules = isinstance(parts, tuple) and bool(parts) and all(isinstance(part, Rule) for part in parts)
     kinds: Mapping[Any, tuple[bool, str]] = {
-        int: (is_count, f"a whole number in {least}..{MOST}"),
+        int: (is_count, f"a whole number in {smallest}..{MOST}"),
         float: (is_positive, "a share in (0, 1], e.g. 0.9" if rule.largest == 1 else "a positive number"),
         int | float: (is_count or is_positive, "a whole number of directions, or a share in (0, 1], e.g. 0.5"),
         Rule: (is_rules, "a rule, e.g. EnergyRetention(0.9)"),
         tuple[Rule, ...]: (is_rules, "a tuple of rules"),
     }
-    is_valid, wanted = kinds.get(field.type, (True, ""))
+    is_valid, requirement = kinds.get(field.type, (True, ""))
     if not is_valid:
-        raise InvalidRule(f"{name} was given {field.name}={value!r}: {field.name} must be {wanted}.")
+        raise InvalidRule(f"{name} was given {field.name}={value!r}: {field.name} must be {requirement}.")
 
 
 def _spell_knobs(rule: Rule) -> str:
@@ -240,6 +242,7 @@ def _spell_knobs(rule: Rule) -> str:
     knobs = []
     for field in option_fields(type(rule)):
         value = getattr(rule, field.name)
+        # repr keeps all digits of a float, so that the text gives an equal rule; names are written without quotes.
         if field.default is not dataclasses.MISSING and value != field.default:
             knobs.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
         elif field.default is dataclasses.MISSING and not isinstance(value, Rule | tuple):

@@ -45,6 +45,7 @@ class JointForm:
                 _rooted(layer.reading(name)) for name in ("query_joint_gram", "key_joint_covariance")
             )
         else:
+            # Query rows carry the strengths. The key bias is left out, because it cancels in the softmax.
             query = spectrum.query if metric == AUGMENTED else spectrum.query[..., :-1]
             self.query, self.key = spectrum.strength[..., None] * query.double(), spectrum.key[..., :-1].double()
         self.tensor = FactoredTensor(self.query, self.key)
@@ -64,6 +65,7 @@ def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "
 
 
 def _combination(rows: Float[Tensor, "heads directions features"], factor: Tensor) -> Float[Tensor, "1 rank stacked"]:
+    # Least-squares factors lie in the span of the rows (`left_products`), which may depend on one another.
     stacked = rows.flatten(0, 1)
     return (torch.linalg.pinv(stacked.mT, rtol=NOISE) @ factor).mT[None].contiguous()
 
@@ -108,6 +110,7 @@ class SharedRank(Rule):
         options: dict[str, Any] = {"start": self.start, "seed": self.seed}
         if self.form == "cp":
             return als(tensor, rank, sweeps=self.sweeps, **options), None
+        # finish: the terms become weights of the model, which are rounded and trained.
         options["schedule"] = CorrectionSchedule(sweeps=self.sweeps, finish=True)
         if self.form == "epc":
             return cpd_epc(tensor, rank, **options), None
@@ -137,6 +140,7 @@ class FusionRank(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
+        # The tensor gives the ranks only; the kept directions are the strongest of every head's own in the metric.
         tensor = JointForm(diagnosis.layers[layer], self.metric or AUGMENTED).tensor
         schedule = CorrectionSchedule(sweeps=self.sweeps)
         fusion = fusion_ranks(cpd_epc(tensor, total, start=self.start, schedule=schedule, seed=self.seed))
@@ -169,10 +173,11 @@ class FusionOwner(Rule):
                 f"{'shared' if spectrum.shared else 'their own'} directions; use fusion_rank, total_rank or "
                 "uniform_rank."
             )
+        # Shared directions have one owner: [features, directions].
         left, right = (table[0].double().mT for table in (spectrum.query, spectrum.key))
         fusion = fusion_ranks(Canonical(left, right, spectrum.strength.double()))
         keep = fusion.owner == torch.arange(heads)[:, None]
         # The clamp gives a head without any direction the share 0.
         outside = (keep * fusion.off_block).sum(-1) / keep.sum(-1).clamp_min(1)
-        notes = [f"owns those, {100 * each:.1f} % of whose energy lies in other heads" for each in outside.tolist()]
+        notes = [f"owns those, {100 * share:.1f} % of whose energy lies in other heads" for share in outside.tolist()]
         return keep_only(spectrum, keep, notes)

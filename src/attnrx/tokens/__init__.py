@@ -59,8 +59,10 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "ats": ATS,
     "evo_vit": EvoViT,
 }
+# Stated once, here: `str(reducer)` writes the name that `parse_reducer` reads.
 for _name, _kind in REDUCERS.items():
     _kind.name = _name
+# Separate from REDUCERS, from which the reference of the package is generated (docs/making/parts.py).
 _REGISTERED: dict[str, type[Reducer]] = {}
 
 __all__ = [

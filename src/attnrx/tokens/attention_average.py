@@ -19,6 +19,7 @@ class AttentionAverage(Selecting):
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         assert state.accumulated is not None
+        # A token that an earlier stage fused starts at 0, so here it counts the layers since that stage only.
         return state.accumulated
 
 
@@ -31,6 +32,7 @@ class AttentionReceived(Selecting):
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns the sum over the remaining tokens, averaged over the heads."""
         assert state.attention is not None
+        # Masked tokens receive no attention, but their own rows of the map still sum to 1 and must not count.
         there = (state.sizes > 0).to(state.attention.dtype)
-        received = (state.attention * there[:, None, :, None]).sum(2)
+        received = (state.attention * there[:, None, :, None]).sum(2)  # over the queries: [batch, heads, tokens]
         return received[:, :, state.prefix :].mean(1)

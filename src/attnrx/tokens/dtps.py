@@ -41,29 +41,32 @@ class DTPS(Soft):
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         kept = best(self.scores.relevance(state, predictor), state.there, count)
+        # 1 for the patches that this stage prunes; 0 for kept ones and for those pruned by an earlier stage.
         pruned_mask = state.there.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
-        alike = unit @ taken(unit, kept).transpose(1, 2)
-        tokens = _squeezed(state.patches, taken(state.patches, kept), alike, pruned_mask)
-        destinations = destinations_of(kept, alike.argmax(-1)) if state.tracked else None
+        cosines = unit @ taken(unit, kept).transpose(1, 2)  # [batch, patches, hosts]
+        tokens = _squeezed(state.patches, taken(state.patches, kept), cosines, pruned_mask)
+        destinations = destinations_of(kept, cosines.argmax(-1)) if state.tracked else None
         return Reduction(kept, tokens, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Fuses every pruned patch into the most similar kept one; every patch keeps its index."""
         unit = nn.functional.normalize(state.patches, dim=-1)
-        alike = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
-        return SampledTokens(_squeezed(state.patches, state.patches, alike, state.there * (1 - keep)))
+        # All patches are in the table of hosts, so that shapes do not depend on the sample; pruned ones are masked.
+        cosines = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
+        # The choice of the host has no gradient; the sample has one, by the weight 1 - keep of a fused patch.
+        return SampledTokens(_squeezed(state.patches, state.patches, cosines, state.there * (1 - keep)))
 
 
-def _squeezed(patches: Tensor, own: Tensor, alike: Tensor, pruned_mask: Tensor) -> Tensor:
+def _squeezed(patches: Tensor, hosts: Tensor, cosines: Tensor, pruned_mask: Tensor) -> Tensor:
     """Returns the host patches with the pruned patches (1 in `pruned_mask`, others 0) fused into them.
 
-    `own` [batch, hosts, width] are the hosts; `alike` [batch, patches, hosts] is the cosine similarity of patches and
-    hosts.
+    `hosts` is [batch, hosts, width]; `cosines` [batch, patches, hosts] is the cosine similarity of patches and hosts.
     """
-    similarity, host = alike.max(-1)
+    similarity, host = cosines.max(-1)
+    # Under autocast the products have a lower precision than the patches, and scatter_add needs one dtype.
     weights = similarity.to(patches.dtype).exp() * pruned_mask
     # A kept patch has the similarity 1 to itself, so the weight e.
-    total = torch.full_like(own[..., 0], math.e).scatter_add(1, host, weights)
-    weighted_sum = (own * math.e).scatter_add(1, host[..., None].expand_as(patches), patches * weights[..., None])
+    total = torch.full_like(hosts[..., 0], math.e).scatter_add(1, host, weights)
+    weighted_sum = (hosts * math.e).scatter_add(1, host[..., None].expand_as(patches), patches * weights[..., None])
     return weighted_sum / total[..., None]

@@ -21,9 +21,11 @@ class TokenFeatures(nn.Module):
     def forward(
         self, patches: Float[Tensor, "batch patches width"], there: PerPatch
     ) -> Float[Tensor, "batch patches projected"]:
-        found = nn.functional.gelu(self.project(self.norm(patches)))
-        pooled_width = found.shape[-1] // 2
-        local, pooled = found.split([found.shape[-1] - pooled_width, pooled_width], dim=-1)
+        features = nn.functional.gelu(self.project(self.norm(patches)))
+        pooled_width = features.shape[-1] // 2
+        # Of an odd number of features the local part has one more, so that a single feature is a local one.
+        local, pooled = features.split([features.shape[-1] - pooled_width, pooled_width], dim=-1)
+        # Masked and sampled patches stay in place, so the mean counts the remaining ones: [batch, 1, pooled].
         mean = (pooled * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
         return torch.cat([local, mean.expand_as(pooled)], dim=-1)
 
@@ -38,6 +40,7 @@ class KeepScores(nn.Sequential):
             nn.Linear(features // 2, features // 4),
             nn.GELU(),
             nn.Linear(features // 4, 2),
+            # The Gumbel-softmax and the policy gradient take log-probabilities.
             nn.LogSoftmax(dim=-1),
         )
 

@@ -38,8 +38,9 @@ class HaltingScores(Selecting):
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         assert state.accumulated is not None
-        return -state.accumulated
+        return -state.accumulated  # the patch of the largest sum is the first to halt
 
     def weights(self, relevance: PerPatch) -> PerPatch:
         """Returns the remainder 1 - sum of the halting scores, at least 0."""
+        # `relevance` is minus the sum. The clamp: under a policy's numbers a patch may stay beyond a sum of 1.
         return (1 + relevance).clamp(min=0)

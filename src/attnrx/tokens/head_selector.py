@@ -46,7 +46,8 @@ class HeadSelectorPredictor(nn.Module):
         self.head_weights = nn.Sequential(nn.Linear(heads, heads), nn.GELU(), nn.Linear(heads, heads), nn.LogSigmoid())
 
     def forward(self, state: TokenState) -> KeepDrop:
-        shares = state.patches.unflatten(2, (self.heads, -1))
+        shares = state.patches.unflatten(2, (self.heads, -1))  # [batch, patches, heads, share]
+        # The heads become images of one batch [batch * heads, patches, share], because they share one predictor.
         there = state.there.repeat_interleave(self.heads, dim=0)
         scores = self.scores(self.features(shares.transpose(1, 2).flatten(0, 1), there))
         return head_mean(scores.unflatten(0, (-1, self.heads)), self.head_weights(shares.mean(-1)))
@@ -56,5 +57,6 @@ def head_mean(
     scores: Float[Tensor, "batch heads patches 2"], log_weights: Float[Tensor, "batch patches heads"]
 ) -> KeepDrop:
     """Returns the logarithm of the weighted mean of the heads' probabilities."""
+    # In logarithms, so that small probabilities do not underflow; the second term normalizes the weights.
     weights = log_weights.transpose(1, 2)[..., None]
     return torch.logsumexp(scores + weights, dim=1) - torch.logsumexp(weights, dim=1)

@@ -77,24 +77,27 @@ class Merging(Reducer):
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` patches remain."""
+        # The tables shrink from round to round. `kept` are the patch tokens of the state that the rows stand for, and
+        # `destinations` the row of every patch. Masked patches are removed first: they are in neither set of a round.
         tables, sizes, kept = self.tables(state), state.sizes[:, state.prefix :], None
         if not state.whole:
             kept = indices_of(state.there > 0, state.present)
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
-        tables, first, merged = self.first_tables(tables), sizes.shape[1], None
-        present = kept
-        destinations = torch.arange(first, device=sizes.device).expand(sizes.shape[0], -1) if state.tracked else None
+        tables, num_rows, merged = self.first_tables(tables), sizes.shape[1], None
+        present_indices = kept
+        destinations = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1) if state.tracked else None
         while (patches := sizes.shape[1]) > count:
             merging = self._round(state, tables, sizes, patches - count)
             tables = {name: merging.of(table) for name, table in tables.items()}
-            merged = merging.into if patches == first else None  # after several rounds, any patch may have changed
+            # After several rounds, any patch may have changed.
+            merged = merging.into if patches == num_rows else None
             sizes, kept = merging.sizes, merging.stay if kept is None else kept.gather(1, merging.stay)
             destinations = None if destinations is None else merging.destinations.gather(1, destinations)
         if kept is None:
-            kept = torch.arange(first, device=sizes.device).expand(sizes.shape[0], -1)
-        if destinations is not None and present is not None:  # pruned patches have none
-            destinations = torch.full_like(state.patch_indices, -1).scatter(1, present, destinations)
+            kept = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1)
+        if destinations is not None and present_indices is not None:  # pruned patches have none
+            destinations = torch.full_like(state.patch_indices, -1).scatter(1, present_indices, destinations)
         return Reduction(kept, self.finished(tables, merged), sizes=sizes, destinations=destinations)
 
     def reduce_by_cost(
@@ -106,47 +109,56 @@ class Merging(Reducer):
         its two sets do not depend on the other images of the batch.
         """
         there = state.there > 0
-        present = int(there.sum(1).max())
-        kept = indices_of(there, present)
+        kept = indices_of(there, int(there.sum(1).max()))
         tables = self.first_tables({name: gathered_rows(table, kept) for name, table in self.tables(state).items()})
         sizes = state.sizes[:, state.prefix :].gather(1, kept)
+
+        def unchanged() -> Reduction:
+            patches = gathered_rows(state.patches, kept)
+            return Reduction(kept, patches, sizes=sizes, destinations=_inverse(kept, there))
+
+        if kept.shape[1] < 2:  # the second set is empty
+            return unchanged()
         first, second = ALTERNATING
         features = self.features(tables, sizes)
         rows = [{name: table[:, side] for name, table in features.items()} for side in ALTERNATING]
+        # Images with fewer patches have surplus rows of size 0: never goals, and sources of infinite cost.
         closeness = self.closeness(*rows).masked_fill((sizes[:, second] == 0)[:, None], -math.inf)
         closest, nearest = closeness.max(-1)
         costs = (-closest).masked_fill(sizes[:, first] == 0, math.inf)
-        merges = costs < threshold_of(costs)
+        merges = costs < threshold_of(costs)  # strict: a threshold of 0 merges nothing, not even equal patches
         if not bool(merges.any()):
-            unchanged = gathered_rows(state.patches, kept)
-            return Reduction(kept, unchanged, sizes=sizes, destinations=_inverse(kept, there))
-        goals = 2 * nearest + 1
+            return unchanged()
+        goals = 2 * nearest + 1  # the second set of ALTERNATING has the odd positions
         source_sizes = sizes[:, first] * merges
         merged_sizes = sizes.scatter_add(1, goals, source_sizes)
         # Clamped for pairs of which none is merged; their share is 0.
         shares = (source_sizes / merged_sizes.gather(1, goals).clamp_min(1e-12))[..., None]
+        # Goals are in the second set, so the size of a merged source becomes exactly 0.
         merged_sizes[:, first] -= source_sizes
         for name, table in tables.items():
+            # As in `Round`: changes add up, so several sources can have one goal.
             change = (table[:, first] - gathered_rows(table, goals)) * shares
             tables[name] = table.scatter_add(1, goals[..., None].expand_as(change), change)
         remains = merged_sizes > 0
-        left = int(remains.sum(1).max())
-        stay = indices_of(remains, left)
+        stay = indices_of(remains, int(remains.sum(1).max()))
+        # [batch, patches]: the index after the merge of every remaining patch; of a merged one, that of its goal.
         positions = remains.cumsum(1) - 1
         positions[:, first] = torch.where(merges, positions.gather(1, goals), positions[:, first])
         tables = {name: gathered_rows(table, stay) for name, table in tables.items()}
         changed = (merged_sizes != sizes).gather(1, stay)
-        after = merged_sizes.gather(1, stay)
-        patches = self.finished(tables, (changed & (after > 0)).flatten().nonzero()[:, 0])
+        new_sizes = merged_sizes.gather(1, stay)
+        patches = self.finished(tables, (changed & (new_sizes > 0)).flatten().nonzero()[:, 0])
         destinations = torch.full_like(state.patch_indices, -1)
         destinations = destinations.scatter(1, kept, positions.masked_fill(sizes == 0, -1))
-        return Reduction(kept.gather(1, stay), patches, sizes=after, destinations=destinations)
+        return Reduction(kept.gather(1, stay), patches, sizes=new_sizes, destinations=destinations)
 
     def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
         features = self.features(tables, sizes)
         first, second = self.split(state, features, most)
         rows = [{name: _rows_of(table, side) for name, table in features.items()} for side in (first, second)]
         similarity, nearest = self.closeness(*rows).max(-1)
+        # Stable: of equal similarities the first patch is merged, on every device.
         sources = similarity.argsort(dim=1, descending=True, stable=True)[:, :most]
         return Round(sizes, _indices_in(first, sources), _indices_in(second, nearest.gather(1, sources)))
 
@@ -167,6 +179,7 @@ class Round:
         remains = torch.ones_like(sizes, dtype=torch.bool).scatter(1, sources, False)
         self.stay = indices_of(remains, num_left)
         self.sizes = merged_sizes.gather(1, self.stay)
+        # mean = goal + sum of shares * (source - goal): additive, so several sources can have one goal.
         self._shares = (source_sizes / merged_sizes.gather(1, goals)).flatten()[:, None]
         # Rows of all images are indexed at once: image times patches, plus the index within the image.
         image = torch.arange(sizes.shape[0], device=sizes.device)[:, None]
@@ -192,8 +205,8 @@ class Round:
 
 def _inverse(kept: Indices, there: Bool[Tensor, "batch patches"]) -> Indices:
     """Returns the index of every patch among the kept ones; -1 for a patch that is not there."""
-    places = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-    return torch.full_like(there, -1, dtype=kept.dtype).scatter(1, kept, places).masked_fill(~there, -1)
+    positions = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    return torch.full_like(there, -1, dtype=kept.dtype).scatter(1, kept, positions).masked_fill(~there, -1)
 
 
 def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tensor, "batch _ _"]:
@@ -208,8 +221,8 @@ def _indices_in(side: Side, positions: Indices) -> Indices:
 def indices_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
     """Returns the indices of the remaining patches, in order; after them those of others, in images of fewer."""
     # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
-    places = torch.arange(there.shape[1], device=there.device, dtype=torch.int32)
-    return torch.where(there, places, places + there.shape[1]).argsort(dim=1, stable=True)[:, :present]
+    positions = torch.arange(there.shape[1], device=there.device, dtype=torch.int32)
+    return torch.where(there, positions, positions + there.shape[1]).argsort(dim=1, stable=True)[:, :present]
 
 
 def gathered_rows(

@@ -36,6 +36,7 @@ class PiToMe(Merging):
         """Returns the MACs of comparing all pairs of patches, and the two sets, in every round."""
         total = 0
         while patches > count:
+            # The two sets have equal sizes, so a round merges at most every second patch.
             merged = min(patches // 2, patches - count)
             total += (patches**2 + merged**2) * shape.directions
             patches -= merged
@@ -48,6 +49,7 @@ class PiToMe(Merging):
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
         energy = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha)
         order = energy.argsort(dim=1, descending=True, stable=True)[:, : 2 * min(most, keys.shape[1] // 2)]
+        # Neighbours in this order are in different sets; the first set is as large as the number to merge.
         return order[:, 0::2], order[:, 1::2]
 
 

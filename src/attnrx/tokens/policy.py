@@ -68,7 +68,7 @@ class TokenPolicy:
                 f"{len(self.thresholds)} thresholds for {len(self.layers)} stages of a policy "
                 f"{'by image' if self.by_image else 'of fixed numbers'}: give one for each stage, by image."
             )
-        if self.num_pruned is not None and not self.layers and not self.keep:
+        if self.num_pruned is not None and not self.layers and not self.keep:  # as in text, before `on`
             return
         if not self.layers or len(self.layers) != len(self.keep):
             raise InvalidInput(
@@ -98,6 +98,7 @@ class TokenPolicy:
         if self.thresholds:
             stages = "/".join(f"{keep!r}<{cost!r}" for keep, cost in zip(self.keep, self.thresholds, strict=True))
             return f"{self.reducer}:{stages}@{','.join(map(str, self.layers))}"
+        # Exact equality is safe: `staged` computes the powers of the same ratio by the same function. repr round-trips.
         staged = self.keep == _powers(self.keep[0], len(self.keep))
         ratios = repr(self.keep[0]) if staged else "/".join(map(repr, self.keep))
         return f"{self.reducer}:{mean}{ratios}@{','.join(map(str, self.layers))}"
@@ -122,18 +123,18 @@ class TokenPolicy:
 
         Raises InvalidInput or NotSupported if it does not fit.
         """
-        found, patches = self, layout.patches
+        policy, patches = self, layout.patches
         if self.num_pruned is not None:
-            most = (patches - 1) // max(depth - 1, 1)
+            most = (patches - 1) // max(depth - 1, 1)  # at least one patch remains after the last stage
             if depth < 2 or self.num_pruned > most:
                 raise InvalidInput(
                     f"{self.num_pruned} of {patches} patches to prune before each of the layers 2 to {depth}: give 1 "
                     f"to {most} patches per layer, so that one remains, and a model of at least two layers."
                 )
             keep = tuple((patches - self.num_pruned * stage) / patches for stage in range(1, depth))
-            found = replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
-        found.require(layout, depth)
-        return found
+            policy = replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
+        policy.require(layout, depth)
+        return policy
 
     def describe(self) -> tuple[str, ...]:
         """Returns one sentence per stage, or one sentence for an every-layer policy."""
@@ -144,26 +145,27 @@ class TokenPolicy:
                 f"patches{mean}",
             )
         return tuple(
-            f"before layer {layer} {self.reducer} keeps {kept:.4g} of the image's patches{mean}"
-            for layer, kept in zip(self.layers, self.keep, strict=True)
+            f"before layer {layer} {self.reducer} keeps {ratio:.4g} of the image's patches{mean}"
+            for layer, ratio in zip(self.layers, self.keep, strict=True)
         )
 
     def counts(self, patches: int) -> tuple[int, ...]:
         """Returns the number of patches that remain after each stage."""
         # The products of ratios such as 0.7**2 can be just below a whole number.
-        found = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
-        if found[-1] < 1:
+        num_kept = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
+        if num_kept[-1] < 1:
             raise InvalidInput(f"keep={self.keep} keeps no patch of {patches}; give larger shares.")
-        return found
+        return num_kept
 
     def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
         """Returns the number of tokens in every layer, including prefix tokens and those added by stages."""
-        current, found, counts = layout.tokens, [], dict(zip(self.layers, self.counts(layout.patches), strict=True))
+        current, per_layer, counts = layout.tokens, [], dict(zip(self.layers, self.counts(layout.patches), strict=True))
         for layer in range(1, depth + 1):
+            # A stage that keeps every patch does not run (`TokenReduction.decide`), so it adds no token either.
             if layer in counts:
                 current = layout.prefix + counts[layer] + (self.reducer.extra if counts[layer] < layout.patches else 0)
-            found.append(current)
-        return tuple(found)
+            per_layer.append(current)
+        return tuple(per_layer)
 
     def require_depth(self, depth: int) -> None:
         """Raises InvalidInput for a model with too few layers."""
@@ -174,6 +176,7 @@ class TokenPolicy:
 
     def state(self, layout: TokenLayout) -> tuple[int, ...]:
         """Returns the number of patches at the input of each stage, including those added by earlier stages."""
+        # Counts exclude the extra token of a stage, which the next stage receives as one more patch.
         previous = (layout.patches, *self.counts(layout.patches)[:-1])
         return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in previous)
 
@@ -185,6 +188,7 @@ class TokenPolicy:
                 f"{type(self.reducer).__name__} needs the attention of the class token, and this model has none; use a "
                 "reducer without class attention, e.g. random, attention_received or tome."
             )
+        # Raises if the last stage would keep no patch.
         self.counts(layout.patches)
 
 
@@ -210,6 +214,7 @@ class PolicyReader(KnobReader):
         if mean:
             self.expect("name", MEAN)
             self.expect("=", "'=' and the mean keep ratio")
+        # A number before @every is first read like a ratio, because the @ comes later; `first` keeps its token.
         first, thresholds = self.tokens[self.position], []
         ratios = [self.read_keep(thresholds)]
         while self.take("/"):
@@ -252,8 +257,9 @@ class PolicyReader(KnobReader):
 
     def read_value(self, kinds: tuple[type, ...]) -> Any:
         """Reads a value, which may be a reducer where the field accepts one."""
-        here = self.tokens[self.position]
-        if here.kind == "name" and here.text not in WORDS and any(issubclass(kind, Reducer) for kind in kinds):
+        token = self.tokens[self.position]
+        # A word of the grammar (true, false, none) is a value even where the field accepts a reducer.
+        if token.kind == "name" and token.text not in WORDS and any(issubclass(kind, Reducer) for kind in kinds):
             return self.read_reducer()
         return super().read_value(kinds)
 

@@ -14,6 +14,8 @@ from attnrx.kernels.native_merging import Merged
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.state import TokenLayout, TokenState
 
+# The statistics in `Reducer.needs`: LAST_LAYER ones are captured only in the layer before a stage, ALL_LAYERS ones in
+# every layer up to the last stage.
 LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 MOMENTS = {"attention_mean", "attention_variance"}
 ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
@@ -91,6 +93,7 @@ class Reducer(ABC):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Reduces every image to `count` patches."""
 
+    # The threshold is a function, because calibration finds it from the costs (`TokenReduction.calibrating`).
     def reduce_by_cost(self, state: TokenState, threshold_of: Callable[[PerPatch], float]) -> Reduction:
         """Reduces every image by all steps that cost less than a threshold, which is a function of the costs.
 
@@ -111,7 +114,7 @@ class Reducer(ABC):
 
     def predictor(self, shape: Shape) -> nn.Module:
         """Returns a new predictor of one stage."""
-        return nn.Module()
+        return nn.Module()  # no parameters: every stage has a predictor, also of a reducer that learns nothing
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of all matrix products of a stage that keeps `count` of `patches` patches.
@@ -145,6 +148,7 @@ class Reducer(ABC):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if value != field.default:
+                # Booleans and None in the spelling of the grammar: true, false, none.
                 text = str(value)
                 knobs.append(f"{field.name}={text.lower() if isinstance(value, bool | None) else text}")
         name = self.name or type(self).__name__
@@ -174,6 +178,7 @@ class Predicting(Selecting):
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns the log-odds of keep: the same order as its log-probability, without saturation near zero."""
+        # Log-probabilities of almost certain patches round to 0, and their order would be that of the index.
         return odds(self.keep_scores(state, predictor))
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
@@ -224,6 +229,7 @@ def sampled_keep(scores: KeepDrop, there: PerPatch, temperature: float, prunes_o
     keep = sample * there
     highest = scores[..., 0].detach().masked_fill(there == 0, float("-inf")).argmax(1, keepdim=True)
     keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)
+    # Corrections are added, not assigned, so that the straight-through gradient of the sample remains.
     keep = keep + torch.zeros_like(keep).scatter(1, highest, keeps_none)
     if not prunes_one:
         return keep

@@ -32,12 +32,12 @@ class Soft(Reducer):
 
     def __post_init__(self):
         if not isinstance(self.scores, Selecting):
-            name, given = type(self).__name__, type(self.scores).__name__
+            name, scores_name = type(self).__name__, type(self.scores).__name__
             raise InvalidInput(
-                f"{name} uses the scores of another reducer, and {given} gives no scores; "
+                f"{name} uses the scores of another reducer, and {scores_name} gives no scores; "
                 "give e.g. DynamicViT, Spot or ClassAttention."
             )
-        for name in ("needs", "learned", "one_predictor"):
+        for name in ("needs", "learned", "one_predictor"):  # what the scores need is measured and trained
             object.__setattr__(self, name, getattr(self.scores, name))
 
     def predictor(self, shape: Shape) -> nn.Module:
@@ -72,7 +72,9 @@ class Packaging(Soft):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         relevance = self.scores.relevance(state, predictor)
         kept = best(relevance, state.there, count)
+        # Only patches that this stage prunes are fused: neither kept ones nor those pruned by an earlier stage.
         weights = self.scores.weights(relevance).masked_fill(state.there == 0, 0.0).scatter(1, kept, 0.0)
+        # The fused token follows the `count` kept ones; it represents all others.
         fused_index = torch.full_like(state.patch_indices, count)
         destinations = destinations_of(kept, fused_index) if state.tracked else None
         tokens, fused_token = taken(state.patches, kept), _fused(state.patches, weights)
@@ -82,6 +84,7 @@ class Packaging(Soft):
         """Overwrites the first pruned patch by the fused token."""
         pruned_mask = state.there * (1 - keep)
         fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask)
+        # There is a pruned patch to overwrite: `sampled_keep` prunes one where a reducer has an extra token.
         index = pruned_mask.detach().argmax(1, keepdim=True)
         return SampledTokens(state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token), index)
 

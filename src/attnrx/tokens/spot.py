@@ -68,6 +68,7 @@ class SpotPredictor(nn.Module):
     def forward(self, state: TokenState) -> KeepDrop:
         parts = [] if self.tokens is None else [self.tokens(state.patches, state.there)]
         assert state.attention is not None
+        # The features are reductions of whole maps: on a CPU chunk by chunk, whose maps stay in the cache.
         chunks = chunks_of(state.attention, *state.attention.shape[1:])
         parts.append(torch.cat([self._features(state, images_of(part)) for part in chunks]))
         return self.scores(torch.cat(parts, dim=-1))
@@ -82,7 +83,7 @@ class SpotPredictor(nn.Module):
         if moments is not None and self.spot.variance:
             maps.append(moments.variance)
         if self.spot.head_averaged:
-            maps = [each.mean(1, keepdim=True) for each in maps]
+            maps = [table.mean(1, keepdim=True) for table in maps]
         # All maps are concatenated as heads of one: few large operations instead of many small ones.
         there = None if state.whole else state.there[images]
         return attention_features(torch.cat(maps, dim=1), state.prefix, there, self.spot.standardized)
@@ -99,13 +100,14 @@ def attention_features(
     The attention from and to the class token; mean and variance of the attention to the patches, and of that received
     from them. Heads are concatenated.
     """
-    inner = attention[:, :, prefix:, prefix:]
+    inner = attention[:, :, prefix:, prefix:]  # between patches; the rows no longer sum to 1
     rows = columns = inner
     count: Tensor | int = inner.shape[-1]
     if there is not None:
+        # Rows are summed over remaining keys, columns over remaining queries.
         rows, columns = inner * there[:, None, None, :], inner * there[:, None, :, None]
         count = there.sum(1)[:, None, None]
-    row_squares = rows * inner
+    row_squares = rows * inner  # the mask is 0 or 1, so this is the masked square
     column_squares = row_squares if there is None else columns * inner
     sums = rows.sum(3), columns.sum(2), row_squares.sum(3), column_squares.sum(2)
     row_mean, column_mean, row_square, column_square = (part / count for part in sums)
@@ -114,6 +116,7 @@ def attention_features(
     column_variance = (column_square - column_mean.square()).clamp(min=0)
     with_class = attention[:, :, 0, prefix:], attention[:, :, prefix:, 0]
     scalars = (*with_class, row_mean, row_variance, column_mean, column_variance)
+    # From [batch, heads, patches, 6] to [batch, patches, heads * 6].
     features = torch.stack(scalars, dim=-1).permute(0, 2, 1, 3).flatten(2)
     if not standardized:
         return features

@@ -41,10 +41,11 @@ def chunks_of(like: Tensor, heads: int, queries: int, keys: int) -> tuple[Part |
     if like.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return (None,)
     batch = like.shape[0]
-    most = max(CACHED // max(heads * queries * keys * like.element_size(), 1), 1)
-    if most >= batch:
+    # Scores, softmax and statistics each pass over the map: while it is in the cache, a pass reads no memory.
+    chunk = max(CACHED // max(heads * queries * keys * like.element_size(), 1), 1)
+    if chunk >= batch:
         return (None,)
-    return tuple(Part(start, min(start + most, batch), batch) for start in range(0, batch, most))
+    return tuple(Part(start, min(start + chunk, batch), batch) for start in range(0, batch, chunk))
 
 
 @dataclass
@@ -103,6 +104,7 @@ class MapMoments:
 
     def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
         """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
+        # Not in place: the sums may be in an autograd graph, or share memory with the map of the first layer.
         mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
         pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
         return self._map(lambda sums: sums * pair_mask)
@@ -121,12 +123,14 @@ class MapMoments:
         assert self.squares is not None
         if self.count == 1:  # exactly 0, without rounding
             return torch.zeros_like(self.squares)
+        # E x^2 - (E x)^2; of almost equal maps rounding can make it negative.
         mean_square = self.squares / self.count
         return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
 
 
 def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
     """Returns the rows and columns of some tokens."""
+    # Rows first: the columns are then gathered from the smaller [batch, heads, kept, keys].
     batch, heads, queries, keys = maps.shape
     # index_select copies whole rows; gather copies element by element.
     first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
@@ -175,6 +179,7 @@ class TokenState:
     @property
     def present(self) -> int:
         """The number of remaining patches of every image; static where no token is masked."""
+        # A policy of fixed numbers keeps as many patches of every image, so the first one is enough.
         return self.patches.shape[1] if self.whole else int(self.there[0].sum())
 
     @property

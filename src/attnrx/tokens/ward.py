@@ -57,8 +57,8 @@ class Ward(Merging):
         received, prefix = state.class_attention.mean(1), state.prefix
         # Per patch of the image; a masked token receives nothing.
         total = (received / state.sizes.clamp_min(1))[:, prefix:].sum(1, keepdim=True)
-        present = state.patches.shape[1] if state.whole else state.there.sum(1, keepdim=True)
-        return state.sizes * (1 - self.relevance) + received * (self.relevance * present / total)
+        num_present = state.patches.shape[1] if state.whole else state.there.sum(1, keepdim=True)
+        return state.sizes * (1 - self.relevance) + received * (self.relevance * num_present / total)
 
     @property
     def native(self) -> NativeMerge:
@@ -77,6 +77,7 @@ class Ward(Merging):
         return native_merge_by_cost(tokens, sizes, indices, threshold, self._weights(state), self.lengths)
 
     def first_tables(self, tables: Tables) -> Tables:
+        # Norms are a table of their own: merged like the patches, they become means weighted by size.
         lengths = {"lengths": tables["patches"].norm(dim=-1, keepdim=True)} if self.lengths else {}
         return {**tables, **lengths}
 
@@ -90,6 +91,7 @@ class Ward(Merging):
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
         """Returns the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
         squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_weights"))
+        # 2 x y - (|x|^2 + |y|^2), the negative squared distance: [batch, first, second].
         distances = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
         # Rounding can make the squared distance of equal patches negative.
         return distances.clamp_max_(0).div_(weights)

@@ -45,15 +45,16 @@ class ZeroTPrune(Reducer):
         self, attention: Float[Tensor, "batch heads tokens tokens"], there: Float[Tensor, "batch tokens"], prefix: int
     ) -> PerPatch:
         """Returns the importance of the patches, over the tokens that are `there` (1, others 0)."""
-        found, patches = page_rank(attention, there, self.iterations)[:, :, prefix:], there[:, None, prefix:]
+        # Tokens before the patches take part in the page rank, and not in the statistics of a head.
+        scores, patches = page_rank(attention, there, self.iterations)[:, :, prefix:], there[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
         # Variances are compared with the limits at a mean score of 1, whatever the number of patches.
-        scaled = found / (found.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
+        scaled = scores / (scores.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
-        head_mask = ((variance >= self.least) & (variance <= self.most)).to(found.dtype)
+        head_mask = ((variance >= self.least) & (variance <= self.most)).to(scores.dtype)
         # With every head excluded, all count.
         head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
-        return ((found.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
+        return ((scores.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of comparing the less important half with the rest, where similarity prunes any."""
@@ -69,10 +70,11 @@ class ZeroTPrune(Reducer):
         present = state.present
         num_similar = self._num_similar(present, count)
         there = (state.sizes > 0).to(state.attention.dtype)
-        if num_similar:
+        if num_similar:  # I' and S: a rank to divide the patches, and the removal of similar ones
             first = self.importance(state.attention, there, state.prefix)
             pruned = redundant(state.keys[:, state.prefix :], first, there[:, state.prefix :], present, num_similar)
             there = there.scatter(1, state.prefix + pruned, 0.0)
+        # I: once more, without the attention of the removed patches.
         kept = best(self.importance(state.attention, there, state.prefix), there[:, state.prefix :], count)
         return Reduction(kept, taken(state.patches, kept))
 
@@ -87,10 +89,11 @@ def page_rank(
     steps = attention * there[:, None, None, :]
     # A query that attends to pruned tokens only has a row of zeros, which stays zero.
     steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
-    found = (there / there.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
+    scores = (there / there.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
     for _ in range(iterations):
-        found = (found.transpose(2, 3) * steps).sum(2, keepdim=True)
-    return found[:, :, 0]
+        # [batch, heads, 1, tokens]: a query passes its score on to the keys, in proportion to its attention.
+        scores = (scores.transpose(2, 3) * steps).sum(2, keepdim=True)
+    return scores[:, :, 0]
 
 
 def redundant(
@@ -100,6 +103,7 @@ def redundant(
     rest.
     """
     order = importance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
+    # The odd patch is in the more important half; patches that are not there come last and are in none.
     high, low = order[:, : present - present // 2], order[:, present - present // 2 : present]
     unit = nn.functional.normalize(keys, dim=-1)
     similarity = (taken(unit, low) @ taken(unit, high).transpose(1, 2)).amax(-1)

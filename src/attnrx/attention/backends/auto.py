@@ -50,10 +50,12 @@ class Fused(Backend):
         """Groups all heads that have directions, at the largest rank, or at full width if that is not slower; queries,
         keys and values have one width.
         """
-        most, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
-        stepped = -(-most // self.STEP) * self.STEP
-        width, rank = stepped if stepped <= whole else most, max(spec.ranks, default=0)
+        largest, original = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
+        # Rounded up to the next step, but never beyond the width of the original.
+        stepped = -(-largest // self.STEP) * self.STEP
+        width, rank = stepped if stepped <= original else largest, max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
+        # A bucket of rank `width` is padded in the cached weights, one of a smaller rank after the projection.
         full = spec.keeps_original_norms or rank > limit * width
         return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
 
@@ -84,6 +86,8 @@ class Native(Explicit):
         return any(spec.ranks) and any(spec.reads) and runs_on(context)
 
     def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+        # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
+        # between. Rotations and biases are arguments of it.
         has_products = not (spec.has_strengths or spec.shares_directions or spec.has_norms or spec.fixes_scores)
         return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 
@@ -118,19 +122,19 @@ def native_outputs(
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> HeadOutputs:
     """Returns the outputs of all heads, concatenated, from the C++ kernel."""
-    mixtures = [each.mixture for each in factors if each.mixture is not None]
+    mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
     biases = [part.bias for part in factors if part.bias is not None]
-    if mixtures and biases:
+    if mixtures and biases:  # no kernel takes both
         return chunked_attention(buckets, factors, values, sizes)
     if mixtures:
-        blocks, mix = mixtures[0].blocks, factors[0].scale * torch.cat([each.weights for each in mixtures])
+        blocks, mix = mixtures[0].blocks, factors[0].scale * torch.cat([mixture.weights for mixture in mixtures])
         return native_mixed_attention(blocks.query, blocks.key, values, blocks.ranks, mix, sizes)
-    left, queries, keys, tokens = iter(factors), [], [], factors[0].query.shape[1]
-    for bucket, own in zip(buckets, values, strict=True):
+    remaining_factors, queries, keys, tokens = iter(factors), [], [], factors[0].query.shape[1]
+    for bucket, value in zip(buckets, values, strict=True):
         if bucket.rank:
-            query, key = next(left).folded()
-        else:
-            query, key = own.new_empty(len(own), own.shape[1], tokens, 0), own[..., :0]
+            query, key = next(remaining_factors).folded()
+        else:  # without query and key features the kernel returns the mean of the values
+            query, key = value.new_empty(len(value), value.shape[1], tokens, 0), value[..., :0]
         queries.append(query)
         keys.append(key)
     bias = torch.cat(biases, 1) if biases else None
@@ -157,4 +161,5 @@ class Auto(Fused):
     kernel. Heads that mix the maps of blocks are never fused."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        # A fused kernel would compute every head with all shared directions, instead of the map of each block once.
         return faster(spec, context) or (Explicit() if spec.mixes_blocks else Fused())

@@ -68,19 +68,23 @@ class Backend(ABC):
 
         A head without directions returns the mean of its values, zero if there are no keys.
         """
-        left, outputs = iter(factors), []
-        for bucket, own in zip(buckets, values, strict=True):
+        # Buckets of rank 0 have values and no factors, so the factors are consumed separately.
+        remaining_factors, outputs = iter(factors), []
+        for bucket, value in zip(buckets, values, strict=True):
             if bucket.rank:
-                outputs.append(self.attend(next(left), own))
+                outputs.append(self.attend(next(remaining_factors), value))
             else:
-                queries = factors[0].query.shape[1] if factors else own.shape[2]
-                outputs.append(mean_of(own).expand(-1, -1, queries, -1))
+                # Scores of zero are uniform attention: the same mean for every query, without a product of tokens.
+                queries = factors[0].query.shape[1] if factors else value.shape[2]
+                outputs.append(mean_of(value).expand(-1, -1, queries, -1))
+        # [batch, heads, queries, width] to [batch, queries, heads * width], the input of the output projection.
         flat = [output.transpose(1, 2).flatten(2) for output in outputs]
         return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
 
 
 def mean_of(value: ValueBatch) -> Float[Tensor, "batch heads 1 reads"]:
     """Returns the mean over the keys; zero if there are none, like softmax over no keys times no values."""
+    # The mean over an empty axis is NaN.
     return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
 
 
@@ -101,6 +105,7 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
     if factors.mixture is not None:
         products = factors.mixture.scores(factors.scale)
     else:
+        # The query is scaled instead of the map, which has more entries where tokens outnumber directions.
         query, key = factors.folded()
         products = (query * factors.scale) @ key.transpose(-1, -2)
     return products if factors.bias is None else products + factors.bias

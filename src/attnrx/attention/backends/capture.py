@@ -38,11 +38,11 @@ class CapturedAttention:
         """Concatenates the chunks that a layer captured."""
         if len(captures) < 2:
             return captures[0] if captures else cls()
-        found: dict[str, Any] = {}
+        quantities: dict[str, Any] = {}
         for name in ("attention", "class_attention", "keys", "value_norms"):
-            if getattr(captures[0], name) is not None:
-                found[name] = torch.cat([getattr(captured, name) for captured in captures])
-        return cls(**found)
+            if getattr(captures[0], name) is not None:  # every chunk has the same quantities
+                quantities[name] = torch.cat([getattr(captured, name) for captured in captures])
+        return cls(**quantities)
 
 
 class AttentionCapture(Backend):
@@ -74,44 +74,48 @@ class AttentionCapture(Backend):
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
-        most = max((*spec.ranks, 1))
-        width = max((most, *spec.reads))
-        return (Bucket(0, len(spec.ranks), most, width),), (width,) * len(spec.heads)
+        # Rank 1 for a layer whose heads have none: its zero rows give uniform maps, which can be captured as well.
+        rank = max((*spec.ranks, 1))
+        width = max((rank, *spec.reads))
+        return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         sizes = self.sizes()
         query, key = factors.folded()
+        # The logarithm of a size 0 is -inf, with an infinite gradient, so sampled sizes do not enter a fused kernel as
+        # its mask (see `sized_softmax`). Full maps are never in memory in a fused kernel.
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
         if learned or "attention" in self.wanted:
             return self._unfused(factors, value, sizes)
         if self.wanted:
             first = None
             if "class_attention" in self.wanted:
+                # A fused kernel returns no maps: one row of them, [batch, heads, 1, keys], is computed separately.
                 row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
                 first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
-        read = None
+        output = None
         if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
-            read = native_outputs((factors.bucket,), (factors,), (value,), sizes)
+            output = native_outputs((factors.bucket,), (factors,), (value,), sizes)
         elif factors.mixture is not None:
-            read = mixed_attention((factors,), (value,), sizes)
-        if read is not None:
-            return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
+            output = mixed_attention((factors,), (value,), sizes)
+        if output is not None:  # with the heads side by side, and `attend` returns [batch, heads, queries, width]
+            return output.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
-        counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
+        mask = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
         if factors.bias is not None:
-            counted = factors.bias if counted is None else factors.bias + counted
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)
+            mask = factors.bias if mask is None else factors.bias + mask
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
 
     def _unfused(
         self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
     ) -> Float[Tensor, "batch heads queries reads"]:
         outputs, heads = [], value.shape[1]
         for part in chunks_of(value, heads, factors.query.shape[1], factors.key.shape[1]):
-            own = images_of(part)
-            attention = sized_softmax(scores(factors.of_images(own)), None if sizes is None else sizes[own])
+            images = images_of(part)
+            attention = sized_softmax(scores(factors.of_images(images)), None if sizes is None else sizes[images])
             self.pass_on(attention, factors, value, part)
-            outputs.append(attention @ value[own])
+            outputs.append(attention @ value[images])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def pass_on(
@@ -122,13 +126,13 @@ class AttentionCapture(Backend):
         part: Part | None = None,
     ) -> None:
         """Passes the requested quantities to `show`; the first row of the attention is that of the class token."""
-        found = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
+        quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
-            found["keys"] = factors.key[images_of(part)].mean(2)
+            quantities["keys"] = factors.key[images_of(part)].mean(2)  # over the heads, [part, tokens, width]
         if "value_norms" in self.wanted:
-            found["value_norms"] = value[images_of(part)].norm(dim=-1)
+            quantities["value_norms"] = value[images_of(part)].norm(dim=-1)
         if self.wanted:
-            self.show(CapturedAttention(**{name: found[name] for name in self.wanted}, part=part))
+            self.show(CapturedAttention(**{name: quantities[name] for name in self.wanted}, part=part))
 
 
 class NativeCapture(Native):
@@ -149,7 +153,7 @@ class NativeCapture(Native):
         return plain and Native.runs(spec, context) and Native().takes_joint(spec, context)
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        return self
+        return self  # `supports` was True; falling back to `Fused`, as `Native` does, would capture nothing
 
     def of_joint(
         self,
@@ -160,8 +164,8 @@ class NativeCapture(Native):
         rotation: RotationTable | None = None,
         bias: Float[Tensor, "images heads tokens tokens"] | None = None,
     ) -> HeadOutputs:
-        whole = sum(rows)
-        query, key = features[:, :1, :whole], features[..., whole : 2 * whole]
+        num_rows = sum(rows)
+        query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
         # One product for all heads: their queries are the rows of a block diagonal matrix.
         logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
         self._show(logits)
@@ -173,13 +177,13 @@ class NativeCapture(Native):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> HeadOutputs:
-        left, logits = iter(factors), []
-        for bucket, own in zip(buckets, values, strict=True):
+        remaining_factors, logits = iter(factors), []
+        for bucket, value in zip(buckets, values, strict=True):
             if bucket.rank:
-                query, key = next(left).folded()
+                query, key = next(remaining_factors).folded()
                 logits.append(query[:, :, :1] @ key.transpose(-1, -2))
             else:  # scores of zero
-                logits.append(own.new_zeros(own.shape[0], own.shape[1], 1, own.shape[2]))
+                logits.append(value.new_zeros(value.shape[0], value.shape[1], 1, value.shape[2]))
         self._show(torch.cat(logits, dim=1)[:, :, 0] * factors[0].scale)
         return super().__call__(buckets, factors, values)
 
@@ -190,7 +194,7 @@ class NativeCapture(Native):
         self.show(CapturedAttention(class_attention=logits.softmax(-1)))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # by shape only; float32 on the CPU, as the kernel whose class attention it serves
 def blocks_of(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
     """Returns the matrix that has `scale` where a direction belongs to a head, else 0."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
@@ -216,8 +220,8 @@ class Observed(Backend):
         self.capture = capture
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        most = max((*spec.ranks, 1))
-        return (Bucket(0, len(spec.ranks), most, most),), (max((*spec.reads, 1)),) * len(spec.heads)
+        rank = max((*spec.ranks, 1))
+        return (Bucket(0, len(spec.ranks), rank, rank),), (max((*spec.reads, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         logits = scores(factors)
@@ -227,6 +231,7 @@ class Observed(Backend):
             self.capture.pass_on(attention, factors, value)
         self.observe(
             Observation(
+                # Shared directions have one owner; an observation has one entry per head.
                 factors.query.expand(-1, -1, value.shape[1], -1),
                 factors.key.expand(-1, -1, value.shape[1], -1),
                 factors.strength,
@@ -251,7 +256,9 @@ def sized_softmax(
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
-    each = sizes[:, None, None, :]
-    largest = logits.detach().masked_fill(each == 0, float("-inf")).amax(-1, keepdim=True)
-    weighed = (logits - largest).clamp(max=0).exp() * each
-    return weighed / weighed.sum(-1, keepdim=True)
+    weights = sizes[:, None, None, :]
+    # Softmax does not depend on the subtracted constant, so it needs no gradient. It is the largest score of the keys
+    # that are present; without the clamp a removed key with a larger score could overflow, and infinity * 0 is NaN.
+    largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
+    weighted = (logits - largest).clamp(max=0).exp() * weights
+    return weighted / weighted.sum(-1, keepdim=True)

@@ -41,10 +41,10 @@ class Explicit(Backend):
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Pads nothing, unless there are few tokens: then all heads are in one bucket."""
-        few = context.has_fewer_than(FEW_TOKENS)
-        reads = (max(spec.reads),) * len(spec.heads) if few else spec.reads
-        most = max(spec.ranks, default=0)
-        return padded_buckets(spec.ranks, most, most) if few else exact_buckets(spec.ranks, reads), reads
+        has_few_tokens = context.has_fewer_than(FEW_TOKENS)
+        reads = (max(spec.reads),) * len(spec.heads) if has_few_tokens else spec.reads
+        rank = max(spec.ranks, default=0)
+        return padded_buckets(spec.ranks, rank, rank) if has_few_tokens else exact_buckets(spec.ranks, reads), reads
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         return torch.softmax(scores(factors), dim=-1) @ value
@@ -79,14 +79,16 @@ def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: fl
     """
     if spec.mixes_blocks:
         return context.free
-    alone = context.free_on_cpu and context.threads == 1
-    if not alone or spec.keeps_original_norms or spec.pair_bias or not any(spec.ranks):
+    is_single_threaded = context.free_on_cpu and context.threads == 1
+    # Maps with a bias are not computed in chunks (`_biased_attention`), so they do not stay in the cache.
+    if not is_single_threaded or spec.keeps_original_norms or spec.pair_bias or not any(spec.ranks):
         return False
-    heads = [(rank, own) for rank, own in zip(spec.ranks, spec.reads, strict=True) if rank]
-    most = tuple(map(max, zip(*heads, strict=True)))
-    if context.has_fewer_than(FEW_TOKENS):
-        heads, narrow = [most], NARROW
-    return sum(map(sum, heads)) <= narrow * 2 * max(most) * len(heads)
+    # MACs per pair of tokens: a head needs rank + value dimension, in a fused kernel twice the largest width of all.
+    heads = [(rank, value_dim) for rank, value_dim in zip(spec.ranks, spec.reads, strict=True) if rank]
+    largest = tuple(map(max, zip(*heads, strict=True)))
+    if context.has_fewer_than(FEW_TOKENS):  # `Explicit` then pads all heads to the largest one, too
+        heads, narrow = [largest], NARROW
+    return sum(map(sum, heads)) <= narrow * 2 * max(largest) * len(heads)
 
 
 def fits_in_chunks(value: Tensor) -> bool:
@@ -112,17 +114,19 @@ def chunked_attention(
         return mixed_attention(factors, values, sizes)
     first = values[0]
     queries = factors[0].query.shape[1] if factors else first.shape[2]
-    widths = [own.shape[1] * own.shape[3] for own in values]
-    output = first.new_empty(len(first), queries, sum(widths))
-    left, sides = iter(factors), []
-    for bucket, own, part in zip(buckets, values, output.split(widths, -1), strict=True):
-        read = part.unflatten(2, (own.shape[1], -1)).transpose(1, 2)
+    widths = [value.shape[1] * value.shape[3] for value in values]
+    output = first.new_empty(len(first), queries, sum(widths))  # the heads of a token side by side
+    remaining_factors, sides = iter(factors), []
+    for bucket, value, columns in zip(buckets, values, output.split(widths, -1), strict=True):
+        # A view, [batch, heads, queries, width], into which the products write.
+        head_outputs = columns.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         if bucket.rank:
-            query, key = next(left).folded()
-            sides.append((query, key.transpose(2, 3), own, read))
+            query, key = next(remaining_factors).folded()
+            sides.append((query, key.transpose(2, 3), value, head_outputs))
         else:
-            read.copy_(_mean(own, sizes).expand_as(read))
+            head_outputs.copy_(_mean(value, sizes).expand_as(head_outputs))
     if sides:
+        # A size of 0 becomes the score -inf, so the key has weight zero.
         _mix(sides, factors[0].scale, None if sizes is None else sizes.to(first.dtype).log()[:, None, None])
     return output
 
@@ -148,24 +152,25 @@ def mixed_attention(
     sizes: Float[Tensor, "batch keys"] | None = None,
 ) -> HeadOutputs:
     """Returns what `chunked_attention` does, for heads that mix the score maps of blocks (`ScoreFactors.mixture`)."""
-    mixtures = [each.mixture for each in factors if each.mixture is not None]
+    mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
     blocks, outputs = mixtures[0].blocks, []
-    maps = len(blocks.ranks) + sum(len(each.weights) for each in mixtures)
+    maps = len(blocks.ranks) + sum(len(mixture.weights) for mixture in mixtures)  # of blocks and of heads, at once
     for part in chunks_of(values[0], maps, blocks.query.shape[1], blocks.key.shape[1]):
-        own, read = images_of(part), []
-        chunk = blocks.of_images(own)  # one instance for all buckets, which computes the maps of the blocks once
-        added = None if sizes is None else sizes[own].to(chunk.query.dtype).log()[:, None, None]
+        images, head_outputs = images_of(part), []
+        chunk = blocks.of_images(images)  # one instance for all buckets, which computes the maps of the blocks once
+        added = None if sizes is None else sizes[images].to(chunk.query.dtype).log()[:, None, None]
         for mixture, value in zip(mixtures, values, strict=True):
             logits = Mixture(chunk, mixture.weights).scores(factors[0].scale)
             attention = torch.softmax(logits if added is None else logits + added, dim=-1)
-            read.append((attention @ value[own]).transpose(1, 2).flatten(2))
-        outputs.append(read[0] if len(read) == 1 else torch.cat(read, -1))
+            head_outputs.append((attention @ value[images]).transpose(1, 2).flatten(2))
+        outputs.append(head_outputs[0] if len(head_outputs) == 1 else torch.cat(head_outputs, -1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _mean(value: ValueBatch, sizes: Float[Tensor, "batch keys"] | None) -> Tensor:
     if sizes is None:
         return mean_of(value)
+    # A head of rank 0 has equal scores, so only the sizes weight its keys.
     shares = (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)
     return shares[:, None, None] @ value
 
@@ -177,6 +182,9 @@ def _mix(
 
     `added` are the logarithms of the sizes, which are added to the scores.
     """
+    # The maps of a few images, [chunk, heads, queries, keys], share one buffer that stays in the cache: products write
+    # the scores of every bucket into it, one softmax in place processes all heads of all buckets, and products read it
+    # again. Every view is created before the loop over the chunks, which then calls products only.
     (batch, _, queries, _), keys = sides[0][0].shape, sides[0][1].shape[3]
     heads = [query.shape[1] for query, *_ in sides]
     size = 2 * sum(heads) * queries * keys * sides[0][0].element_size()
@@ -184,7 +192,8 @@ def _mix(
     buffer = sides[0][0].new_empty(chunk, sum(heads), queries, keys)
     # One product takes all heads of an image, or one head of all images of the chunk: whichever gives fewer products.
     across = [0 if chunk <= count else 1 for count in heads]
-    pieces = [[_pieces(side, chunk, way) for side in own] for own, way in zip(sides, across, strict=True)]
+    pieces = [[_pieces(side, chunk, way) for side in bucket] for bucket, way in zip(sides, across, strict=True)]
+    # The last chunk may have fewer images, and needs views of its own.
     counts = [min(chunk, batch - start) for start in range(0, batch, chunk)]
     maps = {
         count: [part.unbind(way) for part, way in zip(buffer[:count].split(heads, 1), across, strict=True)]
@@ -192,16 +201,17 @@ def _mix(
     }
     start = buffer.new_zeros(batch, 1, 1, 1) if added is None else added
     starts = {way: _pieces(start, chunk, way) for way in set(across)}
-    beta = 0 if added is None else 1
+    beta = 0 if added is None else 1  # with 0, baddbmm does not read its first argument
     for number, count in enumerate(counts):
         for (query, key, _, _), logits, way in zip(pieces, maps[count], across, strict=True):
-            for place, (q, k, own) in enumerate(zip(query[number], key[number], logits, strict=True)):
-                first = starts[way][number][0 if way else place]
-                torch.baddbmm(first, q, k, beta=beta, alpha=scale, out=own)
+            for index, (q, k, out) in enumerate(zip(query[number], key[number], logits, strict=True)):
+                # `added` is by image and has one head: across the images it is the same for every head.
+                first = starts[way][number][0 if way else index]
+                torch.baddbmm(first, q, k, beta=beta, alpha=scale, out=out)
         torch.softmax(buffer[:count], dim=-1, out=buffer[:count])
         for (_, _, value, output), attention in zip(pieces, maps[count], strict=True):
-            for own, v, out in zip(attention, value[number], output[number], strict=True):
-                torch.bmm(own, v, out=out)
+            for weights, v, out in zip(attention, value[number], output[number], strict=True):
+                torch.bmm(weights, v, out=out)
 
 
 def _pieces(side: Float[Tensor, "batch heads _ _"], chunk: int, across: int) -> list[tuple[Tensor, ...]]:

@@ -39,8 +39,9 @@ class Flex(Backend):
         return self
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        most = spec.original_rank if spec.keeps_original_norms else max((*spec.ranks, self.LEAST))
-        return padded_buckets(spec.ranks, most, most), (max((*spec.reads, self.LEAST)),) * len(spec.heads)
+        # With original norms every row is projected anyway, and the removed directions have strength zero.
+        width = spec.original_rank if spec.keeps_original_norms else max((*spec.ranks, self.LEAST))
+        return padded_buckets(spec.ranks, width, width), (max((*spec.reads, self.LEAST)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Calls the generated kernel; an empty set of keys is handled without it."""
@@ -52,6 +53,7 @@ class Flex(Backend):
 
 def flex_attention() -> Callable[..., Tensor]:
     """Returns FlexAttention, compiled unless the whole model is being compiled."""
+    # Uncompiled, FlexAttention materializes the maps; inside torch.compile it is traced with the model.
     return _plain() if torch.compiler.is_compiling() else _compiled()
 
 
@@ -62,7 +64,7 @@ def _plain() -> Callable[..., Tensor]:
     return module.flex_attention  # type: ignore[return-value]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # one compiled function for all layers, so that layers of equal shape share a kernel
 def _compiled() -> Callable[..., Tensor]:
     return torch.compile(_plain(), dynamic=False)  # type: ignore[return-value]
 
@@ -96,10 +98,12 @@ class Ragged(Backend):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ tokens _"]],
     ) -> Float[Tensor, "batch tokens features"]:
+        # The kernel takes all heads of a token side by side, [batch, tokens, sum of widths], and finds each by the
+        # ranks; heads of rank 0 have no columns of query and key.
         value = _side_by_side(values)
         sides = [part.folded() for part in factors]
         ranks = tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))
-        reads = tuple(own.shape[-1] for own in values for _ in range(own.shape[1]))
+        reads = tuple(part.shape[-1] for part in values for _ in range(part.shape[1]))
         query, key = (_side_by_side([side[which] for side in sides]) for which in (0, 1))
         return ragged_attention(query, key, value, ranks, reads, factors[0].scale)
 
