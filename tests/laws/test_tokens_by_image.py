@@ -1,6 +1,7 @@
 """Laws of policies by image: images of a batch do not affect each other, mask == compress, the mean is as requested."""
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 
