@@ -113,6 +113,7 @@ __all__ = [
     "write_report",
 ]
 
+# The same names once more, because type checkers and editors do not evaluate `__getattr__`.
 if TYPE_CHECKING:
     from attnrx import (  # noqa: F401, for type checkers; imported by `__getattr__` at run time
         checks,

@@ -99,12 +99,14 @@ def load(  # noqa: PLR0913  (keywords)
     """
     if not isinstance(source, str | Path | nn.Module) or source == "":
         raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
+    # Files of a runtime first: they are no folders, and have no configuration.
     if isinstance(source, str | Path) and is_exported(source):
         return load_exported(source, trust)
+    # A budget selects a size of an elastic model; for any other source it is an error, not a request to compress.
     has_budget = any(budget is not None for budget in (macs, params, faster))
-    found = _elastic_of(source, target_of(faster, macs, params) if has_budget else None)
-    if found is not None:
-        elastic, target = found
+    elastic_and_target = _elastic_of(source, target_of(faster, macs, params) if has_budget else None)
+    if elastic_and_target is not None:
+        elastic, target = elastic_and_target
         return elastic.load(target.of, target.most, factory=factory)
     return load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
 
@@ -112,6 +114,7 @@ def load(  # noqa: PLR0913  (keywords)
 def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[Elastic, Target] | None:
     """Returns the elastic model that a source names, and the budget; None for a source of another kind."""
     if isinstance(source, str | Path):
+        # Only if the part before the last @ is an elastic model: a folder may have an @ in its name.
         folder, _, text = str(source).rpartition("@")
         if folder and target is None and is_elastic(folder):
             source, target = folder, Target.parse(text)
@@ -155,9 +158,11 @@ def verify(
     `context` holds fields of `Comparison` that some checks need: `masked` (the reference with the pruned directions set
     to zero), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
     """
+    # Before any measurement, which may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)
     context.setdefault("device", next(reference.parameters()).device)
+    # In place of the TypeError of the constructor, which names neither `verify` nor the fields.
     unknown = sorted(context.keys() - {field.name for field in fields(Comparison) if not field.name.startswith("_")})
     if unknown:
         raise InvalidInput(
@@ -171,9 +176,11 @@ def verify(
         raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
     skipped = []
     if checks is None:
+        # The standard checks are those that apply; a check that was requested raises where it cannot run.
         chosen, skipped = _possible(chosen, images, comparison)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
+    # One comparison for all checks: the outputs of the models are computed once.
     findings = tuple(finding for check in chosen for finding in check(comparison))
     facts = {
         "candidate": model_fingerprint(candidate),
@@ -189,7 +196,7 @@ def verify(
         "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
         "notes": [*skipped, *_chance_notes(findings, comparison)],
-        **dict(about or {}),
+        **dict(about or {}),  # last: it may replace any of these
     }
     return Evidence(findings, facts)
 
@@ -201,6 +208,7 @@ def _possible(checks: Sequence[Check], images: ImageSet, comparison: Comparison)
         "needs_logits": None if comparison.kind.name == "logits" else "the model returns embeddings.",
     }
     notes = []
+    # One note per reason, and a check without labels and logits in the first only.
     for need, reason in reasons.items():
         names = ", ".join(check.name for check in checks if getattr(check, need))
         if reason is not None and names:
@@ -210,11 +218,16 @@ def _possible(checks: Sequence[Check], images: ImageSet, comparison: Comparison)
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
-    wanted = {"quantity": "accuracy", "model": "reference"}
-    found = [one for one in findings if one.check == "accuracy" and wanted.items() <= one.details.items()]
-    if not found or found[0].low is None or found[0].high is None:
+    # Labels of another order of classes give no error, only an accuracy near chance.
+    expected = {"quantity": "accuracy", "model": "reference"}
+    accuracies = [
+        finding for finding in findings if finding.check == "accuracy" and expected.items() <= finding.details.items()
+    ]
+    if not accuracies or accuracies[0].low is None or accuracies[0].high is None:
         return []
-    return chance_notes(Estimate(found[0].value, found[0].low, found[0].high), comparison.predictions.labels)
+    return chance_notes(
+        Estimate(accuracies[0].value, accuracies[0].low, accuracies[0].high), comparison.predictions.labels
+    )
 
 
 def save(
@@ -230,6 +243,7 @@ def save(
     did not write are kept and never overwritten.
     """
     if evidence is not None:
+        # Evidence of another model beside the weights would be a false claim.
         evidence.require(model_fingerprint(model), "the model to save")
 
     def write_documents(new: Path) -> None:
@@ -239,6 +253,7 @@ def save(
             evidence.save(new / "evidence.json")
         write_text(new / "README.md", _card(model, evidence, prescription))
 
+    # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
     return save_model(folder, model, write_beside=write_documents)
 
 
@@ -264,6 +279,7 @@ def push_to_hub(
     `load("hub:OWNER/NAME")` loads the model again.
     """
     folder = Path(folder)
+    # Loaded as others will load it; the fingerprint of its weights must be that of the evidence.
     model, card = load_weights(folder, FAMILIES), folder / "README.md"
     if not card.is_file():
         raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
@@ -277,6 +293,7 @@ def push_to_hub(
             text = _card(model, evidence, prescription)
     if license is not None or base_model is not None:
         text = completed_card(text, license, base_model)
+    # The folder is changed only where the card is, so a second upload has the same files.
     if text != written:
         write_text(card, text)
     return upload(folder, repository, private)

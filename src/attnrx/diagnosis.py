@@ -24,6 +24,7 @@ from attnrx.spec import NORMS
 from attnrx.spectrum import Spectrum
 
 KIND, SCHEMA = "attnrx diagnosis", 2
+# The tensors of a map and of the hidden units, by field.
 MAP_FIELDS = ("strength", "directions", "center")
 HIDDEN_FIELDS = ("weight", "bias", "covariance", "mean")
 
@@ -34,6 +35,7 @@ LAYER = fields.Record(
         "norms": fields.Choice(NORMS),
         "shared": fields.Flag(),
         "readings": fields.JSON_OBJECT,  # for human readers; `load` reads the tensors
+        # Both maps, or none where the MLP is not read; null for a map that is not one matrix.
         "mlp": fields.Items(
             fields.Optional(
                 fields.Record({"inputs": fields.Integer(1), "metrics": fields.Items(fields.Text(), unique=True)})
@@ -148,6 +150,7 @@ class Diagnosis(Displayed):
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
         path = Path(path)
+        # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
@@ -158,6 +161,7 @@ class Diagnosis(Displayed):
         except KeyError as error:
             message = f"{path} needs the tensor {error}, which is not in its folder; diagnose again."
             raise CheckpointError(message) from None
+        # The constructors validate shapes; here the user's mistake is the file, not an argument.
         except InvalidInput as error:
             raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
         return cls(layers, record["fingerprint"], record["about"])
@@ -172,31 +176,35 @@ class Diagnosis(Displayed):
 
 def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> None:
     """Raises CheckpointError if the layers of the tensors and of the JSON file differ, or a spectrum is not finite."""
-    found = {name.split(".")[1] for name in tensors}
-    if found != set(map(str, range(layers))):
+    stored = {name.split(".")[1] for name in tensors}
+    if stored != set(map(str, range(layers))):
         raise CheckpointError(
-            f"{path}: layers has {layers} values, and its tensors are of {len(found)} layers; diagnose again."
+            f"{path}: layers has {layers} values, and its tensors are of {len(stored)} layers; diagnose again."
         )
+    # Rules sort and sum strengths, which NaN makes undefined without an error; readings are checked where they are
+    # made.
     require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
 
 
 def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
     """Returns the tensors of a layer by their names in the file."""
-    found: dict[str, Tensor | None] = {
+    # Names are paths, which `_layer` reads.
+    tensors: dict[str, Tensor | None] = {
         f"spectrum.{field}": getattr(layer.spectrum, field) for field in ("query", "key", "strength", "used", "pairs")
     }
-    found |= {f"readings.{name}": reading for name, reading in layer.readings.items()}
+    tensors |= {f"readings.{name}": reading for name, reading in layer.readings.items()}
     for which, maps in enumerate(layer.mlp):
         for metric, directions in {} if maps is None else maps.metrics.items():
-            found |= {f"mlp.{which}.{metric}.{field}": getattr(directions, field) for field in MAP_FIELDS}
+            tensors |= {f"mlp.{which}.{metric}.{field}": getattr(directions, field) for field in MAP_FIELDS}
     if layer.hidden is not None:
-        found |= {f"hidden.strength.{metric}": strength for metric, strength in layer.hidden.strength.items()}
-        found |= {f"hidden.{field}": getattr(layer.hidden, field) for field in HIDDEN_FIELDS}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors |= {f"hidden.strength.{metric}": strength for metric, strength in layer.hidden.strength.items()}
+        tensors |= {f"hidden.{field}": getattr(layer.hidden, field) for field in HIDDEN_FIELDS}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}  # absent fields are None
 
 
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
     spectrum = layer.spectrum
+    # Only short readings: the JSON file is read by people, and the tensors have all of them.
     per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
     return {
         "heads": list(spectrum.heads),
@@ -206,13 +214,15 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
         "fixed": list(spectrum.fixed),
         "readings": per_head,
         "mlp": [
-            None if found is None else {"inputs": found.inputs, "metrics": sorted(found.metrics)} for found in layer.mlp
+            None if linear is None else {"inputs": linear.inputs, "metrics": sorted(linear.metrics)}
+            for linear in layer.mlp
         ],
         **({} if layer.hidden is None else {"hidden": sorted(layer.hidden.strength)}),
     }
 
 
 def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
+    # Names are paths, e.g. layers.3.mlp.0.centered.strength: a part of a layer is all tensors below a prefix.
     def below(start: str) -> dict[str, Tensor]:
         return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
@@ -227,7 +237,7 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         tuple(facts["heads"]),
         shared=facts["shared"],
         pairs=parts.get("pairs"),
-        fixed=tuple(facts.get("fixed", ())),
+        fixed=tuple(facts.get("fixed", ())),  # absent in files of earlier versions
     )
     maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
     hidden = None
@@ -243,7 +253,7 @@ def _map(index: int, which: int, facts: Mapping[str, Any] | None, tensors: Mappi
     if facts is None:
         return None
     start = f"layers.{index}.mlp.{which}."
-    found = {
+    metrics = {
         name: MapDirections(*(tensors[f"{start}{name}.{field}"] for field in MAP_FIELDS)) for name in facts["metrics"]
     }
-    return MapDiagnosis(facts["inputs"], found)
+    return MapDiagnosis(facts["inputs"], metrics)

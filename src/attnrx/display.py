@@ -11,6 +11,7 @@ import torch
 MOST, OF_A_VALUE, ITEMS = 1500, 160, 6
 
 
+# A diagnosis or prescription has thousands of numbers, which the repr of a dataclass would print.
 class Displayed:
     """A dataclass (with repr=False) that is displayed in a few lines: tensors by their shape, long values cut."""
 
@@ -33,10 +34,12 @@ def short_value(value: Any, depth: int = 2) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        parts = [f"{key!r}: {short_value(own, depth - 1)}" for key, own in list(value.items())[:ITEMS]] if depth else []
+        parts = (
+            [f"{key!r}: {short_value(item, depth - 1)}" for key, item in list(value.items())[:ITEMS]] if depth else []
+        )
         return _cut("{" + ", ".join(_with_rest(parts, len(value))) + "}", OF_A_VALUE)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [short_value(own, depth - 1) for own in value[:ITEMS]] if depth else []
+        parts = [short_value(item, depth - 1) for item in value[:ITEMS]] if depth else []
         return _cut("(" + ", ".join(_with_rest(parts, len(value))) + ")", OF_A_VALUE)
     return _cut(repr(value), OF_A_VALUE)
 
@@ -46,4 +49,5 @@ def _with_rest(parts: list[str], count: int) -> list[str]:
 
 
 def _cut(text: str, most: int) -> str:
+    # With the last character, which is the closing bracket of a collection.
     return text if len(text) <= most else f"{text[: most - 5]} ...{text[-1]}"

@@ -12,8 +12,8 @@ class UnknownName(AttnrxError):
     """An unknown name of a model, dataset, rule, option or recipe."""
 
     def __init__(self, kind: str, name: str, valid: Iterable[str]):
-        known = sorted(valid)
-        super().__init__(f"unknown {kind} {name!r}: {nearest(name, known)}")
+        names = sorted(valid)
+        super().__init__(f"unknown {kind} {name!r}: {nearest(name, names)}")
 
 
 class InvalidInput(AttnrxError, ValueError):
@@ -70,8 +70,9 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Returns a hint with the closest valid names, or with all valid names if none is close."""
-    known = sorted(valid)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    names = sorted(valid)
+    # Most unknown names are misspelled; a full list of a hundred models would hide the one that was meant.
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "choose one of " + ", ".join(known) + "."
+        return "did you mean " + " or ".join(repr(match) for match in close) + "?"
+    return "choose one of " + ", ".join(names) + "."

@@ -17,6 +17,7 @@ KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
 
 
+# As `Finding.__post_init__`, but with the path of the field in the file.
 def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
     """Checks that a finding has a limit if and only if it has an outcome, and that low <= high."""
     low, high = finding["low"], finding["high"]
@@ -118,20 +119,25 @@ def judged(
     if limit is None:
         return judgement
     sign = 1 if at_least else -1
+    # An upper limit becomes a lower one by the sign, so that only one case is written.
     middle, bound = sign * value, sign * limit
-    # With the sign, a larger value is better in both cases.
+    # With the sign, a larger value is better in both cases. Without an interval both ends are the value.
     worst, best = sorted(sign * (value if end is None else end) for end in interval)
     if worst > bound or (worst == bound and not strict):
         return {**judgement, "outcome": HOLDS}
+    # Comparisons with NaN are false, so it cannot hold above; it must not be undecided either.
     if math.isnan(value) or best < bound or (best == bound and strict):
         return {**judgement, "outcome": FAILS}
+    # The half of the interval on the side of the limit: bootstrap intervals are not symmetric.
     distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
+    # At a distance of 0 no number of samples decides.
     decides = None if n is None or distance == 0 else _rounded_up(n * (half / distance) ** 2)
     return {**judgement, "outcome": UNDECIDED, "deciding_n": decides}
 
 
 def _rounded_up(count: float) -> int:
     """Rounds up to two significant digits, the precision of such an estimate."""
+    # `count` is n or more: the interval of an undecided claim contains the limit, so its half is at least the distance.
     unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
     return unit * math.ceil(count / unit)
 
@@ -146,8 +152,8 @@ class Evidence(Displayed):
     @property
     def outcome(self) -> str:
         """The overall outcome: the worst outcome of the claims, or reported without claims."""
-        found = {finding.outcome for finding in self.findings}
-        return next((outcome for outcome in (FAILS, UNDECIDED, HOLDS) if outcome in found), REPORTED)
+        outcomes = {finding.outcome for finding in self.findings}
+        return next((outcome for outcome in (FAILS, UNDECIDED, HOLDS) if outcome in outcomes), REPORTED)
 
     @property
     def claims(self) -> tuple[Finding, ...]:
@@ -163,7 +169,7 @@ class Evidence(Displayed):
 
     @property
     def summary(self) -> str:
-        counts = {outcome: sum(one.outcome == outcome for one in self.claims) for outcome in OUTCOMES}
+        counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in OUTCOMES}
         words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
         parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
         return f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
@@ -180,6 +186,7 @@ class Evidence(Displayed):
         return tuple(finding for finding in self.findings if finding.check == check)
 
     def require(self, fingerprint: str, what: str) -> None:
+        # Evidence that does not record its candidate is accepted.
         measured = self.about.get("candidate", fingerprint)
         if measured != fingerprint:
             raise FingerprintMismatch(
@@ -200,12 +207,13 @@ class Evidence(Displayed):
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
-        found = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
-        if found.outcome != record["outcome"]:
+        evidence = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
+        # The outcome is stored for readers of the file, and is computed again so that an edited file is found.
+        if evidence.outcome != record["outcome"]:
             raise CheckpointError(
-                f"{path}: outcome is {record['outcome']!r}, and the findings give {found.outcome!r}; verify again."
+                f"{path}: outcome is {record['outcome']!r}, and the findings give {evidence.outcome!r}; verify again."
             )
-        return found
+        return evidence
 
 
 def _finding(record: Mapping[str, Any]) -> Finding:

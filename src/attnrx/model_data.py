@@ -30,6 +30,7 @@ def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
     if isinstance(data, ImageSet):
         return data
     family = family_of(model)
+    # That of the library, because its resizing and cropping are part of the model's accuracy.
     return image_set(data, family.preprocessing(model) or _own_preprocessing(model), argument)
 
 
@@ -37,6 +38,7 @@ def _own_preprocessing(model: nn.Module) -> Callable[[Any], Float[Tensor, "chann
     """Returns the preprocessing of a PIL image as for the named datasets, with the model's normalization."""
     family = family_of(model)
     channels, size, _ = family.input_shape(model)
+    # Photographs are resized and cropped; a small picture is resized as it is (`data.pixels`).
     geometry = ImageGeometry(size, channels, "photo" if size > SMALL else "fill")
     scale = normalization_of(model)
 
@@ -56,21 +58,24 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
     """
     if isinstance(data, Splits):
         return data
-    given = dict(data) if isinstance(data, Mapping) else {"train": data}
-    unknown = [name for name in given if str(name).lower() not in SPLITS]
+    by_split = dict(data) if isinstance(data, Mapping) else {"train": data}
+    unknown = [name for name in by_split if str(name).lower() not in SPLITS]
     if unknown:
         raise InvalidInput(f"{argument} has a split {unknown[0]!r}: name the splits train, validation and test.")
     sets: dict[str, ImageSet] = {
-        SPLITS[name.lower()]: images_for(model, images, f"{argument}[{name!r}]") for name, images in given.items()
+        SPLITS[name.lower()]: images_for(model, images, f"{argument}[{name!r}]") for name, images in by_split.items()
     }
     notes = ()
     if "test" not in sets and "validation" in sets:
+        # Datasets often publish no labels of a test split; the note records that both are the same images.
         sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
     source = f"{argument} (a mapping from the names of splits to data)"
+    # A placeholder per absent split, which raises with its name where it is used.
     missing = {name: MissingImages(source, name, tuple(sets)) for name in NAMES}
     family = family_of(model)
     channels, height, _ = family.input_shape(model)
     heads = family.heads(model)
+    # Without names of its classes a model has their numbers; one of embeddings has none.
     classes = tuple(map(str, range(heads[0].out_features))) if heads else ()
     return Splits(
         name=argument,
@@ -95,6 +100,8 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     """
     family = family_of(model)
     channels, height, _ = family.input_shape(model)
+    # Named data are decoded at one size, so another one needs another call of `load_data`; the scale can be changed
+    # later.
     if (splits.channels, splits.image_size) != (channels, height):
         raise DataError(
             f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model needs {channels} "

@@ -77,6 +77,7 @@ def diagnose(  # noqa: PLR0913  (keywords)
     """
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)
+    # Before the pass over the images: a NaN in the weights would only show as a reading that is not finite.
     require_finite_tensors(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
@@ -84,7 +85,9 @@ def diagnose(  # noqa: PLR0913  (keywords)
     image_set = images_for(model, data)
     shown = image_set if images is None else image_set.take(images)
     panel = Panel(chosen, spectra)
+    # Perturbed copies cost passes of their own, so only the first images have them.
     to_perturb = panel.to_perturb(len(shown))
+    # The covariance of all hidden units is the largest table of a diagnosis, and is observed only where it is needed.
     observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     forward_pass = _Pass(model, panel, to_perturb, seed, observe_mlp)
     with (
@@ -101,10 +104,12 @@ def diagnose(  # noqa: PLR0913  (keywords)
     if not forward_pass.images:
         raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
     measured = panel.readings()  # first: it raises for readings that are not finite
-    measured = [own | rotation for own, rotation in zip(measured, forward_pass.rotations.readings(), strict=True)]
+    measured = [
+        of_layer | rotation for of_layer, rotation in zip(measured, forward_pass.rotations.readings(), strict=True)
+    ]
     readings = [per_layer | layer.value_factors() for per_layer, layer in zip(measured, attention, strict=True)]
     linears = forward_pass.map_diagnoses(), forward_pass.hidden_diagnoses()
-    layers = [LayerDiagnosis(*each) for each in zip(spectra, readings, *linears, strict=True)]
+    layers = [LayerDiagnosis(*parts) for parts in zip(spectra, readings, *linears, strict=True)]
     if observe_mlp:
         layers = [_with_metrics(layer) for layer in layers]
     notes = forward_pass.input_validation.notes()
@@ -134,6 +139,7 @@ class _RotationWatch:
     def receiving_positions(self) -> Iterator[None]:
         """Receives the positions of every call of a layer inside the context."""
 
+        # An observation has rotated rows; the rotation itself is an argument of the layer.
         def receive(index: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
             self.positions[index] = args[2]
 
@@ -145,9 +151,10 @@ class _RotationWatch:
 
     def observe(self, index: int, observation: Observation) -> None:
         if index in self.positions:
-            found = coherence(observation.attention, self.positions[index], self.attention[index].spec.heads)
+            cosines = coherence(observation.attention, self.positions[index], self.attention[index].spec.heads)
             images = len(observation.attention)
-            self.sums[index] = self.sums.get(index, torch.zeros(())) + images * found
+            self.sums[index] = self.sums.get(index, torch.zeros(())) + images * cosines
+            # Every layer observes all images; they are counted at one.
             self.images += images if index == min(self.positions) else 0
 
     def readings(self) -> list[dict[str, Tensor]]:
@@ -171,6 +178,7 @@ def measure_divergence(
     require_all_tokens(model, "measure the divergence of")
     if model_fingerprint(model) != diagnosis.fingerprint:
         raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
+    # Rank r has the first r directions in the metric, so one pass serves every rank.
     rewritten_diagnosis, bases = rewritten(diagnosis, metric)
     shapes = [layer.spectrum.strength.shape for layer in rewritten_diagnosis.layers]
     # The ranks of a head are 0..directions.
@@ -178,8 +186,8 @@ def measure_divergence(
     num_images = 0
 
     def observe(index: int, observation: Observation) -> None:
-        found = _divergences(observation, rewritten_diagnosis.layers[index], bases[index])
-        sums[index] += found * observation.query.shape[0]
+        divergences = _divergences(observation, rewritten_diagnosis.layers[index], bases[index])
+        sums[index] += divergences * observation.query.shape[0]
 
     shown = images_for(model, images, "images")
     weight, input_validation = next(model.parameters()), InputValidation(model, family_of(model), "measure_divergence")
@@ -199,6 +207,8 @@ def measure_divergence(
 
 def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
     """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
+    # A head's scores at rank r + 1 are those at rank r plus one outer product: directions + 1 softmaxes, and no product
+    # of matrices per rank.
     dtype = torch.promote_types(observation.query.dtype, torch.float32)
     left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
     strength = layer.spectrum.strength.to(observation.query.device, dtype)
@@ -207,11 +217,12 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
     query = query * strength.T[:, None, :, None] * observation.scale
     key = torch.einsum("bthd,hrd->rbht", observation.key.to(dtype), right)
     attention = observation.attention.to(dtype)
+    # KL(a || b) = sum a log a - sum a log b; the first term does not depend on the rank. [heads]
     negative_entropy = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
     scores = torch.zeros_like(attention)
     divergences = [negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
     for rows, columns in zip(query, key, strict=True):
-        scores.addcmul_(rows[..., None], columns[..., None, :])
+        scores.addcmul_(rows[..., None], columns[..., None, :])  # [batch, heads, queries, keys], in place
         divergences.append(negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
     # Rounding can make the difference of two entropies negative.
     return torch.stack(divergences, dim=-1).clamp_min(0).double().cpu()
@@ -221,6 +232,7 @@ def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagno
     """Returns the diagnosis; for a model one without readings, which suffices if no rule is given."""
     if isinstance(given, Diagnosis):
         return given
+    # A token policy needs no readings, and its user need not diagnose.
     if any(rule is not None for rule in rules):
         raise InvalidInput(
             "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
@@ -266,6 +278,7 @@ def patches_left(
     weight, patches = next(model.parameters()), reduction.shape.layout.patches
     with evaluating([model]):
         model(images.to(weight.device, weight.dtype))
+    # The pass above filled the trail: one tensor of indices per stage, [images, patches after the stage].
     if not reduction.run.trail:  # a policy that keeps every patch runs no stage
         return torch.ones(len(images), len(reduction.policy.layers), patches, dtype=torch.bool)
     return torch.stack([_kept_mask(indices, patches) for indices in reduction.run.trail], dim=1).cpu()
@@ -284,14 +297,16 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     [heads] their effective ranks.
     """
     spectrum = layer.spectrum
+    # Their directions cannot be rewritten in another basis, so a metric has no spectrum to show.
     if spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
         return layer
     readings = dict(layer.readings)
     for metric, needs in METRIC_NEEDS.items():
         if needs <= layer.readings.keys():
             rotates = spectrum.pairs is not None
-            found = rotary_directions(metric, layer) if rotates else directions_in(metric, layer)
-            strength = found.strength * (spectrum.used.any(-1, keepdim=True))
+            directions = rotary_directions(metric, layer) if rotates else directions_in(metric, layer)
+            # A removed head has no rows, and must have no strength in any metric.
+            strength = directions.strength * (spectrum.used.any(-1, keepdim=True))
             readings[f"strength_{metric}"] = strength
             readings[f"effective_rank_{metric}"] = effective_rank(strength)
     return replace(layer, readings=readings)
@@ -314,7 +329,7 @@ class _Pass:
             for which, linear in enumerate(pair)
             if isinstance(linear, nn.Linear)
         }
-        self.hidden = {layer: CentredMoment() for layer, which in self.watches if which == 1}
+        self.hidden = {layer: CentredMoment() for layer, which in self.watches if which == 1}  # inputs of fc2
 
     def observe_map(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
         """Accumulates inputs and outputs of one map for the images that are not perturbed."""
@@ -326,6 +341,7 @@ class _Pass:
 
     def map_diagnoses(self) -> list[tuple[MapDiagnosis | None, ...]]:
         """Returns the diagnoses of the maps per layer; () for models whose MLPs are not pairs of linear maps."""
+        # One entry per layer in any case, as these are zipped with the spectra.
         pairs = self.linears or [()] * len(self.family.attention(self.model))
         return [
             tuple(self._map_diagnosis((layer, which), linear) for which, linear in enumerate(pair))
@@ -334,15 +350,16 @@ class _Pass:
 
     def hidden_diagnoses(self) -> list[HiddenDiagnosis | None]:
         """Returns the diagnoses of the hidden units per layer; None for an MLP that is not two matrices."""
-        found: list[HiddenDiagnosis | None] = [None] * len(self.family.attention(self.model))
+        diagnoses: list[HiddenDiagnosis | None] = [None] * len(self.family.attention(self.model))
         for layer, (first, second) in enumerate(self.linears if self.family.has_plain_units(self.model) else ()):
             if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
-                found[layer] = hidden_diagnosis(first, second, self.hidden.get(layer))
-        return found
+                diagnoses[layer] = hidden_diagnosis(first, second, self.hidden.get(layer))
+        return diagnoses
 
     def _map_diagnosis(self, place: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
+        # The plain SVD needs no images, so every diagnosis has it.
         metrics = {"weights": singular_directions(linear.weight, linear.bias)}
         if place in self.watches:
             metrics["centered"] = self.watches[place].read(linear.weight, linear.bias)
@@ -361,6 +378,7 @@ class _Pass:
             self.images += len(images) - paired
 
     def _observe(self, images: Tensor, num_halves: int, observe: Callable[[int, Observation], None]) -> None:
+        # Set during this pass only: `observe_map` is also called in the passes that compute the perturbations.
         self.num_halves = num_halves
 
         def observe_layer(index: int, observation: Observation) -> None:
@@ -374,6 +392,7 @@ class _Pass:
     def _run_pairs(self, perturbation: PerturbationResponse, images: Tensor, labels: Tensor) -> None:
         slope = partial(_loss_slope, self.model, labels)
         changed = perturbation.perturb(images, self.images, self.seed, slope)
+        # The original images come first: `observe_map` uses the first half only.
         self._observe(torch.cat([images, changed]), 2, self.panel.observe_pairs)
         self.images += len(images)
 
@@ -382,10 +401,11 @@ def _loss_slope(
     model: nn.Module, labels: Int[Tensor, "batch"], images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch channels height width"]:
     """Returns the gradient of each image's cross-entropy with respect to its pixels."""
+    # Inside `evaluating`, which disables gradients; only those of the pixels are computed.
     with torch.enable_grad():
         images = images.detach().requires_grad_()
         logits = model(images)
         # The predicted class replaces a missing label; an embedding has its largest feature in its place.
-        known = (labels >= 0) & (labels < logits.shape[1])
-        loss = F.cross_entropy(logits, labels.where(known, logits.argmax(-1)), reduction="sum")
+        has_label = (labels >= 0) & (labels < logits.shape[1])
+        loss = F.cross_entropy(logits, labels.where(has_label, logits.argmax(-1)), reduction="sum")
         return torch.autograd.grad(loss, images)[0]

@@ -15,6 +15,7 @@ class Observation:
     value; the layer's result is the sum over heads of output @ readout, plus a bias.
     """
 
+    # Padded, so that heads of different ranks fit one tensor; zeros change neither scores nor outputs.
     query: Float[Tensor, "batch tokens heads directions"]
     key: Float[Tensor, "batch tokens heads directions"]
     strength: Float[Tensor, "heads directions"] | None

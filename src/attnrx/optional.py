@@ -18,13 +18,14 @@ def required_module(module: str, extra: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         library = module.partition(".")[0]
+        # With the original error: an installed library may lack a library of its own.
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install 'attnrx[{extra}]'.") from error
 
 
 def installed_versions(*names: str) -> dict[str, str]:
     """Returns the versions of those packages that are installed."""
-    found = {}
+    versions = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -43,7 +43,7 @@ KIND, SCHEMA = "attnrx prescription", 5
 
 def _lay_out(part: Any, *fields: str) -> None:
     """Converts the tensors to contiguous float64, as after saving and loading, so that products round identically."""
-    for field in fields:
+    for field in fields:  # `__setattr__` of the class is that of a frozen dataclass
         object.__setattr__(part, field, getattr(part, field).detach().double().contiguous())
 
 
@@ -72,6 +72,7 @@ class Basis(Displayed):
                 f"blocks {self.blocks} must divide the directions of the basis among them, {tuple(self.left.shape)} "
                 "[owners, directions, rows], and these must be shared."
             )
+        # Rows of query and key are paired: direction r is the product of row r of either table.
         if self.left.ndim != 3 or self.left.shape != self.right.shape or (self.shared and len(self.left) != 1):
             owners = "one owner, as the directions are shared" if self.shared else "one owner per head"
             raise InvalidInput(
@@ -126,12 +127,14 @@ class ScoreDecision(Displayed):
             raise InvalidInput(f"keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree.")
         if len(self.reasons) != self.keep.shape[0]:
             raise InvalidInput(f"{len(self.reasons)} reasons for {self.keep.shape[0]} heads: give one each.")
+        # `keep` has a row per head in any case: heads may use different ones of the shared directions.
         owners = 1 if self.is_shared else self.keep.shape[0]
         if self.basis is not None and self.basis.left.shape[:2] != (owners, self.keep.shape[1]):
             raise InvalidInput(
                 f"a basis of shape {tuple(self.basis.left.shape)} does not fit keep {tuple(self.keep.shape)}, "
                 f"whose directions have {owners} owners."
             )
+        # A block is one score map with one factor per head (mixed attention): a part of it cannot be kept.
         if self.basis is not None and self.basis.blocks is not None:
             tables = self.keep, self.strength
             parts = [part for table in tables for part in table.split(self.basis.blocks, 1) if part.shape[1]]
@@ -228,6 +231,8 @@ class LayerPrescription(Displayed):
                 f"a layer was given decisions about {', '.join(self.decisions) or 'nothing'}: give one about qk, and "
                 f"others about {', '.join(name for name in LAYER_MAPS if name != 'qk')}."
             )
+        # Removed heads are stated twice, by `heads` and by empty rows of qk; a layer of any other combination has no
+        # meaning.
         if self.heads.shape != self.qk.keep.shape[:1] or bool(self.qk.keep[~self.heads].any()):
             raise InvalidInput(
                 f"{len(self.heads)} heads, of which {int(self.heads.sum())} stay, do not fit the ranks {self.qk.ranks} "
@@ -237,21 +242,21 @@ class LayerPrescription(Displayed):
     @property
     def heads(self) -> Bool[Tensor, "heads"]:
         """The kept heads."""
-        found = self.decisions.get(HEADS)
-        return found.keep if isinstance(found, HeadDecision) else torch.ones(len(self.qk.keep), dtype=torch.bool)
+        decision = self.decisions.get(HEADS)
+        return decision.keep if isinstance(decision, HeadDecision) else torch.ones(len(self.qk.keep), dtype=torch.bool)
 
     @property
     def hidden(self) -> HiddenDecision | None:
         """The decision about "hidden", if any."""
-        found = self.decisions.get(HIDDEN)
-        return found if isinstance(found, HiddenDecision) else None
+        decision = self.decisions.get(HIDDEN)
+        return decision if isinstance(decision, HiddenDecision) else None
 
     @property
     def qk(self) -> ScoreDecision:
         """The decision about "qk"."""
-        found = self.decisions["qk"]
-        assert isinstance(found, ScoreDecision)
-        return found
+        decision = self.decisions["qk"]
+        assert isinstance(decision, ScoreDecision)
+        return decision
 
     def with_scores(self, decision: ScoreDecision) -> "LayerPrescription":
         """Returns the layer with another decision about "qk"."""
@@ -260,20 +265,21 @@ class LayerPrescription(Displayed):
     @property
     def outputs(self) -> dict[str, OutputDecision]:
         """The decisions about OUTPUT_MAPS."""
-        return {name: found for name, found in self.decisions.items() if isinstance(found, OutputDecision)}
+        return {name: decision for name, decision in self.decisions.items() if isinstance(decision, OutputDecision)}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are stored in the safetensors file, by name."""
         basis = self.qk.basis
-        found = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
+        # Matrices only: keeps, ranks, strengths and reasons are in the JSON file, which people read.
+        stored = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
         if basis is not None and basis.pairs is not None:
-            found["qk.pairs"] = basis.pairs
+            stored["qk.pairs"] = basis.pairs
         for name, output in self.outputs.items():
-            found |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
+            stored |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
         if self.hidden is not None:
-            found |= {f"{HIDDEN}.{field}": getattr(self.hidden, field) for field in ("weight", "bias")}
-        return found
+            stored |= {f"{HIDDEN}.{field}": getattr(self.hidden, field) for field in ("weight", "bias")}
+        return stored
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -290,6 +296,7 @@ class TokenPrescription(Displayed):
     seed: int = 0
 
     def __post_init__(self):
+        # Policies that are equal in text compare equal, also if one was fitted to a model.
         object.__setattr__(self, "policy", self.policy.written)
         stages = len(self.policy.describe())
         if len(self.reasons) != stages:
@@ -304,6 +311,7 @@ class TokenPrescription(Displayed):
         """Builds the prescription with the policy's reason for every stage."""
         learned = policy.reducer.learned
         state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
+        # The reason states it, because an untrained predictor selects tokens at random.
         describe = f"; its predictor is {state}" if learned else ""
         return cls(policy, tuple(reason + describe for reason in policy.describe()), predictors, seed)
 
@@ -328,6 +336,7 @@ class Prescription(Displayed):
     tokens: TokenPrescription | None = None
 
     def __post_init__(self):
+        # The policy is the one source of the rule of tokens: `replace(prescription, tokens=...)` changes both.
         rules = {name: rule for name, rule in self.rules.items() if name != TOKENS}
         if self.tokens is not None:
             rules[TOKENS] = str(self.tokens.policy)
@@ -370,7 +379,7 @@ class Prescription(Displayed):
             "fingerprint": self.fingerprint,
             "rules": dict(self.rules),
             "about": dict(self.about),
-            "removed_share": self.removed_share,
+            "removed_share": self.removed_share,  # for readers, and as a check of the layers in `load`
             "layers": [_to_record(layer) for layer in self.layers],
         }
         if self.tokens is not None:
@@ -381,6 +390,7 @@ class Prescription(Displayed):
             for name, tensor in layer.tensors.items()
         }
         if self.tokens is not None:
+            # safetensors stores contiguous tensors only.
             learned = self.tokens.predictors or {}
             tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
         return write_with_tensors(path, record, tensors)
@@ -389,6 +399,7 @@ class Prescription(Displayed):
     def load(cls, path: Path | str) -> "Prescription":
         """Reads a file written by `save`."""
         path = Path(path)
+        # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
@@ -405,13 +416,14 @@ class Prescription(Displayed):
             raise CheckpointError(message) from None
         except InvalidInput as error:
             raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
-        found = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
-        if abs(found.removed_share - record["removed_share"]) > 1e-9:
+        loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
+        # A number that follows from the layers: it finds a layer that was edited by hand.
+        if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
             raise CheckpointError(
-                f"{path}: removed_share is {record['removed_share']}, its layers give {found.removed_share}; the file "
+                f"{path}: removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "
                 "was edited or damaged, make it again."
             )
-        return found
+        return loaded
 
     def require(self, fingerprint: str) -> None:
         """Raises FingerprintMismatch if the prescription belongs to another model."""
@@ -441,6 +453,7 @@ def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
     record = {"qk": _score_record(layer.qk)}
     record |= {name: _output_record(output) for name, output in layer.outputs.items()}
+    # Kept units by index, which is shorter than a mask and can be read.
     for name in UNIT_MAPS:
         units = layer.decisions.get(name)
         if isinstance(units, HeadDecision | HiddenDecision):
@@ -506,6 +519,7 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
     keep = torch.zeros(len(heads), record["directions"], dtype=torch.bool)
     for row, head in zip(keep, heads, strict=True):
         row[head["keep"]] = True
+    # float64: JSON has the shortest text of a float64, which is read back exactly.
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
     reasons = tuple(head["why"] for head in heads)
     facts, basis = record.get("basis"), None
@@ -513,6 +527,7 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
         blocks = tuple(facts["blocks"]) if "blocks" in facts else None
         pairs = tensors.get("qk.pairs")
         basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, pairs)
+    # A layer without heads or directions: its list is empty, and has lost the shape.
     return ScoreDecision(keep, strength.reshape(keep.shape), reasons, basis)
 
 
@@ -528,10 +543,11 @@ def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputD
     )
 
 
+# A file may come from anywhere: these relations of fields are checked before a tensor of their size is allocated.
 def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
     """Checks that directions, strengths and ranks of the heads are consistent."""
     directions = scores["directions"]
-    keep = Items(Integer(0, directions - 1), 0, directions, unique=True)
+    keep = Items(Integer(0, directions - 1), 0, directions, unique=True)  # indices, in any order
     strength = Items(Number(), directions, directions)
     for index, head in enumerate(scores["heads"]):
         path = f"{below(where, 'heads')}[{index}]"
@@ -543,6 +559,7 @@ def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
 
 def _require_units(output: Mapping[str, Any], where: str) -> None:
     """Checks that all units of a map have the same number of directions, and ranks up to that number."""
+    # A table of [units, directions] is made of them, so all rows need one length.
     directions = len(output["units"][0]["strength"])
     for index, unit in enumerate(output["units"]):
         path = f"{below(where, 'units')}[{index}]"
@@ -574,6 +591,7 @@ LAYER = Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), **STAYING}
 POLICY = Record({"reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()})
 
 
+# `rules` has the text of the policy, and `tokens` what the text does not state.
 def _require_tokens(record: Mapping[str, Any], where: str) -> None:
     """Checks that `rules.tokens` and `tokens` are either both given or both absent."""
     if (TOKENS in record["rules"]) != (TOKENS in record):
@@ -581,6 +599,7 @@ def _require_tokens(record: Mapping[str, Any], where: str) -> None:
         raise Invalid(below(where, there), f"is missing, and {here} is given")
 
 
+# The parts of PLAN: predictions over images, and the timing of the plan with its conditions (`PlanTimer.of_model`).
 MEAN = Record({"value": Number(), "spread": Number(0.0), "images": Integer(1)})
 LATENCY = Record(
     {
@@ -591,7 +610,7 @@ LATENCY = Record(
         "clock": Text(),
     },
     {"in_subprocess": Flag()},
-    open=True,
+    open=True,  # what the check does not use is for readers
 )
 # The predictions of a plan (`Plan.promises`), which the check `promises` of `verify` compares with measurements.
 PLAN = Record(
@@ -612,6 +631,7 @@ REALIZED = Record(
     {"repair": Integer(0, 10**6)},
 )
 
+# `about` is open: it has whatever the diagnosis and the plan recorded, of which the two fields below are read again.
 RECORD: Field = Record(
     {
         "kind": Choice((KIND,)),

@@ -24,6 +24,7 @@ def track(items: Iterable[Item], what: str, total: int | None = None) -> Generat
     In a terminal and in a notebook it is a bar (with tqdm, if it is installed), otherwise lines on stderr. Set the
     environment variable ATTNRX_PROGRESS to 0 for none.
     """
+    # A generator has no length; without one no remaining time can be given.
     total = len(items) if total is None and isinstance(items, Sized) else total
     if os.environ.get(SETTING, "1") == "0":
         yield from items
@@ -39,7 +40,7 @@ def _draws_bars() -> bool:
 
 def _bar(items: Iterable[Item], what: str, total: int | None) -> Iterable[Item] | None:
     try:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # here, because it is optional
     except ImportError:
         return None
     return tqdm(items, desc=what, total=total, delay=DELAY, leave=False)
@@ -47,11 +48,12 @@ def _bar(items: Iterable[Item], what: str, total: int | None) -> Iterable[Item] 
 
 def _with_lines(items: Iterable[Item], what: str, total: int | None) -> Generator[Item]:
     start = time.monotonic()
+    # The first line may be printed DELAY after the start, each further one EVERY after the last.
     shown = start + DELAY - EVERY
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
-        if now - shown >= EVERY and done != total:
+        if now - shown >= EVERY and done != total:  # no line for a loop that has ended
             shown = now
             left = "" if total is None else f" of {total}, about {(now - start) / done * (total - done):.0f} s left"
             sys.stderr.write(f"{what}: {done}{left}\n")

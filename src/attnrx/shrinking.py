@@ -95,14 +95,16 @@ class Shrunk:
         the original in its own library.
         """
         form = parse_format(to)
+        # Divided as by `shrink`, so that calibration and verification keep to the same images as the plan.
         planned, _, tested = three_parts(splits_for(original, data))
         calibration = planned.take(min(form.wanted, len(planned)))
         names = fitting_names(self.model, self.class_names)
+        # Beside model.onnx, which is in float32: a folder may have several formats.
         path = Path(folder) / f"model-{form.name}{form.suffix}"
         file = export(self.model, path, to=form, calibration=calibration, class_names=names)
         protocol = _final_protocol(Conditions(threads=threads), batch)
-        wanted = 1 / self.target.most if self.target.of == "latency" else None
-        checks = _with_accuracy(tested, Fidelity(), Latency(batch, protocol, wanted, library=True))
+        speed = 1 / self.target.most if self.target.of == "latency" else None
+        checks = _with_accuracy(tested, Fidelity(), Latency(batch, protocol, speed, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}
         evidence = verify(file, original, tested, checks, about, batch_size=32)
         evidence.save(path.with_name(f"evidence-{form.name}.json"))
@@ -173,11 +175,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log, to
         )
         try:
-            (found,) = work.shrunk((target,))
+            (result,) = work.shrunk((target,))
         except TargetMet as met:
+            # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
             log(str(met))
-            found = work.unchanged(target)
-    return found
+            result = work.unchanged(target)
+    return result
 
 
 def elastic(  # noqa: PLR0913  (a keyword for every target)
@@ -219,18 +222,23 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     ((kind, values),) = given.items()
     if len(set(values)) != len(values):
         raise InvalidInput(f"{kind}={values}: give every budget once.")
+    # From the largest model to the smallest, by shares falling and speeds rising.
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in sorted(values, reverse=kind != "faster")}
     folder = Path(folder)
     with shared_subprocess() if kind == "faster" else nullcontext():
         work = _Work.of(model, data, False, batch, threads, effort, False, weights, columns, folder, seed, log)
         about = {"fingerprint": model_fingerprint(work.original), "effort": effort, "seed": seed}
-        missing = {name: target for name, target in targets.items() if not _is_made(folder / name, about, target)}
+        # Only a speed depends on the batch.
+        stated = {**about, "batch": batch} if kind == "faster" else about
+        missing = {name: target for name, target in targets.items() if not _is_made(folder / name, stated, target)}
+        # A size at a time is planned, verified and saved, so an interrupted call continues with the next. A generator
+        # that has raised is finished: after a target that is met, the loop makes another for the rest.
         while missing:
             try:
-                for found in work.shrunk(tuple(missing.values())):
+                for result in work.shrunk(tuple(missing.values())):
                     name = next(iter(missing))
-                    found.save(folder / name, onnx=False)
-                    log(f"{name}: {found.summary()}")
+                    result.save(folder / name, onnx=False)
+                    log(f"{name}: {result.summary()}")
                     del missing[name]
             except TargetMet as met:  # by the original, which is a size itself
                 name = next(iter(missing))
@@ -238,26 +246,24 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 del missing[name], targets[name]
                 if not targets:
                     raise
+    # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
     save(work.original, folder / ORIGINAL)
-    made = Elastic(folder, work.sizes(folder, (ORIGINAL, *targets)), {**about, "timing": work.timing_record()})
-    made.write()
-    return made
+    elastic_model = Elastic(folder, work.sizes(folder, (ORIGINAL, *targets)), {**about, "timing": work.timing_record()})
+    elastic_model.write()
+    return elastic_model
 
 
 def _is_made(folder: Path, about: Mapping[str, Any], target: Target) -> bool:
     """Returns whether a size is in its folder; raises InvalidInput if it is that of another call."""
+    # A folder is saved atomically with its evidence: it is complete or absent.
     if not (folder / "evidence.json").exists():
         return False
-    found = Evidence.load(folder / "evidence.json").about
-    expected = {
-        "reference": about["fingerprint"],
-        "effort": about["effort"],
-        "seed": about["seed"],
-        "target": str(target),
-    }
+    stored = Evidence.load(folder / "evidence.json").about
+    expected = {"reference": about["fingerprint"], "target": str(target), **about}
+    del expected["fingerprint"]
     for name, value in expected.items():
-        if found.get(name) != value:
-            raise InvalidInput(f"{folder} was made with {name} {found.get(name)}, not {value}; choose another folder.")
+        if stored.get(name) != value:
+            raise InvalidInput(f"{folder} was made with {name} {stored.get(name)}, not {value}; choose another folder.")
     return True
 
 
@@ -302,14 +308,17 @@ class _Work:
         storage = None
         if state is not None:
             state.mkdir(parents=True, exist_ok=True)
-            storage = str(state / "trials.db")
+            storage = str(state / "trials.db")  # of the search, which resumes from it
         timing = TimingSettings(batch, Conditions(str(next(original.parameters()).device), threads=threads))
         search = Search(preset.trials, seed, storage, preset.variations)
         settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
         splits = _splits_of(original, data, columns)
+        # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
+        # many on its own images, so its divergence there is too low.
         planned, others, tested = three_parts(splits)
         if labelled:
             require_labels(planned)
+        # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan may be among them.
         fitted = planned.take(min(preset.repair_images, len(planned)))
         planned, others = planned.take(min(preset.images, len(planned))), others.take(min(PREDICTED, len(others)))
         return cls(
@@ -332,21 +341,23 @@ class _Work:
         protocol = _final_protocol(timing.conditions, timing.batch)
         family = family_of(self.original)
         shape = timing.batch, *family.input_shape(self.original)
+        # Latency does not depend on the values of the pixels.
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        found = compare_latencies(models, family.library_model(self.original), images, protocol)
-        return {name: one.faster.value for name, one in found.items()}
+        comparisons = compare_latencies(models, family.library_model(self.original), images, protocol)
+        return {name: comparison.faster.value for name, comparison in comparisons.items()}
 
     def shrunk(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
         """Yields the smaller model of every target."""
-        given = self.original, self.diagnosis, targets, self.planned, self.others
-        for target, found in zip(targets, plan_each(*given, settings=self.settings), strict=True):
-            yield self._realized(target, found)
+        arguments = self.original, self.diagnosis, targets, self.planned, self.others
+        for target, plan_of_target in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):
+            yield self._realized(target, plan_of_target)
 
     def _realized(self, target: Target, found: Plan) -> Shrunk:
-        """Realizes a plan, repairs its MLPs and verifies the model."""
+        """Realizes a plan, repairs it and verifies the model."""
         log, batch, preset = self.settings.log, self.settings.timing.batch, self.settings.effort
         log("realizing and verifying")
         chosen = _by_image(found.promising) if self.by_image else found.promising
+        # Ranks, repair, then tokens: the thresholds by image are known only afterwards, and are recorded.
         slim, how = _repaired(self.original, chosen, self.fitted, Repair(preset.repair_steps, seed=self.seed), log)
         prescription = calibrated(
             replace(chosen, about={**chosen.about, "realized": {**how, **self.fitted_classes}}), slim
@@ -366,14 +377,15 @@ class _Work:
         """Verifies a model against the original; `last` is the check of what was promised."""
         checks = _with_accuracy(self.tested, Fidelity(), Costs(), last)
         about = {"target": str(target), **self.about}
-        given = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
-        evidence = verify(model, self.original, self.tested, checks, about, **given)
+        context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
+        evidence = verify(model, self.original, self.tested, checks, about, **context)
         samples = _samples(self.tested, self.class_names)
         return Shrunk(model, prescription, evidence, found, target, self.diagnosis, samples, self.class_names)
 
     @cached_property
     def fitted_classes(self) -> dict[str, list[int]]:
         """The classes of the images of the repair, as the prescriptions record them; none for embeddings."""
+        # By prediction and not by label, as the check does: data without labels have classes, too.
         if output_kind_of(self.original).name != "logits":
             return {}
         return {"classes": _classes(self.original, self.fitted)}
@@ -386,41 +398,43 @@ class _Work:
     def sizes(self, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
         """Returns the costs of the stored sizes, all timed in turns."""
         models = {name: load(folder / name) for name in names}
-        whole, speeds = family_of(self.original).costs(self.original), self._speeds(models)
-        found = []
+        original, speeds = family_of(self.original).costs(self.original), self._speeds(models)
+        measured = []
         for name, model in models.items():
             costs, path = family_of(model).costs(model), folder / name / "evidence.json"
             findings = Evidence.load(path).findings if path.exists() else ()
-            found.append(
+            measured.append(
                 Size(
                     name,
-                    costs.macs / whole.macs,
-                    costs.params / whole.params,
+                    costs.macs / original.macs,
+                    costs.params / original.params,
                     1 / speeds[name],
                     next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
                     reduction_of(model) is not None,
                 )
             )
-        return tuple(found)
+        return tuple(measured)
 
 
 def _repaired(
     model: nn.Module, prescription: Prescription, images: ImageSet, settings: Repair, log: Log
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Realizes a plan and repairs its MLPs, if it has any that can be; returns how, as `attnrx realize` records it."""
+    """Realizes a plan and repairs attention and MLPs where possible; returns how, as `attnrx realize` records it."""
+    # `attnrx realize` and the matched controls read these options, and repeat them.
     how = {"by": "compress", "norms": "renormalized", "refine": 0, "calibration_images": len(images)}
+    # Without its tokens the rules are those of ranks and units. Without any there are only tokens, and no map to fit.
     if replace(prescription, tokens=None).rules:
         try:
-            fits = [lambda found: repair(found, model, images, settings).model]
+            fits = [lambda realized: repair(realized, model, images, settings).model]
             return realize_fitted(model, prescription, fits, calibration=images), {**how, "repair": settings.steps}
-        except (NotSupported, InvalidInput) as error:
+        except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
             log(f"not repaired: {error}")
     return realize(model, prescription, calibration=images), how
 
 
 def _with_accuracy(images: ImageSet, *checks: Check) -> tuple[Check, ...]:
     """Returns the checks, preceded by that of the accuracy if the images have labels."""
-    return (Accuracy(None), *checks) if images.has_labels else checks
+    return (Accuracy(None), *checks) if images.has_labels else checks  # reported, without a limit
 
 
 def _final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
@@ -434,11 +448,11 @@ def rounds_of(batch: int) -> int:
 
 def _classes(model: nn.Module, images: ImageSet) -> list[int]:
     """Returns the classes that the model puts the images into, for the check `shift`."""
-    weight, found = next(model.parameters()), set()
+    weight, classes = next(model.parameters()), set()
     with evaluating((model,)):
         for batch in images.batches(32, device=weight.device):
-            found |= set(model(batch.images.to(weight.dtype)).argmax(-1).tolist())
-    return sorted(found)
+            classes |= set(model(batch.images.to(weight.dtype)).argmax(-1).tolist())
+    return sorted(classes)
 
 
 def _by_image(prescription: Prescription) -> Prescription:
@@ -452,7 +466,7 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
     """Returns the first images with the names of their classes, which are empty without labels."""
     batch = next(iter(images.take(min(SHOWN, len(images))).batches(SHOWN)))
     labels: list[int] = batch.labels.tolist()
-    if min(labels) < 0:
+    if min(labels) < 0:  # -1: without a label
         return batch.images, ()
     names = dict(enumerate(class_names))
     return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
@@ -470,13 +484,15 @@ def three_parts(splits: Splits) -> tuple[ImageSet, ImageSet, ImageSet]:
     sets = []
     for name in ("train", "validation", "test"):
         with suppress(DataError):
-            len(getattr(splits, name))
+            len(getattr(splits, name))  # raises for a split that the data does not have
             sets.append(getattr(splits, name))
+    # Without a test split the validation images are both (`splits_for`).
     distinct = [images for index, images in enumerate(sets) if images is not sets[index - 1] or not index]
     if len(distinct) == 3:
         return distinct[0], distinct[1], distinct[2]
     *first, last = distinct
     if first:  # two sets: the first is divided
+        # Parts are consecutive rows, and a dataset may be sorted by class: `take` mixes the classes first.
         every = first[0].take(len(first[0]))  # going round the classes
         return every.part(0, 2, 1), every.part(1, 2, 1), last
     if len(last) < 6:
@@ -489,12 +505,12 @@ def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log)
     path = None if state is None else state / "diagnosis.json"
     if path is not None and path.exists():
         with suppress(AttnrxError):  # a damaged file, or one of another version, is made again
-            known = Diagnosis.load(path)
-            if known.fingerprint == model_fingerprint(model):
+            stored = Diagnosis.load(path)
+            if stored.fingerprint == model_fingerprint(model):
                 log(f"diagnosis of an earlier call: {path}")
-                return known
+                return stored
     log("diagnosing")
-    found = diagnose(model, images, moments=True, images=min(DIAGNOSED, len(images)), batch_size=32)
+    diagnosis = diagnose(model, images, moments=True, images=min(DIAGNOSED, len(images)), batch_size=32)
     if path is not None:
-        found.save(path)
-    return found
+        diagnosis.save(path)
+    return diagnosis

@@ -23,6 +23,7 @@ class FormTraits:
     mixes_blocks: bool = False
 
 
+# `shared` is CP SlimAtt, `mixed` is IrrAtt (`AttentionSpec`).
 FORMS: Mapping[str, FormTraits] = {
     "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
     "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
@@ -70,6 +71,7 @@ class AttentionSpec:
     inner_norms: tuple[str, ...] = ()
 
     def __post_init__(self):
+        # Defaults that depend on other fields; the class is frozen.
         if self.rotates and self.pairs is None:
             object.__setattr__(self, "pairs", (tuple(range(self.original_rank // 2)),) * len(self.heads))
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
@@ -88,6 +90,7 @@ class AttentionSpec:
             )
         if any(bias not in BIASES for bias in self.biases):
             raise InvalidInput(f"biases={self.biases}: choose from {BIASES}.")
+        # The form is valid from here on: the properties that the following checks use read its traits.
         self._check_heads()
         self._check_pairs()
         self._check_extensions()
@@ -104,6 +107,7 @@ class AttentionSpec:
             raise InvalidInput(f"ranks {self.ranks} must lie in 0..{self.original_rank}.")
         if any(not 0 <= rank <= self.head_dim for rank in self.reads):
             raise InvalidInput(f"value ranks {self.reads} must lie in 0..{self.head_dim}.")
+        # A head that does not use a shared direction has strength zero there; the projection computes it for all.
         if self.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
         if self.mixes_blocks != (self.blocks is not None):
@@ -124,10 +128,12 @@ class AttentionSpec:
             raise InvalidInput(f"pairs of {len(self.pairs)} heads for {len(self.heads)} heads: give one tuple each.")
         frequencies = range(self.original_rank // 2)
         for rank, pairs in zip(self.ranks, self.pairs, strict=True):
+            # A pair is two rows, its real and its imaginary part.
             if 2 * len(pairs) > rank or len(set(pairs)) < len(pairs) or any(pair not in frequencies for pair in pairs):
                 raise InvalidInput(f"pairs {pairs} are no distinct pairs of a head with rank {rank}.")
 
     def _check_extensions(self) -> None:
+        # A head of rank 0 is computed as a mean of the values, without a softmax to which a bias could be added.
         if self.pair_bias and not all(self.ranks):
             raise InvalidInput("a head with a bias per pair of tokens keeps one direction or more: it is not uniform.")
         if any(name not in INNER_NORMS for name in self.inner_norms):
@@ -144,7 +150,9 @@ class AttentionSpec:
             raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
         head_dim = width // heads
         ranks, indices, norms = (head_dim,) * heads, tuple(range(heads)), FORMS[form].norms[0]
+        # The scale follows the original head dimension and is stored: compression must not change the temperature.
         spec = cls("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
+        # One block per head is multi-head attention: every head uses its own block only.
         if FORMS[form].mixes_blocks:
             return spec.with_shared_directions(width, ranks)
         return replace(spec, form=form, norms=norms)
@@ -211,6 +219,7 @@ class AttentionSpec:
         if self.shares_directions:
             return self.ranks[:1]
         if self.keeps_original_norms:
+            # A head without directions attends uniformly, and needs no norms.
             return tuple(self.original_rank if rank else 0 for rank in self.ranks)
         return self.ranks
 
@@ -230,6 +239,7 @@ class AttentionSpec:
 
         Its original rank is the number of directions of all heads. Without any direction it has the shared form.
         """
+        # Of a layer that is shared already, the original rank is that of all heads together.
         blocks, whole = blocks if rank and self.heads else None, self.original_rank
         form = "shared" if blocks is None else "mixed"
         return replace(
@@ -252,11 +262,12 @@ class AttentionSpec:
 
         The rotary form keeps these `pairs`, or else the first ones of each head that fit its rank.
         """
+        # By number of the head in the original model, because the heads of a compressed layer are reordered.
         reads = dict(zip(self.heads, self.reads, strict=True))
         values = tuple(reads[head] for head in heads)
         if self.pairs is not None and pairs is None:
-            own = dict(zip(self.heads, self.pairs, strict=True))
-            pairs = [own[head][: rank // 2] for head, rank in zip(heads, ranks, strict=True)]
+            pairs_of_heads = dict(zip(self.heads, self.pairs, strict=True))
+            pairs = [pairs_of_heads[head][: rank // 2] for head, rank in zip(heads, ranks, strict=True)]
         return replace(
             self,
             ranks=tuple(ranks),

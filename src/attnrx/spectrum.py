@@ -42,6 +42,7 @@ class Spectrum(Displayed):
             raise InvalidInput(
                 f"strength {tuple(self.strength.shape)}, used {tuple(self.used.shape)}, heads {self.heads} disagree."
             )
+        # Shared directions have one table of rows, and strengths per head.
         for table in (self.query, self.key):
             if table.shape[:2] != (1 if self.shared else heads, directions):
                 whose = "shared directions" if self.shared else "directions of their own"
@@ -59,7 +60,7 @@ class Spectrum(Displayed):
         """Squared strengths, normalized per head (Eq. 22); all zero for a head whose strengths are zero."""
         square = self.strength.square() * self.used
         total = square.sum(-1, keepdim=True)
-        return torch.where(total > 0, square / total, torch.zeros_like(square))
+        return torch.where(total > 0, square / total, torch.zeros_like(square))  # no NaN for a head without energy
 
     @property
     def rank(self) -> Float[Tensor, "heads"]:

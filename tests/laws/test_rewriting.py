@@ -29,6 +29,8 @@ from attnrx.rules import (
     in_metric,
     prescribe_maps,
 )
+from attnrx.rules.metrics import rewritten
+from attnrx.rules.shared import JointForm
 from comparisons import logits, pixels, whole
 
 DENSE = cases.CONFIGS["dense"]
@@ -111,10 +113,21 @@ def test_enough_shared_directions_are_the_original(
     assert all(layer.spec.form == "shared" for layer in family_of(realized).attention(realized))
 
 
+def test_the_joint_form_does_not_depend_on_the_directions(found: Diagnosis) -> None:
+    (layer, *_), (other, *_) = found.layers, rewritten(found, "centered")[0].layers
+    products = []
+    for form in (JointForm(layer, "centered"), JointForm(other, "centered")):
+        scores = torch.einsum("hdf,hdg->hfg", form.query, form.key)
+        # Rotations of the first two modes cancel in the products between heads.
+        products.append(torch.einsum("hfg,kfg->hk", scores, scores))
+    torch.testing.assert_close(products[1], products[0], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("metric", ["augmented", "centered"])
 def test_fusion_ranks_are_realized_as_irregular_heads(
-    model: VisionTransformer, found: Diagnosis, images: ImageSet
+    metric: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    prescription = prescribe_maps(found, FusionRank(6))
+    prescription = prescribe_maps(found, FusionRank(6, metric=metric))
     assert all(sum(ranks) <= 6 for ranks in prescription.ranks)
     masked, small = (logits(realize(model, prescription, by=by), images) for by in ("mask", "compress"))
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)

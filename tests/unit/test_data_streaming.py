@@ -196,6 +196,7 @@ def test_parts_are_whole_batches_of_a_pass(processes: int, shards: Splits, photo
         parts = [images.part(process, processes, 4) for process in range(processes)]
         batches = [batch for part in parts if len(part) for batch in part.batches(4)]
         assert equal(batches, list(images.batches(4)))
+        assert all(list(part.batches(4)) == [] for part in parts if not len(part))
 
 
 def test_taking_from_shards(shards: Splits) -> None:
@@ -212,6 +213,9 @@ def test_patterns_names_and_an_index_of_shards(tmp_path: Path) -> None:
     splits = load_data(str(tmp_path / "part-{00..03}.tar"))
     assert (len(splits.train), len(splits.validation), len(splits.test)) == (18, 9, 9)
     assert splits.class_names == CLASSES
+    (tmp_path / "classnames.txt").write_text("\n".join(CLASSES))  # without a final newline
+    again = load_data(str(tmp_path / "part-0{0,1,2,3}*.tar"))
+    assert len(again.train) == 18 and again.class_names == CLASSES
     with pytest.raises(DataError, match=r"part-04.tar does not exist"):
         load_data(str(tmp_path / "part-{00..04}.tar"))
 

@@ -28,6 +28,7 @@ from attnrx.planning import AXES, PlanSettings, PredictedQuantity, Search, Targe
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS
+from attnrx.planning.measured_costs import cached_cost_table
 from attnrx.planning.plan_search import Trial, _Proposals, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers
@@ -357,6 +358,38 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     slower = 100.0
     with pytest.raises(NotSupported, match=r"cannot be promised|the cheapest"):
         made.for_cost(0.8)
+
+
+def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
+) -> None:
+    class FastKernels(Planner):
+        """A planner for which the unchanged model takes 40 % of the latency of its library."""
+
+        @cached_property
+        def cost_table(self) -> CostTable:
+            table = exact_cost_table(self.space, "macs")
+            return replace(table, whole=table.whole / 0.4)
+
+    settings, target = PlanSettings(search=Search(0), batch_size=12), Target.parse("max-drop=100", "latency")
+    trial, most = FastKernels(settings.space(model, diagnosis, target), settings, target, images).for_drop()
+    assert trial.step.cost <= most < 0.4
+
+
+def test_cost_tables_are_of_one_number_of_tokens(space: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
+    table, measured = exact_cost_table(space, "macs"), []
+
+    def measure() -> CostTable:
+        measured.append(1)
+        return table
+
+    layout = space.shape.layout
+    other = replace(space, _pieces={})
+    other.__dict__["shape"] = replace(space.shape, layout=replace(layout, patches=layout.patches // 2))
+    for one in (space, other, space):
+        stored = cached_cost_table(one, CLOCK, "quick", measure, lambda line: None)
+    assert len(measured) == 2 and stored.whole == table.whole  # read back at full precision
 
 
 def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(

@@ -26,6 +26,7 @@ class Accuracy(Check):
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         predictions, seed = comparison.predictions, comparison.seed
         before, after = predictions.correct("reference"), predictions.correct("candidate")
+        # Only images on which the models differ decide about the change; the others cancel in a paired comparison.
         lost, gained = int((before & ~after).sum()), int((~before & after).sum())
         details = {
             "quantity": "accuracy change",
@@ -35,12 +36,13 @@ class Accuracy(Check):
             "interval": "paired bootstrap over images",
         }
         change = change_of_accuracy(self.name, "", paired_change(before, after, seed), self.most_drop, len(before))
-        own = (self._of(role, correct) for role, correct in (("reference", before), ("candidate", after)))
-        return (*own, replace(change, seed=seed, details=details))
+        accuracies = (self._of(role, correct) for role, correct in (("reference", before), ("candidate", after)))
+        return (*accuracies, replace(change, seed=seed, details=details))
 
     def _of(self, role: str, is_correct: Bool[Tensor, "images"]) -> Finding:
         correct, n = int(is_correct.sum()), len(is_correct)
         details = {"quantity": "accuracy", "model": role, "correct": correct, "interval": "Wilson"}
+        # Not a bootstrap: at 0 or 100 % all resamples are equal, and the interval would have no width.
         share = proportion(correct, n).scaled(100.0)
         return Finding(self.name, f"top-1 accuracy of the {role}", unit="%", **share.judged(n), details=details)
 

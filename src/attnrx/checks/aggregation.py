@@ -20,13 +20,14 @@ def aggregate(runs: Sequence[Evidence]) -> Evidence:
     claims = [(finding.check, finding.claim) for finding in runs[0].findings]
     for number, run in enumerate(runs):
         other = [(finding.check, finding.claim) for finding in run.findings]
+        # In any order: the checks may have run in another one.
         if sorted(claims) != sorted(other):
             raise InvalidInput(
                 f"run {number} does not make the same claims as run 0 ({len(other)} against {len(claims)}); verify all "
                 "by the same checks."
             )
     by_claim = [{(finding.check, finding.claim): finding for finding in run.findings} for run in runs]
-    merged = tuple(_merge([found[claim] for found in by_claim]) for claim in claims)
+    merged = tuple(_merge([findings[claim] for findings in by_claim]) for claim in claims)
     about: dict[str, Any] = {"runs": len(runs)}
     for name in dict.fromkeys(name for run in runs for name in run.about):
         values = [run.about.get(name) for run in runs]
@@ -37,7 +38,9 @@ def aggregate(runs: Sequence[Evidence]) -> Evidence:
 def _merge(findings: list[Finding]) -> Finding:
     first, values = findings[0], [finding.value for finding in findings]
     several = len(values) > 1
+    # Over runs, whose spread the intervals over images of single runs do not contain; a single run has no other.
     interval = t_interval(values) if several else first
+    # Runs that were judged by different limits have no common claim: the quantity is reported.
     limit = first.limit if len({finding.limit for finding in findings}) == 1 else None
     fields = ("value", "low", "high", "outcome", "n", "seed")
     return Finding(

@@ -55,6 +55,7 @@ class Bounds(Check):
         comparison = comparison.taking(self.images)
         changes, worst = spectral_changes(comparison), dict[str, float]()
 
+        # Only the largest ratio of every claim is stored: the scores of all layers would not fit in memory.
         def observe(layer: int, observation: Observation) -> None:
             for name, ratios in _ratios(observation, changes.get(layer)).items():
                 if ratios.numel():
@@ -62,6 +63,7 @@ class Bounds(Check):
 
         generator = torch.Generator().manual_seed(comparison.seed)
         model = comparison.reference
+        # Pruned or merged tokens would differ between the two halves of a batch, whose rows are compared one by one.
         require_all_tokens(model, "check the bounds of")
         dtype = next(model.parameters()).dtype
         with evaluating([model]), observing(model, family_of(model), observe):
@@ -72,15 +74,18 @@ class Bounds(Check):
                 # One pass of both halves, which `_ratios` splits again.
                 model(torch.cat([images, images + noise.to(images.device)]))
         images = len(comparison.data)
-        found = [_finding(name, CLAIMS[name], worst[name], images, comparison.seed) for name in CLAIMS if name in worst]
+        findings = [
+            _finding(name, CLAIMS[name], worst[name], images, comparison.seed) for name in CLAIMS if name in worst
+        ]
         # Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads.
         spectra = _spectra(comparison)
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
+        # Both ends as ratios that are at most 1: rank over directions, and 1 over rank.
         largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
         claim = "every effective rank lies between 1 and the number of directions (Eq. 25)"
-        return (*found, _finding("Eq. 25", claim, largest, len(ranks)))
+        return (*findings, _finding("Eq. 25", claim, largest, len(ranks)))
 
 
 def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = None) -> Finding:
@@ -111,6 +116,7 @@ class SpectralChange:
         stays: Bool[Tensor, "heads"],
     ) -> "SpectralChange":
         lost = before - after
+        # A refit changes kept strengths, too: Eq. 12 covers any change, Eq. 13 removals alone (`thresholded`).
         counted = (lost != 0).any(-1) & stays
         removed, kept = (after == 0) & (before != 0), after != 0
         largest_removed = torch.where(removed, before.abs(), 0).amax(-1)
@@ -142,11 +148,13 @@ def _spectra(comparison: Comparison) -> list[Spectrum]:
 def _ratios(observation: Observation, change: SpectralChange | None) -> dict[str, Float[Tensor, "batch counted"]]:
     """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half."""
     (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
-    scale, given = observation.scale, observation.strength
-    strength = torch.ones_like(query[0, 0]) if given is None else given.double()
+    scale, strengths = observation.scale, observation.strength
+    strength = torch.ones_like(query[0, 0]) if strengths is None else strengths.double()
+    # Without strengths (dense attention) each counts as 1, and the spectral norm is that of the rows.
     ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
-    if given is None or change is None:
+    if strengths is None or change is None:
         return ratios
+    # On the clean half only: these claims are about changed strengths on the same input.
     removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
     scores = head_scores(query, key, strength, scale)
     # The change is computed directly: the difference of two scores would be dominated by their rounding.
@@ -181,6 +189,7 @@ def theorem_1(
 
     With `most` = scale times an upper limit of the pruned strengths it is Eq. 13. Requires rows of unit length.
     """
+    # [batch, heads]: the largest score of a head, against one bound for all of its scores.
     return bound_ratio(change.abs().amax((-2, -1)), most)
 
 
@@ -206,11 +215,15 @@ def proposition_4(
     moved = [
         torch.linalg.vector_norm(after - before, dim=(1, 3)) for before, after in zip(clean, perturbed, strict=True)
     ]
+    # The telescoped difference q' k' - q k = (q' - q) k' + q (k' - k), each product bounded by Frobenius times spectral
+    # norm.
     reach = moved[0] * spectral_norm(perturbed[1]) + spectral_norm(clean[0]) * moved[1]
     return bound_ratio(torch.linalg.vector_norm(change, dim=(-2, -1)), scale * strength.abs().amax(-1) * reach)
 
 
 def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
     """Returns the largest singular value of every head's rows, from their Gram matrix."""
+    # [batch, heads, directions, directions], which are far fewer than tokens; float64 leaves enough digits of the
+    # squares.
     gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
     return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()  # rounding may put the smallest below zero

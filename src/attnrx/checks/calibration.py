@@ -32,28 +32,29 @@ class Calibration(Check):
             raise InvalidInput("the check calibration needs probabilities; this model returns embeddings.")
         predictions, seed = comparison.predictions, comparison.seed
         n, roles = len(predictions), ("reference", "candidate")
-        gaps = []
+        gaps = []  # by model [images, bins]
         for role in roles:
+            # Of every image, from which the error of any resample is a mean of columns and a sum.
             confidence = predictions.outputs[role].double().softmax(-1).amax(-1)
             gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
         values = [float(100 * calibration_error(gap.mean(0))) for gap in gaps]
-        # Both models share the resamples, so that the change is paired.
+        # Both models share the resamples, so that the change is paired. [draws, models]
         draws = 100 * calibration_error(resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)))
-        found = {
-            f"expected calibration error of the {role}": estimate(value, own).judged(n)
-            for role, value, own in zip(roles, values, draws.T, strict=True)
+        judged = {
+            f"expected calibration error of the {role}": estimate(value, samples).judged(n)
+            for role, value, samples in zip(roles, values, draws.T, strict=True)
         }
         change = estimate(values[1] - values[0], draws[:, 1] - draws[:, 0])
         claim = "change of calibration error, candidate minus reference"
-        found[claim] = change.judged(n, self.most_rise, at_least=False)
+        judged[claim] = change.judged(n, self.most_rise, at_least=False)
         return tuple(
             Finding(
                 self.name,
                 claim,
                 unit="points",
-                **own,
+                **fields,
                 seed=seed,
                 details={"quantity": claim.partition(",")[0], "bins": self.bins},
             )
-            for claim, own in found.items()
+            for claim, fields in judged.items()
         )

@@ -32,7 +32,7 @@ class Check(ABC):
 
     def __post_init__(self):
         for knob, kind in knobs_of(type(self)).items():
-            value, least = getattr(self, knob), 1 if kind is int else 0
+            value, least = getattr(self, knob), 1 if kind is int else 0  # counts, else shares and limits
             if isinstance(value, int | float) and not value >= least:
                 raise InvalidInput(f"{self.name}({knob}={value}): give {least} or more.")
 
@@ -53,6 +53,7 @@ def _plain(knob: Any) -> Any:
         return to_dict(knob)
     if isinstance(knob, tuple):
         return list(knob)  # JSON has no tuples
+    # Modules, functions and tensors are no settings that a record could repeat.
     return knob if isinstance(knob, bool | int | float | str) else None
 
 

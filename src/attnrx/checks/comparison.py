@@ -72,12 +72,13 @@ class Comparison:
     @property
     def predictions(self) -> Predictions:
         """The predictions of all models, computed in one pass over the data on first use."""
+        # On first use: a check that needs no outputs, e.g. of the latency, runs no model over the data.
         missing = {role: model for role, model in self.models.items() if model not in self._cache}
         if missing:
-            found = predict(missing, self)
-            self._cache.update({model: (found.outputs[role], found.labels) for role, model in missing.items()})
+            computed = predict(missing, self)
+            self._cache.update({model: (computed.outputs[role], computed.labels) for role, model in missing.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
-        classes = {role: own.shape[1] for role, own in outputs.items()}
+        classes = {role: values.shape[1] for role, values in outputs.items()}
         if len(set(classes.values())) > 1:
             what = "distinguish different numbers of classes" if kind.name == "logits" else "return different widths"
             raise InvalidInput(f"the models {what} ({classes}); compare models of the same task.")
@@ -109,15 +110,17 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
         # Of a few images, a process may have none.
         batches = data.batches(comparison.batch_size, device=comparison.device) if len(data) else ()
         for batch in track(batches, "comparing predictions", -(-len(data) // comparison.batch_size)):
+            # All models on one batch: the data are decoded once, and images are paired whatever the order is.
             labels.append(batch.labels.cpu())
             for role, model in models.items():
                 parts[role].append(answer(model, batch.images).cpu())
     concatenate = processes.all_rows if comparison.together else torch.cat
-    outputs = {role: concatenate(own) for role, own in parts.items()}
+    outputs = {role: concatenate(rows) for role, rows in parts.items()}
     predictions = Predictions(outputs, concatenate(labels), comparison.kind)
     classified = data.label_problem is None and predictions.kind.name == "logits"
-    for role, own in outputs.items():
-        _require_valid(role, own, predictions.labels if classified else None)
+    # After the exchange, so that all processes raise, and none waits for one that has stopped.
+    for role, rows in outputs.items():
+        _require_valid(role, rows, predictions.labels if classified else None)
     return predictions
 
 
@@ -143,6 +146,7 @@ def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"
 def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
     """Returns a warning if the reference's accuracy, in %, is not above that of guessing the most frequent class."""
     guessing = 100 * float(labels.bincount().max()) / len(labels)
+    # By the interval, because the accuracy on a few images exceeds guessing by chance.
     if accuracy.low > guessing:
         return []
     return [

@@ -45,6 +45,7 @@ class Controls(Check):
         for kind, draws in self.prescriptions.items():
             models = [candidate]
             for prescription in draws:
+                # Not cached: a model per draw would stay in memory.
                 control = predict({kind: self.realize(prescription)}, comparison)
                 models.append(tallied(control, kind, predictions))
             findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
@@ -54,10 +55,12 @@ class Controls(Check):
         self, kind: str, rules: dict[str, str], models: Float[Tensor, "images models 3"], seed: int
     ) -> tuple[Finding, Finding]:
         """Compares the candidate, which is the first of the models, with the draws of one control."""
+        # [samples, models, 3]: one resample of the images for all models, so that differences are paired.
         resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
         controls = resample_draws(resampled[:, 1:], seed)
-        means = models.mean(0)
+        means = models.mean(0)  # [models, 3]
         distances, accuracies = discrepancy(means[:, :2]).tolist(), (100 * means[:, 2]).tolist()
+        # Means of the two sums first, then the ratio of Eq. 46: it is not a mean over images.
         nearer = estimate(
             fmean(distances[1:]) - distances[0],
             discrepancy(controls[..., :2]).mean(1) - discrepancy(resampled[:, 0, :2]),

@@ -38,6 +38,7 @@ class Features(Check):
                 base, other = (
                     patch_features(model, batch.images) for model in (comparison.reference, comparison.candidate)
                 )
+                # By patch, relative to its own norm, then the mean over the patches of an image: [batch].
                 errors.append(((base - other).square().sum(-1) / base.square().sum(-1)).mean(1).cpu())
                 cosines.append(torch.cosine_similarity(base, other, dim=-1).mean(1).cpu())
         n, seed, against = len(comparison.data), comparison.seed, "candidate against reference"
@@ -48,8 +49,8 @@ class Features(Check):
             "feature cosine": (f"cosine of the features of a patch, {against}", cosine),
         }
         return tuple(
-            Finding(self.name, claim, **found, seed=seed, details={"quantity": quantity})
-            for quantity, (claim, found) in claims.items()
+            Finding(self.name, claim, **fields, seed=seed, details={"quantity": quantity})
+            for quantity, (claim, fields) in claims.items()
         )
 
 
@@ -71,6 +72,8 @@ class PatchProbe(Check):
     most_drop: float | None = 1.0
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        # Labels of images become labels of patches by mosaics: no dataset of segmentations is needed. A linear probe,
+        # so that the result depends on the features and not on a decoder that makes up for them.
         train, test = mosaics_of(comparison)
         models = {"reference": comparison.reference, "candidate": comparison.candidate}
         with evaluating(models.values()):
@@ -79,23 +82,27 @@ class PatchProbe(Check):
                 for role, model in models.items()
             }
         (height, width) = train[0].shape[-2:]
-        labels = [quadrant_labels(own, tables["reference"][0].shape[1], height / width) for _, own in (train, test)]
-        classes = 1 + int(max(own.max() for own in labels))
-        probes = {role: ridge_probe(own[0], labels[0], classes, self.ridge) for role, own in tables.items()}
+        labels = [
+            quadrant_labels(quadrants, tables["reference"][0].shape[1], height / width)
+            for _, quadrants in (train, test)
+        ]
+        classes = 1 + int(max(patch_labels.max() for patch_labels in labels))
+        probes = {role: ridge_probe(table[0], labels[0], classes, self.ridge) for role, table in tables.items()}
         base = patch_accuracy(probes["reference"], tables["reference"][1], labels[1])
-        own = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
+        # The probe of the reference shows whether features moved, that of the candidate whether they lost information.
+        retrained = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
         same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
         n, seed = len(base), comparison.seed
         accuracy = mean_estimate(base, seed).scaled(100.0).judged(n)
         details: dict[str, Any] = {"quantity": "patch accuracy", "model": "reference"}
         claim = "accuracy of the segmentation probe, reference"
-        found = [Finding(self.name, claim, unit="%", **accuracy, seed=seed, details=details)]
-        for probe, accuracies in (("the reference", same), ("the candidate", own)):
+        findings = [Finding(self.name, claim, unit="%", **accuracy, seed=seed, details=details)]
+        for probe, accuracies in (("the reference", same), ("the candidate", retrained)):
             where = f" of patches, by the probe trained on {probe}"
             change = change_of_accuracy(self.name, where, mean_change(accuracies - base, seed), self.most_drop, n)
             quantity = {"quantity": "patch accuracy change", "probe": probe, "train": len(train[0])}
-            found.append(Finding(**{**vars(change), "seed": seed, "details": quantity}))
-        return tuple(found)
+            findings.append(Finding(**{**vars(change), "seed": seed, "details": quantity}))
+        return tuple(findings)
 
 
 def patch_features(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> PatchTable:
@@ -116,17 +123,21 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
     half, generator = len(images) // 2, torch.Generator().manual_seed(comparison.seed)
     if half < 4:
         raise DataError(f"{len(images)} images for a probe on mosaics of four: give at least 8.")
+    # Area averages do not alias. A mosaic has the size of an image, so the model reads it as one.
     small = interpolate(images, scale_factor=0.5, mode="area")
-    found = []
+    halves = []
+    # Halves of the images and not of the mosaics: no image is in both.
     for part in (torch.arange(half), torch.arange(half, len(images))):
+        # One permutation per quadrant, so an image has other neighbours in each.
         orders = [part[torch.randperm(len(part), generator=generator)].to(labels.device) for _ in range(4)]
         rows = [torch.cat([small[orders[row]], small[orders[row + 1]]], dim=-1) for row in (0, 2)]
-        found.append((torch.cat(rows, dim=-2), torch.stack([labels[order] for order in orders], dim=1).cpu()))
-    return found[0], found[1]
+        halves.append((torch.cat(rows, dim=-2), torch.stack([labels[order] for order in orders], dim=1).cpu()))
+    return halves[0], halves[1]
 
 
 def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: float) -> Int[Tensor, "mosaics patches"]:
     """Returns the class of every patch, -1 for one across two quadrants; `ratio` is height over width."""
+    # patches = rows * columns and rows / columns = height / width, as patches are square.
     rows = round((patches * ratio) ** 0.5)
     columns = patches // rows
 
@@ -147,6 +158,7 @@ def ridge_probe(
     rows, targets = _with_one(table[used]), one_hot(labels[used], classes).double()
     gram = rows.T @ rows
     penalty = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    # The bias is not penalized.
     penalty[-1, -1] = 0
     return torch.linalg.solve(gram + penalty, rows.T @ targets)
 

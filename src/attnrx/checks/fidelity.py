@@ -43,6 +43,7 @@ def squared_distances(
     base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
 ) -> Float[Tensor, "images 2"]:
     """Returns the squared norms of the difference and of the base per image: the two sums of Eq. 46."""
+    # Sums per image, because the ratio of Eq. 46 is of sums: a bootstrap resamples both together.
     base, other = base.double(), other.double()
     return torch.stack([(base - other).square().sum(-1), base.square().sum(-1)], dim=-1)
 
@@ -60,6 +61,8 @@ def _compared(
     least_agreement: float | None = None,
 ) -> tuple[Finding, ...]:
     """Compares the model of the role `other` with that of the role `base`; without a limit a quantity is reported."""
+    # Agreement is a share of images with an interval for shares; the others are functions of means, with bootstrap
+    # intervals.
     predictions, seed = comparison.predictions, comparison.seed
     n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
     outputs, kind = (predictions.outputs[base], predictions.outputs[other]), predictions.kind

@@ -49,6 +49,7 @@ class Latency(Check):
         images = first[torch.arange(self.batch, device=first.device) % len(first)]
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
         reference = comparison.reference
+        # The gain by attnrx's kernels is part of the speed that a user of the library sees.
         if self.library:
             reference = family_of(reference).library_model(reference)
         models = comparison.candidate, reference, images

@@ -60,6 +60,8 @@ class Logits(OutputKind):
     distance, decision = "KL divergence", "prediction"
 
     def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
+        # Normalized once: the comparisons below take logits as well as log-probabilities, which log_softmax does not
+        # change.
         return torch.log_softmax(outputs.double(), dim=-1).cpu()
 
     def divergence(
@@ -115,14 +117,16 @@ def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int
 
     In a last group of fewer images, neighbours are repeated.
     """
-    unit, found = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
+    # Groups of consecutive images: memory is linear in their number, and the task as hard for any number of them.
+    unit, neighbours = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
     for start in range(0, len(unit), GROUP):
         group = unit[start : start + GROUP]
         similarity = group @ group.T
         similarity.fill_diagonal_(-torch.inf)  # an image is no neighbour of its own; a lone last one is
+        # Stable: equal similarities, e.g. of repeated images, have the same order in both models.
         order = similarity.argsort(dim=-1, descending=True, stable=True)[:, : max(1, len(group) - 1)]
-        found.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
-    return torch.cat(found)
+        neighbours.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
+    return torch.cat(neighbours)
 
 
 KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (Logits(), Embeddings())}
@@ -130,6 +134,7 @@ KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (Logits(), Embedding
 
 def output_kind_of(model: nn.Module) -> OutputKind:
     """Returns how the outputs of a model are compared; those of a model that no family knows are logits."""
+    # Not `family_of`, which raises: checks also take modules of no family.
     family = next((family for family in FAMILIES if family.matches(model)), None)
     return KINDS["logits" if family is None else family.output_kind(model)]
 
@@ -150,4 +155,5 @@ def softened_divergence(
     It is half the variance over the classes of the difference of the logits. All classes contribute, so that it varies
     much less between images than the divergence, which few images dominate.
     """
+    # A variance ignores constants, so that logits and log-probabilities give the same.
     return (base.double() - other.double()).var(-1, correction=0) / 2

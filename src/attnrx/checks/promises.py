@@ -53,24 +53,25 @@ class Promises(Check):
     promised: Mapping[str, Any] | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        given = comparison.prescription
-        record = self.promised or (None if given is None else given.about.get("plan"))
+        prescription = comparison.prescription
+        record = self.promised or (None if prescription is None else prescription.about.get("plan"))
         if record is None:
             raise InvalidInput(
                 "the check promises goes with a prescription that was planned; give that of `attnrx plan`."
             )
         predictions, (base, other) = comparison.predictions, ("reference", "candidate")
-        found = {
+        per_image = {
             "divergence": predictions.kind.divergence(predictions.outputs[base], predictions.outputs[other]),
             "agreement": (predictions.decisions(base) == predictions.decisions(other)).double(),
         }
         if comparison.data.has_labels:
-            found["change"] = predictions.correct(other).double() - predictions.correct(base).double()
+            per_image["change"] = predictions.correct(other).double() - predictions.correct(base).double()
         findings = [
-            _kept_promise(name, PredictedQuantity(**record["expected"][name]), own, comparison)
-            for name, own in found.items()
+            _kept_promise(name, PredictedQuantity(**record["expected"][name]), values, comparison)
+            for name, values in per_image.items()
             if name in record["expected"]
         ]
+        # Only a plan for latency was timed.
         if record["measured"] is not None:
             findings.append(self._speed(comparison, record["measured"]))
         return tuple(findings)
@@ -78,6 +79,7 @@ class Promises(Check):
     def _speed(self, comparison: Comparison, promised: Mapping[str, Any]) -> Finding:
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
         protocol = LatencyProtocol(conditions, self.rounds, warmup=2, clock=promised["clock"], kernels=False)
+        # As the plan was timed: by the same clock, and in a process of its own if it was.
         model, family = comparison.reference, family_of(comparison.reference)
         size = promised["batch"], *family.input_shape(model)
         # Latency does not depend on the values of the pixels.
@@ -118,8 +120,8 @@ def _kept_promise(
     low, high = expected.interval(n)
     # The limit is the end of a prediction interval, which already covers the noise of n images: the measured interval
     # is reported, but not used for the outcome.
-    limit, own = scale * (high if more_is_worse else low), mean_estimate(found, seed).scaled(scale)
-    fields = {**judged(value, limit, n=n, at_least=not more_is_worse), "low": own.low, "high": own.high}
+    limit, measured = scale * (high if more_is_worse else low), mean_estimate(found, seed).scaled(scale)
+    fields = {**judged(value, limit, n=n, at_least=not more_is_worse), "low": measured.low, "high": measured.high}
     within = scale * (high - low) / 2
     details = {"quantity": f"promised_{quantity}", "promised": scale * expected.value, "within": within}
     return Finding(Promises.name, claim, value, unit, **fields, seed=seed, details=details)

@@ -35,24 +35,25 @@ class Retrieval(Check):
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         outputs, n, seed = comparison.predictions.outputs, len(comparison.predictions), comparison.seed
         base, other = outputs["reference"], outputs["candidate"]
-        found = []
+        findings = []
         for k in self.ks:
-            kept = neighbours_kept(nearest_neighbours(base, k), nearest_neighbours(other, k))
+            recall = neighbours_kept(nearest_neighbours(base, k), nearest_neighbours(other, k))
             claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
-            share = mean_estimate(kept, seed).scaled(100.0).judged(n)
+            share = mean_estimate(recall, seed).scaled(100.0).judged(n)
             details = {"quantity": f"recall at {k}"}
-            found.append(Finding(self.name, claim, unit="%", **share, seed=seed, details=details))
+            findings.append(Finding(self.name, claim, unit="%", **share, seed=seed, details=details))
         if self.text_embeddings is not None:
             same = int((zero_shot(base, self.text_embeddings) == zero_shot(other, self.text_embeddings)).sum())
             claim, details = "zero-shot class agreement, candidate against reference", {"quantity": "zero-shot"}
-            found.append(
+            findings.append(
                 Finding(self.name, claim, unit="%", **proportion(same, n).scaled(100.0).judged(n), details=details)
             )
-        return tuple(found)
+        return tuple(findings)
 
 
 def neighbours_kept(base: Int[Tensor, "images k"], other: Int[Tensor, "images k"]) -> Float[Tensor, "images"]:
     """Returns the share of the neighbours in `base` that are in `other`, per image."""
+    # [images, k of base, k of other]: sets are compared, and the order within the k does not count.
     return (base[:, :, None] == other[:, None, :]).any(-1).double().mean(1)
 
 
@@ -65,4 +66,5 @@ def zero_shot(
             f"text_embeddings of width {texts.shape[1]} for embeddings of width {outputs.shape[1]}: give those of the "
             "text tower of the same model."
         )
+    # The norm of an image's embedding does not change its nearest text.
     return (outputs.double() @ nn.functional.normalize(texts.double().cpu(), dim=-1).T).argmax(-1)

@@ -46,20 +46,23 @@ class Shift(Check):
         # Sums of divergences and numbers of images of both kinds, so that all are resampled together.
         columns = torch.stack([divergence * known, known, divergence * ~known, ~known], dim=-1).double()
         means, draws = columns.mean(0), resampled_means(columns, comparison.seed)
+        # A resample may have no image of one kind, and then has no mean of it.
         draws = draws[(draws[:, 1] > 0) & (draws[:, 3] > 0)]
         findings = []
         for index, (what, count) in enumerate(
             (("classes of the calibration", int(known.sum())), ("other classes", int((~known).sum())))
         ):
-            own = [each[..., 2 * index] / each[..., 2 * index + 1] for each in (means, draws)]
+            mean_and_draws = [sums[..., 2 * index] / sums[..., 2 * index + 1] for sums in (means, draws)]
             claim = f"mean {predictions.kind.distance}, on images of {what}"
-            fields = estimate(float(own[0]), own[1]).judged(count)
+            fields = estimate(float(mean_and_draws[0]), mean_and_draws[1]).judged(count)
             details = {"quantity": "divergence by class", "classes": what}
             findings.append(
                 Finding(self.name, claim, unit=predictions.kind.unit, **fields, seed=comparison.seed, details=details)
             )
         ratio = [
-            each[..., 2] * each[..., 1] / (each[..., 3] * each[..., 0]).clamp(min=1e-30) for each in (means, draws)
+            # The ratio of two means, as one division of products; the first is the value, the second its samples.
+            sums[..., 2] * sums[..., 1] / (sums[..., 3] * sums[..., 0]).clamp(min=1e-30)
+            for sums in (means, draws)
         ]
         fields = estimate(float(ratio[0]), ratio[1]).judged(n, self.most, at_least=False)
         claim = "divergence on images of other classes, relative to the classes of the calibration"
@@ -68,12 +71,13 @@ class Shift(Check):
 
     def _known(self, comparison: Comparison) -> Bool[Tensor, "images"]:
         """Returns whether the reference puts an image into a class of the calibration."""
+        # By the reference, as the classes of the calibration images were found, also for data without labels.
         decisions = comparison.predictions.decisions("reference")
         return torch.isin(decisions, torch.tensor(self._classes(comparison), dtype=decisions.dtype))
 
     def _classes(self, comparison: Comparison) -> tuple[int, ...]:
-        given = comparison.prescription
-        recorded: Any = {} if given is None else given.about.get("realized", {})
+        prescription = comparison.prescription
+        recorded: Any = {} if prescription is None else prescription.about.get("realized", {})
         classes = self.classes or recorded.get("classes", ())
         if not classes:
             raise InvalidInput(

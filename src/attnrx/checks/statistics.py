@@ -50,6 +50,7 @@ class Estimate:
 
 def proportion(successes: int, n: int) -> Estimate:
     """Returns a share with its Wilson score interval, which has nonzero width at 0 and 1."""
+    # The interval of all shares whose score test does not reject the observed one.
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     share = successes / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -67,6 +68,7 @@ def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"],
     """
     n = before.numel()
     lost, gained = int((before & ~after).sum()), int((~before & after).sum())
+    # Three counts are drawn in place of n images per resample.
     weights = np.array([lost + 0.5, gained + 0.5, n - lost - gained + 1.0])
     counts = np.random.default_rng(seed).multinomial(n, weights / weights.sum(), size=DRAWS)
     changes = torch.from_numpy((counts[:, 1] - counts[:, 0]) / n)
@@ -94,7 +96,7 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
     observed = values.sum().abs() * (1 - 1e-12)  # the identity swap must count as equal in spite of rounding
     generator = torch.Generator().manual_seed(seed)
     num_extreme = 0
-    for rows in _chunks(FLIPS, len(values)):
+    for rows in _chunks(FLIPS, len(values)):  # signs are [rows, images]
         signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
         num_extreme += int(((signs @ values).abs() >= observed).sum())
     return (1 + num_extreme) / (1 + FLIPS)
@@ -103,6 +105,7 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
     """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    # A corrected p-value is at least that of every smaller one, so that rejections stop at the first failure.
     corrected, largest = [0.0] * len(p_values), 0.0
     for position, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))
@@ -117,6 +120,7 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
     generator = torch.Generator().manual_seed(seed)
     ones, means = torch.ones(1, dtype=torch.float64), []
     for rows in _chunks(DRAWS, n):
+        # How often every image is drawn, [rows, n]: the means of all columns are then one product of matrices.
         drawn = torch.randint(n, (rows, n), generator=generator)
         counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(1, drawn, ones.expand(rows, n))
         means.append(counts @ values / n)
@@ -125,8 +129,8 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
 
 def _chunks(draws: int, n: int) -> Iterator[int]:
     """Yields the number of resamples of each chunk, so that memory does not grow with the n images."""
-    most = max(1, CHUNK // n)
-    yield from (min(most, draws - start) for start in range(0, draws, most))
+    chunk = max(1, CHUNK // n)
+    yield from (min(chunk, draws - start) for start in range(0, draws, chunk))
 
 
 def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
@@ -161,9 +165,10 @@ def student_quantile(probability: float, degrees: int) -> float:
         for k in range(2 + odd, degrees + 1, 2):
             total += term
             term *= math.cos(angle) ** 2 * (k - 1) / k
-        found = math.sin(angle) * total
-        return 2 / math.pi * (angle + found) if odd else found
+        series = math.sin(angle) * total
+        return 2 / math.pi * (angle + series) if odd else series
 
+    # By bisection over the angle, whose range is finite while that of t is not.
     low, high = 0.0, math.pi / 2
     for _ in range(100):  # halvings: enough for all digits of float64
         middle = (low + high) / 2
@@ -189,6 +194,7 @@ def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
     interval is over the groups alone.
     """
     values = values.double()
+    # Two-way analysis of variance without replication: runs, groups, and their interaction, which is the residual.
     runs, groups = values.shape
     mean = values.mean()
     of_runs, of_groups = values.mean(1), values.mean(0)
@@ -210,6 +216,7 @@ def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
     """Returns confidence minus correctness of every image in the column of its confidence bin, zero elsewhere."""
+    # [images, bins] and not bins alone: column means of a resample give its calibration error.
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin
     gap = confidence.double() - correct.double()

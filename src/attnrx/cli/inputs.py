@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
     named = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
     named = {name: column for name, column in named.items() if column is not None}
+    # None lets the reader try the columns of the catalogue too.
     columns = rx.data.Columns(**named) if named else None
     return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)
 
@@ -27,6 +28,7 @@ def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits
     _, size, _ = rx.models.family_of(model).input_shape(model)
     splits, path = load_splits(arguments, size), arguments.label_map
     label_map = None if path is None else rx.serialization.read_json(path)
+    # read_json accepts any JSON, a list too.
     if path is not None and not isinstance(label_map, dict):
         raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
     return rx.adapt_preprocessing(splits, model, label_map)
@@ -49,6 +51,7 @@ def outline(source: str, trust: bool = False) -> "nn.Module":
 
 def _is_fresh(source: str) -> bool:
     """Whether a source is the name of an architecture, and not a location of weights."""
+    # A path may contain a colon too, so an existing one is a location.
     return ":" in source and not source.startswith("hub:") and not Path(source).exists()
 
 
@@ -103,29 +106,32 @@ def made(
 ) -> "nn.Module":
     """Realizes a prescription with the recorded settings `how`, and refines or repairs it if they request it."""
     refined, repaired = how.get("refine", 0), how.get("repair", 0)
-    given = {"by": how["by"], "norms": how["norms"], "calibration": calibration}
+    realization = {"by": how["by"], "norms": how["norms"], "calibration": calibration}
     if not (refined or repaired):
-        return rx.realize(model, prescription, **given)
+        return rx.realize(model, prescription, **realization)
     if how["by"] != "compress" or calibration is None:
         requested = " and ".join(f"--{name}" for name in ("refine", "repair") if how.get(name))
         raise InvalidInput(
             f"{requested} fits the weights of compressed layers on images: give --by compress and --data NAME."
         )
+    # Imported here, because they import torch, which --help does not need.
     from attnrx.realization.refinement import Refinement
     from attnrx.realization.repair import Repair
 
     fits = []
     if refined:
-        few = calibration.take(min(REFINED_ON, len(calibration)))
-        fits.append(lambda found: rx.refine(found, model, few, Refinement(refined)).model)
+        refinement_images = calibration.take(min(REFINED_ON, len(calibration)))
+        fits.append(lambda found: rx.refine(found, model, refinement_images, Refinement(refined)).model)
+    # Last, because it fits every block to what the compressed blocks before it give.
     if repaired:
         fits.append(lambda found: rx.repair(found, model, calibration, Repair(repaired)).model)
-    return rx.realization.realize_fitted(model, prescription, fits, **given)
+    return rx.realization.realize_fitted(model, prescription, fits, **realization)
 
 
 def kind_of(how: Mapping[str, Any]) -> str | None:
     """Returns the kind of realization in one word; None if it is unknown."""
     fitted = [word for name, word in (("refine", "refined"), ("repair", "repaired")) if how.get(name)]
+    # Weights that were fitted no longer follow from the kind of norms.
     if fitted:
         return " and ".join(fitted)
     return "mask" if how.get("by") == "mask" else how.get("norms")
@@ -142,6 +148,7 @@ def parse_losses(
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
     if has_task and not task:
         raise InvalidInput("the losses contain the task, and --no-task excludes it; give one of the two.")
+    # An option without effect is an error, because the user expects one.
     unused = [knob for knob in shared or {} if not any(hasattr(loss, knob) for loss in losses)]
     if unused:
         raise InvalidInput(
@@ -161,21 +168,23 @@ def _parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
     if name not in kinds:
         raise UnknownName("loss", name, kinds)
     fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    # Shared knobs are set before positional ones, which take the next free fields; a knob in the text replaces a shared
+    # one.
     rest = {key: value for key, value in shared.items() if key in fields}
     for knob in knobs:
         key, separator, value = knob.partition("=")
         if not separator:
-            free = [field for field in fields if field not in given and field not in rest]
+            free = [field for field in fields if field not in settings and field not in rest]
             key, value = (free[0] if free else "one more"), knob
-        if key not in fields or key in given:
+        if key not in fields or key in settings:
             raise InvalidInput(f"the loss {text!r}: {name} takes {', '.join(fields)}, each once; found {knob!r}.")
-        given[key] = _value(value, fields[key].type, text)
-    given = {**rest, **given}
-    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in given]
+        settings[key] = _value(value, fields[key].type, text)
+    settings = {**rest, **settings}
+    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in settings]
     if missing:
         raise InvalidInput(f"the loss {text!r}: {name} needs {' and '.join(missing)}, as in {name}:{missing[0]}=...")
-    return kinds[name](**given)
+    return kinds[name](**settings)
 
 
 def _value(value: str, kind: Any, text: str) -> Any:

@@ -37,6 +37,7 @@ exit codes:
 """
 
 
+# A KeyboardInterrupt, so that no `except Exception` between here and the handler catches it.
 class _Terminated(KeyboardInterrupt):
     """SIGTERM outside of a training."""
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _terminable():
             code = _guarded(words)
+        # Here and not at exit, because only writing the buffer shows that the reader has closed the pipe.
         sys.stdout.flush()
         if "torch" in sys.modules:
             from attnrx.runtime import processes  # imports torch, which takes seconds
@@ -73,6 +75,7 @@ def _terminable() -> Iterator[None]:
         raise _Terminated("terminated; every file that was written is whole.")
 
     main_thread = threading.current_thread() is threading.main_thread()
+    # A handler of the caller keeps precedence. Only the main thread may install one.
     if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -96,6 +99,7 @@ def _guarded(words: list[str]) -> int:
     except KeyboardInterrupt as stop:
         message = str(stop) or "interrupted; every file that was written is whole."
         return _report_error(words, stop, message, INTERRUPTED)
+    # An OSError names the file that is missing or cannot be written, which is input too.
     except (AttnrxError, OSError) as error:
         return _report_error(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
@@ -110,6 +114,7 @@ def _guarded(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
+        # Without a command it is the answer to a wrong usage, and not a result.
         print(overview(), file=sys.stdout if words else sys.stderr)
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
@@ -117,6 +122,7 @@ def _run(words: list[str]) -> int:
         return 0
     outcome = outcome_of(words, log)
     if _is_first_process() and "--json" in words:
+        # Not json.dumps, which writes NaN and infinity as words that JSON does not have.
         print(rx.serialization.json_text(outcome.record), end="")
     elif _is_first_process():
         for part in outcome.shown:
@@ -128,6 +134,7 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
     """Runs the command of the command line and returns its outcome; exceptions propagate."""
     require_environment()
     command, parser, arguments = parsed(words)
+    # Before the command runs, so that no work is lost by a path that cannot be written.
     require_out(arguments, parser)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
@@ -137,6 +144,7 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
 
 def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
     """Returns the module of the command, its parser and its parsed arguments."""
+    # Only the module of this command is imported, so that its --help is fast.
     name, rest = words[0], words[1:]
     if name not in command_modules():
         raise UsageError(f"attnrx has no command {name!r}: {nearest(name, command_modules())} See `attnrx --help`.")
@@ -149,6 +157,7 @@ def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
     """Logs a ScaleWarning without source location, and other warnings in Python's format."""
     is_own = issubclass(category, ScaleWarning)
+    # A ScaleWarning is about the user's images, so the line of code that warns does not help.
     text = f"attnrx: warning: {message}" if is_own else warnings.formatwarning(message, category, filename, lineno)
     log(text.rstrip())
 
@@ -166,6 +175,7 @@ def _report_error(words: list[str], error: BaseException, message: str, code: in
 
 def _is_first_process() -> bool:
     """Whether this process has rank 0; launchers set RANK."""
+    # Without torch, whose import takes seconds.
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -93,12 +93,12 @@ def batch(text: str) -> int | str:
 
 def seeds(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(SEED(part) for part in text.split(","))
+        values = tuple(SEED(part) for part in text.split(","))
     except ArgumentTypeError as error:
         raise ArgumentTypeError(f"{error}; give seeds with commas between them") from error
-    if len(set(found)) < len(found):
+    if len(set(values)) < len(values):
         raise ArgumentTypeError(f"{text!r} gives a seed twice")
-    return found
+    return values
 
 
 def several_shares(text: str) -> tuple[float, ...]:
@@ -132,8 +132,11 @@ def option(
     elif isinstance(value, str):
         more["metavar"] = value
     else:
+        # A placeholder that is given replaces that of the type; with None argparse derives one from the option.
         more = {"type": value, "metavar": getattr(value, "metavar", None), **more}
+    # The help states every default; one that depends on other options is None here and described in the text.
     if default is not None:
+        # An option without help text shows its default alone.
         more["default"], help = default, f"{help} ({default})".strip()
     group.add_argument(name, help=help, **more)
 
@@ -208,6 +211,7 @@ def add_methods(parser: Parser, shares: str) -> None:
         "snapvit, vtp, wdpruning, uvc, diffrate, torch_pruning"
     )
     option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=True)
+    # Methods are compared at equal shares kept or at equal costs, and never at both.
     points = parser.add_mutually_exclusive_group()
     option(points, "--shares", "S,S", f"shares kept ({shares})")
     costs = "shares of the model's MACs, e.g. 0.9,0.8,0.5: every method at the largest {share} that costs no more"

@@ -38,6 +38,7 @@ def show(part: Table | str) -> None:
 
 def plain_text(table: Table) -> str:
     """Sets a table in columns of spaces, which scripts can read and files can hold."""
+    # The widths include those of the headings, so a table without rows has columns too.
     lines = [table.columns, *table.rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [
@@ -47,6 +48,7 @@ def plain_text(table: Table) -> str:
 
 
 def _draw(table: Table) -> None:
+    # rich is needed, and imported, for a terminal only.
     import rich.box
     import rich.console
     import rich.table

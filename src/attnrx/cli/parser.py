@@ -23,11 +23,13 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError with the closest options instead of exiting."""
 
     def __init__(self, command: str, summary: str, example: str):
+        # `add_out` sets them; `require_out` reads them after parsing.
         self.writes_folder, self.kind = False, ""  # --out: a folder, or a file of this kind ("": of none)
         super().__init__(
             prog=f"attnrx {command}",
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"example:\n  {example}",
+            # Keeps the lines of the example.
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # an abbreviation could become ambiguous with a new option
         )
@@ -37,6 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with a hint for unknown options."""
+        # By argparse's message, because no exception of it holds the option.
         unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         options = [option for option in self._option_string_actions if option.startswith("--")]
         hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
@@ -44,16 +47,18 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, *given: Any, **named: Any) -> Any:
         """Parses the arguments; raises InvalidInput for texts that are empty or not UTF-8."""
-        found = super().parse_args(*given, **named)
+        namespace = super().parse_args(*given, **named)
+        # For all options at once, so that no command has to check its texts.
         for action in self._actions:
             option = action.option_strings[-1] if action.option_strings else action.dest
-            for text in _texts(getattr(found, action.dest, None)):
+            for text in _texts(getattr(namespace, action.dest, None)):
                 _require_text(option, text)
-        return found
+        return namespace
 
 
 def _texts(value: object) -> list[str]:
     """Returns the texts of one argument, which may have several."""
+    # With nargs an argument is a list.
     values = value if isinstance(value, list | tuple) else (value,)
     return [each for each in values if isinstance(each, str)]
 
@@ -100,17 +105,19 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
     if parser.writes_folder and not out.is_dir():
         raise InvalidInput(f"--out {out} cannot be written: it is not a folder; name one.")
     if not parser.writes_folder and not out.is_file():
-        found = "a folder; name a file in it" if out.is_dir() else "not a regular file; name one"
-        raise InvalidInput(f"--out {out} cannot be written: it is {found}.")
-    for name, given in _inputs(arguments):
+        problem = "a folder; name a file in it" if out.is_dir() else "not a regular file; name one"
+        raise InvalidInput(f"--out {out} cannot be written: it is {problem}.")
+    for name, input_path in _inputs(arguments):
         if parser.writes_folder:
-            replaced = given.is_file() and given.name in _REPLACED and out.samefile(given.parent)
+            # The command replaces these files of its folder, so an input among them would be lost.
+            replaced = input_path.is_file() and input_path.name in _REPLACED and out.samefile(input_path.parent)
             advice = "Inputs are never changed; choose another folder."
         else:
-            replaced = _belongs(out, given) and not _is(out, parser.kind)
+            replaced = _belongs(out, input_path) and not _is(out, parser.kind)
             advice = "Nothing was changed; choose another file."
-        if replaced or out.samefile(given):
-            described = f"{given} (--{name.replace('_', '-')})"
+        # samefile, because a link or another spelling may name the input.
+        if replaced or out.samefile(input_path):
+            described = f"{input_path} (--{name.replace('_', '-')})"
             raise InvalidInput(f"--out {out} would overwrite an input: {described}. {advice}")
 
 

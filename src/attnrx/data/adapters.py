@@ -24,9 +24,11 @@ from attnrx.data.pixels import Normalization
 from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 
+# Of several keys that an item has, the first in these lists is used. transformers' processors and collators return
+# "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
-UNLABELLED = -1
+UNLABELLED = -1  # no class number, so it cannot equal an answer
 
 ImageData = Any
 """What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
@@ -48,10 +50,12 @@ def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: s
         return data
     if isinstance(data, Tensor):
         return _of_tensors((data,), argument)
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(each, Tensor) for each in data):
+    # A pair of tensors is (images, labels); a list of tensors is a list of batches.
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(tensor, Tensor) for tensor in data):
         return _of_tensors(data, argument)
     if isinstance(data, DataLoader):
         return _of_loader(data, argument)
+    # Texts and mappings can be iterated too, but their items are characters and keys.
     if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
         named = f"the text {data!r}" if isinstance(data, str) else f"of the type {type(data).__name__}"
         raise InvalidInput(
@@ -59,6 +63,7 @@ def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: s
             "channels, height, width], a Hugging Face dataset, or one split of load_data, e.g. "
             "load_data('cifar10').validation."
         )
+    # Before the check for an index, which a list has too: its items are batches, or single items in the list's order.
     if isinstance(data, list | tuple):
         return IteratedImages(data, _Reading("batches", argument))
     reading = _Reading(type(data).__name__, argument, preprocess)
@@ -76,7 +81,7 @@ class _Rows(TensorDataset):
 
 
 def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "IndexedImages":
-    counts = [len(each) for each in tensors]
+    counts = [len(tensor) for tensor in tensors]
     if len(set(counts)) > 1:
         raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
     return _indexed(_Rows(*tensors), _Reading("tensor" if len(tensors) == 1 else "tensors", argument))
@@ -84,6 +89,7 @@ def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "IndexedImages":
 
 def _of_loader(loader: DataLoader[Any], argument: str) -> ImageSet:
     reading = _Reading(type(loader.dataset).__name__, argument)
+    # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
     indexed = hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")
     ordered = isinstance(loader.sampler, SequentialSampler)
     shuffled = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
@@ -130,13 +136,15 @@ class _Reading:
         """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
         images, labels = self.fields(given)
         images = self._require_images(images, 4)
-        found = torch.full((len(images),), UNLABELLED) if labels is None else torch.as_tensor(labels).detach().cpu()
-        if found.shape != (len(images),) or found.is_floating_point():
+        # On the CPU, on whatever device the user's loader puts the batch; `_pass` moves it to the device of the pass.
+        numbers = torch.full((len(images),), UNLABELLED) if labels is None else torch.as_tensor(labels).detach().cpu()
+        # Floats (soft labels, targets of a regression) would be cut to class numbers without an error.
+        if numbers.shape != (len(images),) or numbers.is_floating_point():
             raise InvalidInput(
-                f"the labels of {self.argument} are {found.dtype} {list(found.shape)} for {len(images)} images; give "
-                "one class number (an integer) for each."
+                f"the labels of {self.argument} are {numbers.dtype} {list(numbers.shape)} for {len(images)} images; "
+                "give one class number (an integer) for each."
             )
-        return Batch(images.detach().cpu(), found.long(), torch.arange(len(images)))
+        return Batch(images.detach().cpu(), numbers.long(), torch.arange(len(images)))
 
     def collated(self, items: Sequence[Any]) -> Batch:
         """Returns single items as one batch; PIL pictures are preprocessed."""
@@ -164,6 +172,7 @@ class _Reading:
 
     def _class_number(self, label: Any) -> int:
         number = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
+        # __index__: integers of Python and NumPy. A bool has it too, and is no class number.
         if isinstance(number, bool | float) or not hasattr(number, "__index__"):
             raise InvalidInput(
                 f"a label of {self.argument} is {label!r}; give one class number (an integer) for each image."
@@ -172,13 +181,13 @@ class _Reading:
 
     def _require_images(self, images: Any, dimensions: int) -> Tensor:
         if not isinstance(images, Tensor) or images.ndim != dimensions:
-            found = f"of type {type(images).__name__}"
+            description = f"of type {type(images).__name__}"
             if isinstance(images, Tensor):
-                found = f"a tensor {list(images.shape)}"
+                description = f"a tensor {list(images.shape)}"
             shape = ("images", "channels", "height", "width")[-dimensions:]
             raise InvalidInput(
-                f"the images of {self.argument} are {found}; give float tensors [{', '.join(shape)}] on the model's "
-                "scale."
+                f"the images of {self.argument} are {description}; give float tensors [{', '.join(shape)}] on the "
+                "model's scale."
             )
         if not images.is_floating_point():
             raise InvalidInput(
@@ -206,10 +215,10 @@ class _Source:
     def batch(self, rows: Sequence[int]) -> Batch:
         items = [self.dataset[row] for row in rows]
         if self.loader is None:
-            found = self.reading.collated(items)
+            batch = self.reading.collated(items)
         else:
-            found = self.reading.batch(self.loader.collate_fn(items))
-        return replace(found, index=torch.tensor(rows))
+            batch = self.reading.batch(self.loader.collate_fn(items))
+        return replace(batch, index=torch.tensor(rows))
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """Reads batches of rows in this order, with the worker processes of the DataLoader."""
@@ -217,24 +226,28 @@ class _Source:
         if loader is None or not loader.num_workers:
             yield from map(self.batch, rows)
             return
-        again = DataLoader(
+        # The user's loader iterates in the order of its own sampler; this one reads the given rows with the same
+        # workers.
+        row_loader = DataLoader(
             loader.dataset,
-            batch_sampler=[list(each) for each in rows],
+            batch_sampler=[list(indices) for indices in rows],
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
             worker_init_fn=loader.worker_init_fn,
         )
-        for own, batch in zip(rows, again, strict=True):
-            yield replace(self.reading.batch(batch), index=torch.tensor(own))
+        for batch_rows, batch in zip(rows, row_loader, strict=True):
+            yield replace(self.reading.batch(batch), index=torch.tensor(batch_rows))
 
     @property
     def labels(self) -> Int[Tensor, "images"] | None:
         """The labels of all rows, if the dataset lists them, as torchvision's datasets do."""
+        # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
+        # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
         for name in ("targets", "labels", "_labels"):
-            found = getattr(self.dataset, name, None)
-            if isinstance(found, Tensor | list | tuple) and len(found) == len(self.dataset):
-                return _as_labels(found)
+            values = getattr(self.dataset, name, None)
+            if isinstance(values, Tensor | list | tuple) and len(values) == len(self.dataset):
+                return _as_labels(values)
         names = getattr(self.dataset, "column_names", None) or ()  # of a Hugging Face dataset
         column = next((key for key in LABEL_KEYS if key in names), None)
         return None if column is None else _as_labels(list(self.dataset[column]))
@@ -245,6 +258,7 @@ def _as_labels(found: Any) -> Int[Tensor, "images"] | None:
         labels = torch.as_tensor(found)
     except (TypeError, ValueError, RuntimeError):  # names of classes, or nested lists
         return None
+    # Negative numbers stand for missing labels, and `bincount`, which counts the classes, does not take them.
     usable = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.min()) >= 0
     return labels.long() if usable else None
 
@@ -257,6 +271,7 @@ class IndexedImages(RowImages):
 
     @property
     def has_labels(self) -> bool:
+        # By the first image: the labels of all of them are known only after all items are read.
         return int(self.store.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
 
     @property
@@ -266,6 +281,7 @@ class IndexedImages(RowImages):
         batches = [self.store.batch([row]) for row in rows]
         contents = [batch.images.contiguous().numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
+        # The rows stand for the labels, of which only those of the sampled images are read.
         return digest(self.name, self.rows, contents)
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
@@ -273,7 +289,7 @@ class IndexedImages(RowImages):
         return self
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        self.store.reading.require_no_augmentation(order)
+        self.store.reading.require_no_augmentation(order)  # so that every step's random numbers are None
         steps = [self.rows[positions].tolist() for positions, _ in order.steps(len(self))]
         for batch in self.store.batches(steps):
             yield _on_device(batch, order.device)
@@ -315,13 +331,14 @@ class IteratedImages(ImageSet):
     def _counted(self) -> tuple[int, str, bool]:
         """The number of images, the fingerprint, and whether there are labels; from one pass, the first time."""
         labels, contents = [torch.empty(0, dtype=torch.long)], []
+        # Only the labels and a hash per batch are held, because the images may not fit in memory.
         for batch in self._batches(64):
             labels.append(batch.labels)
             contents.append(hashlib.sha256(batch.images[0].contiguous().numpy().tobytes()).digest())
-        every = torch.cat(labels)
-        if not len(every):
+        all_labels = torch.cat(labels)
+        if not len(all_labels):
             raise DataError(f"{self.reading.argument} yielded no image; give at least one.")
-        return len(every), digest(self.reading.name, every, contents), bool((every != UNLABELLED).all())
+        return len(all_labels), digest(self.reading.name, all_labels, contents), bool((all_labels != UNLABELLED).all())
 
     def take(self, count: int) -> ImageSet:
         require_held(count, len(self))
@@ -355,6 +372,7 @@ class IteratedImages(ImageSet):
             stop = len(batch) if self.stop is None else min(len(batch), self.stop - num_read)
             part = slice(max(self.first - num_read, 0), stop)
             if part.start < part.stop:
+                # Rows are counted from the beginning of the iterable, so an image has the same row in every part.
                 index = torch.arange(num_read, num_read + len(batch))
                 yield Batch(batch.images[part], batch.labels[part], index[part])
             num_read += len(batch)
@@ -366,6 +384,7 @@ class IteratedImages(ImageSet):
         first = next(parts, None)
         if first is None:
             return
+        # The first item decides between batches and single items, and is then put back.
         image, _ = self.reading.fields(first)
         parts = chain([first], parts)
         if isinstance(image, Tensor) and image.ndim == 4:

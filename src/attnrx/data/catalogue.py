@@ -90,11 +90,11 @@ DATASETS: Mapping[str, DatasetCard] = {
 
 def known_as(name: str) -> str | None:
     """Returns the catalogue's name of a dataset that may be spelt as its files are."""
-    return next((known for known, card in DATASETS.items() if name in (known, *card.other_names)), None)
+    return next((canonical for canonical, card in DATASETS.items() if name in (canonical, *card.other_names)), None)
 
 
 def local_copy(name: str, folder: Path) -> Path | None:
     """Finds `<name>.parquet`, or a folder `<name>`, under any of the dataset's names."""
     spellings = (name, *DATASETS[name].other_names)
-    paths = (folder / ending for each in spellings for ending in (f"{each}.parquet", each))
+    paths = (folder / ending for spelling in spellings for ending in (f"{spelling}.parquet", spelling))
     return next((path for path in paths if path.exists()), None)

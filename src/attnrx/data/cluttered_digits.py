@@ -71,10 +71,12 @@ def canvases(split: str, seed: int = 0) -> Canvases:
         raise UnknownName("split", split, PLACEMENTS)
     images, labels = digit_images()
     rows = _rows_of(split, labels)
+    # A generator for every split, so that the images of one do not depend on which others were generated before.
     random = np.random.default_rng((seed, list(PLACEMENTS).index(split)))
     digits = torch.arange(len(rows)).repeat(PLACEMENTS[split])
     objects = _places(len(digits), random)
     patches = _fragments(images[rows].numpy(), digits.numpy(), random)
+    # [digits, 4, 4, 4]: the patches of every digit row by row, in which order the mask below assigns them.
     quarters = images[rows].unflatten(2, (SPAN, PATCH)).unflatten(1, (SPAN, PATCH)).transpose(2, 3).flatten(1, 2)
     patches[objects] = quarters.numpy()[digits].reshape(-1, PATCH, PATCH)
     pixels = patches.reshape(-1, GRID, GRID, PATCH, PATCH).swapaxes(2, 3).reshape(-1, GRID * PATCH, GRID * PATCH)
@@ -85,6 +87,7 @@ def _rows_of(split: str, labels: Int[Tensor, "all"]) -> Int[Tensor, "digits"]:
     """Returns the digits of a split, the same share of every class, chosen by a hash of their rows."""
     is_test = held_out(labels, range(len(labels)), TEST_SHARE, seed=0)
     rest = (~is_test).nonzero().flatten()
+    # The share is one of all digits, and these are the digits without those of the test.
     is_validation = held_out(labels[rest], rest.tolist(), VALIDATION_SHARE / (1 - TEST_SHARE), seed=1)
     parts = {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}
     return parts[split]
@@ -92,6 +95,7 @@ def _rows_of(split: str, labels: Int[Tensor, "all"]) -> Int[Tensor, "digits"]:
 
 def _places(count: int, random: np.random.Generator) -> np.ndarray:
     """Draws the place of the digit in every image; returns its patches [images, patches], True where it is."""
+    # [images, row or column, 1]: the first patch of the digit, at least SPAN before the edge.
     corners = random.integers(0, GRID - SPAN + 1, (count, 2, 1))
     row, column = np.moveaxis((np.arange(GRID) >= corners) & (np.arange(GRID) < corners + SPAN), 1, 0)
     return (row[:, :, None] & column[:, None, :]).reshape(count, -1)
@@ -104,6 +108,7 @@ def _fragments(images: np.ndarray, digits: np.ndarray, random: np.random.Generat
     anywhere but at the outermost columns, which are mostly blank.
     """
     shape = len(digits), GRID * GRID
+    # At least 1 and less than the number of digits, so that the other digit is never the image's own.
     others = (digits[:, None] + random.integers(1, len(images), shape)) % len(images)
     top, left = (random.integers(edge, DIGIT_SIDE - PATCH - edge + 1, shape) for edge in (0, 1))
     windows = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))[others, top, left]

@@ -27,15 +27,17 @@ DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as cou
 
 
 def stamp(files: Iterable[Path]) -> str:
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for file in files:
+        # Not the content, because then a dataset of gigabytes would be read in full before every load.
         status = require_regular(file, DataError).stat()
-        found.update(f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return found.hexdigest()
+        hashed.update(f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return hashed.hexdigest()
 
 
 def split_in_path(path: Path | str) -> str:
     """Returns the split that a path names (`val/0001.tar`, `train-00000-of-00002.parquet`), or an empty text."""
+    # Whole words: latest.tar does not name the test split.
     words = re.split(r"[^a-z]+", str(path).lower())
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 
@@ -44,6 +46,7 @@ def group_by_split(files: tuple[Path, ...], root: Path) -> Mapping[str, tuple[Pa
     """Groups files by the split that their name or folder below `root` names; files without one form the group ""."""
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
+        # A folder above the dataset, e.g. /data/test/set, does not name a split.
         below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
         # One file holds all splits, whatever its name.
         groups[split_in_path(below) if len(files) > 1 else ""].append(file)
@@ -68,6 +71,7 @@ class FolderReader(DatasetReader):
     def open(self) -> Opened:
         """Lists the files. Classes are the folders that hold images, in alphabetical order."""
         folders = self._folders()
+        # torchvision lists every folder as a class, also empty and hidden ones such as .ipynb_checkpoints.
         classes = {
             name: {folder.classes[label] for label in set(folder.targets) if folder.classes[label][0] != "."}
             for name, folder in folders.items()
@@ -78,11 +82,11 @@ class FolderReader(DatasetReader):
                 f"with one of {', '.join(sorted(IMAGES))}."
             )
         names = classes.get("train") or classes.get("") or set[str]().union(*classes.values())
-        for split, own in classes.items():
-            if own - names:
+        for split, split_classes in classes.items():
+            if split_classes - names:
                 raise DataError(
                     f"label mismatch between the splits of {self.root}: {split}/ has the class folder "
-                    f"{min(own - names)!r}, train/ has not; give every class a folder in train/."
+                    f"{min(split_classes - names)!r}, train/ has not; give every class a folder in train/."
                 )
         class_names = tuple(sorted(names))
         listed = {name: _listed(folder, class_names) for name, folder in folders.items()}
@@ -103,15 +107,18 @@ class FolderReader(DatasetReader):
         """
         counts = labels.bincount()
         if int(counts.min()) < 3:
-            few = int(counts.argmin())
+            rarest = int(counts.argmin())
             raise DataError(
-                f"{self.root} has no split folders, and class {class_names[few]!r} has {int(counts[few])} images, too "
-                "few to share between three splits; add some, or make folders train/, validation/ and test/."
+                f"{self.root} has no split folders, and class {class_names[rarest]!r} has "
+                f"{int(counts[rarest])} images, too few to share between three splits; add some, or make folders "
+                "train/, validation/ and test/."
             )
+        # Relative and with forward slashes, so that the splits are the same on every machine.
         keys = [file.relative_to(self.root).as_posix() for file in files]
         test = held_out(labels, keys, SHARE, seed=0)
         rest = (~test).nonzero().flatten()
         validation = torch.zeros_like(test)
+        # Out of the files that are not test files, of which a tenth of all is a larger share.
         validation[rest] = held_out(labels[rest], [keys[row] for row in rest], SHARE / (1 - SHARE), seed=1)
         masks = {"train": ~test & ~validation, "validation": validation, "test": test}
         splits = {name: _stored(files, labels, mask.nonzero().flatten()) for name, mask in masks.items()}
@@ -139,18 +146,22 @@ def _is_image(path: str) -> bool:
 def _listed(folder: Any, class_names: tuple[str, ...]) -> tuple[list[Path], Int[Tensor, "_"]]:
     """Lists the files and their labels going round the classes, so that any prefix is nearly balanced."""
     number = {name: label for label, name in enumerate(class_names)}
-    found = [(Path(file), folder.classes[target]) for file, target in folder.samples]
-    found = [(file, number[name]) for file, name in found if name in number]
-    labels = torch.tensor([label for _, label in found], dtype=torch.int64)
+    samples = [(Path(file), folder.classes[target]) for file, target in folder.samples]
+    # Hidden folders have no number, see `FolderReader.open`.
+    samples = [(file, number[name]) for file, name in samples if name in number]
+    labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
     order = by_turns(labels)
-    return [found[row][0] for row in order.tolist()], labels[order]
+    return [samples[row][0] for row in order.tolist()], labels[order]
 
 
 def _stored(files: list[Path], labels: Int[Tensor, "_"], rows: Int[Tensor, "_"] | None = None) -> StoredImages:
     rows = torch.arange(len(files)) if rows is None else rows
-    own = [files[row] for row in rows.tolist()]
+    split_files = [files[row] for row in rows.tolist()]
     return StoredImages(
-        labels[rows], rows, lambda at: require_regular(own[at], DataError).read_bytes(), lambda at: str(own[at])
+        labels[rows],
+        rows,
+        lambda at: require_regular(split_files[at], DataError).read_bytes(),
+        lambda at: str(split_files[at]),
     )
 
 
@@ -182,5 +193,6 @@ def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digi
 
 def grey_file(pixels: np.ndarray) -> bytes:
     """Encodes the pixels [height, width] of a grey image as PGM: a header before the pixels."""
+    # A file, so that these images take the same way as all others: decoding, cached copies, streaming.
     height, width = pixels.shape
     return b"P5 %d %d 255\n" % (width, height) + pixels.tobytes()

@@ -39,6 +39,8 @@ class Batch:
 
 def generator(*parts: int) -> torch.Generator:
     """Returns a CPU generator that depends on every part; neighbouring seeds or steps have unrelated numbers."""
+    # Hashed, because with a sum step 1 of seed 0 would have the numbers of step 0 of seed 1. On the CPU, because the
+    # generators of other devices give other numbers.
     state = np.random.SeedSequence(parts).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
 
@@ -75,7 +77,7 @@ class Pass:
     def length(self, count: int) -> int:
         """Returns the number of steps over `count` images; a shuffled pass drops the last incomplete batch."""
         steps = count // self.batch_size if self.seed is not None else -(-count // self.batch_size)
-        if steps == 0:
+        if steps == 0 and self.seed is not None:
             raise DataError(
                 f"a shuffled pass takes whole batches of {self.batch_size}, but the split holds {count} images; "
                 "use a smaller batch size."
@@ -92,12 +94,15 @@ class Pass:
         A share without images (at the end of an ordered pass) is skipped.
         """
         steps = self.length(count)
+        # Drawn as a whole whatever `start` is, so that a resumed pass continues the same order.
         order = torch.arange(count)
         if self.seed is not None:
             order = torch.randperm(count, generator=generator(self.seed, ORDER))
         process, processes = self.shard
         for number in range(self.start, steps):
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
+            # Contiguous shares, in the order of the processes. The last batch of an ordered pass is smaller, and a
+            # share of it may be empty.
             share = slice(len(batch) * process // processes, len(batch) * (process + 1) // processes)
             if share.start < share.stop:
                 yield batch[share], self.draws(number, len(batch), share)
@@ -112,6 +117,8 @@ class Pass:
         self, images: UInt8[Tensor, "batch channels height width"], draws: Draws | None, normalization: Normalization
     ) -> Float[Tensor, "batch channels height width"]:
         """Augments and normalises decoded images on the device they are on."""
+        # Augmented as bytes, which is a quarter of the memory of float32, and before normalization, so that borders are
+        # black.
         if draws is not None and self.augmentation is not None:
             images = self.augmentation.apply(images, draws)
         return normalization.apply(images.float() / 255)
@@ -204,6 +211,7 @@ class RowImages(ImageSet):
         """
         require_held(count, len(self))
         labels = self.store.labels
+        # Both orders are fixed, so that a run can be repeated; the evenly spread rows stay in storage order.
         spread = torch.arange(count) * len(self) // count if labels is None else by_turns(labels[self.rows])[:count]
         return replace(self, rows=self.rows[spread])
 
@@ -240,6 +248,7 @@ def require_held(count: int, held: int) -> None:
 
 def turns(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
     """Returns how many images of its own class are before each one in this order of the images."""
+    # Sorting puts the classes one after the other; the turn of an image is its position minus that of its class.
     by_class = order[labels[order].argsort(stable=True)]  # classes together, each in the given order
     sizes = labels.bincount()
     first = sizes.cumsum(0) - sizes
@@ -250,6 +259,7 @@ def turns(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Te
 
 def by_turns(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
     """Returns all positions going round the classes: the first image of each class, then the second, and so on."""
+    # Sorted by turn, and within a turn by class.
     turn = turns(labels, torch.arange(len(labels)))
     return (turn * len(labels.bincount()) + labels).argsort(stable=True)
 
@@ -261,9 +271,10 @@ def held_out(
 
     At least one image of a class that has two, never the last one of a class.
     """
+    # A hash instead of a random permutation: an image stays on its side when others are added or removed.
     # 7 bytes, so that a hash fits into a signed int64
     hashes = [hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=7).digest() for key in keys]
-    order = torch.tensor([int.from_bytes(each) for each in hashes], dtype=torch.int64).argsort(stable=True)
+    order = torch.tensor([int.from_bytes(raw) for raw in hashes], dtype=torch.int64).argsort(stable=True)
     sizes = labels.bincount()
     wanted = (sizes * share).round().long().clamp(min=1)
     wanted = torch.where(sizes > 1, torch.minimum(wanted, sizes - 1), 0)

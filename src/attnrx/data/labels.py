@@ -13,6 +13,7 @@ from attnrx.errors import DataError, UnknownName
 from attnrx.shapes import Int, Tensor
 
 IMAGENET_1K = 1000
+# How ImageNet's classes, and their folders, are named, e.g. n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
@@ -50,6 +51,7 @@ class Relabelled(ImageSet):
         return replace(self, source=self.source.renormalized(normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
+        # Not `batches`, which would check the arguments of the pass again.
         for batch in self.source._pass(order):
             labels = batch.labels
             yield batch if self.numbers is None else replace(batch, labels=self.numbers.to(labels.device)[labels])
@@ -88,12 +90,13 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
     names = splits.class_names
     if label_map is not None:
         return _relabelled(splits, _numbers(splits, classes, label_map), "as given")
+    # The names of data without names (`numbered_classes`): their labels may be the head's own numbers already.
     is_numbered = names == tuple(map(str, range(len(names))))
     if len(names) == classes or (is_numbered and len(names) < classes):
         return splits
-    known = imagenet_indices(names) if classes == IMAGENET_1K else None
-    if known is not None:
-        return _relabelled(splits, known, "to ImageNet-1k, by WordNet id or name")
+    indices = imagenet_indices(names) if classes == IMAGENET_1K else None
+    if indices is not None:
+        return _relabelled(splits, indices, "to ImageNet-1k, by WordNet id or name")
     problem = (
         f"{splits.name} has {len(names)} classes ({', '.join(names[:3])} ...) and the model {classes}, so its labels "
         "cannot be compared with the answers. Give the column with the model's labels (--label-column), or the number "
@@ -114,16 +117,18 @@ def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
         if all(WORDNET_ID.fullmatch(name) for name in names):
             raise DataError("mapping WordNet ids to ImageNet-1k needs timm: pip install timm.") from error
         return None
-    known = ImageNetInfo("imagenet-1k")
+    info = ImageNetInfo("imagenet-1k")
+    # Lists, because a name can be ambiguous: two classes of ImageNet are called crane, a bird and a machine.
     indices_by_name: dict[str, list[int]] = {}
-    for index in range(known.num_classes()):
-        words = {word.strip().lower() for word in known.index_to_description(index).split(",")}
-        for word in (*words, known.index_to_label_name(index)):
+    for index in range(info.num_classes()):
+        words = {word.strip().lower() for word in info.index_to_description(index).split(",")}
+        for word in (*words, info.index_to_label_name(index)):
             indices_by_name.setdefault(word, []).append(index)
-    found = [indices_by_name.get(name.lower().replace("_", " "), []) for name in names]
-    if not all(len(indices) == 1 for indices in found):
+    # Names of datasets often have underscores in place of spaces.
+    matches = [indices_by_name.get(name.lower().replace("_", " "), []) for name in names]
+    if not all(len(indices) == 1 for indices in matches):
         return None
-    return tuple(indices[0] for indices in found)
+    return tuple(indices[0] for indices in matches)
 
 
 def _numbers(splits: Splits, classes: int, label_map: Mapping[str, int]) -> tuple[int, ...]:
@@ -146,6 +151,7 @@ def _numbers(splits: Splits, classes: int, label_map: Mapping[str, int]) -> tupl
 
 def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
     by_number = {number: name for name, number in zip(splits.class_names, numbers, strict=True)}
+    # Messages and reports look names up by the head's numbers; classes without images are called by their number.
     names = tuple(by_number.get(number, str(number)) for number in range(max(numbers) + 1))
     note = f"labels of its {len(numbers)} classes are mapped {how}"
     as_tensor = torch.tensor(numbers)

@@ -97,15 +97,19 @@ class _Loading:
 
     def read(self, reader: DatasetReader) -> Splits:
         """Decodes a set of small images, or finds its decoded copy; others stream."""
-        known = self.location.card.geometry if self.location.card else None
-        photos = known is not None and known.fit == "photo"  # streamed, so the files are not decoded beforehand
-        copy = None if photos else _copy_path(reader.identity(), known, self.image_size, self.on_corrupt)
+        card_geometry = self.location.card.geometry if self.location.card else None
+        # Photographs are streamed, so their files are not decoded beforehand.
+        photos = card_geometry is not None and card_geometry.fit == "photo"
+        # The copy has the splits as they are stored: which rows are held out is decided afterwards, by share and seed.
+        copy = None if photos else _copy_path(reader.identity(), card_geometry, self.image_size, self.on_corrupt)
         decoded = fetch(copy) if copy else None
         if decoded is None:
             opened = by_canonical_name(reader.open(), self.location.requested)
             records = opened.splits.get("train") or next(iter(opened.splits.values()))
+            # Pictures spread over the split, because datasets are often sorted, by class or by size.
             geometry = self._geometry(partial(records.picture, at, None) for at in evenly_spaced(len(records), 16))
             size = sum(map(len, opened.splits.values())) * geometry.channels * geometry.size**2
+            # Photographs stream whatever their number, because the usual augmentation crops whole pictures.
             if copy is None or geometry.fit == "photo" or size > IN_MEMORY:
                 return self._streamed(opened, geometry)
             decoded = self._decode(opened, geometry)
@@ -121,41 +125,46 @@ class _Loading:
     def shards(self, opened: OpenedShards) -> Splits:
         """Streams shards, whose geometry is guessed from the first images."""
         shards, notes = assign_shards(opened, self.location.requested)
-        some = shards["train"] if "train" in shards else next(iter(shards.values()))
-        geometry = self._geometry(partial(sample.picture, None) for sample in islice(read_shard(some[0]), 16))
+        sampled_shards = shards["train"] if "train" in shards else next(iter(shards.values()))
+        geometry = self._geometry(partial(sample.picture, None) for sample in islice(read_shard(sampled_shards[0]), 16))
         sets = {
-            split: ShardImages(f"{self.location.name}/{split}", own, self._stream(geometry))
-            for split, own in shards.items()
+            split: ShardImages(f"{self.location.name}/{split}", split_shards, self._stream(geometry))
+            for split, split_shards in shards.items()
         }
         return self._splits(sets, geometry, opened.class_names, (*notes, *self._skip_note()))
 
     def _geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
         """Returns the geometry of the catalogue, or guesses one from pictures; a requested size overrides its size."""
         if self.location.card is not None:
-            known = self.location.card.geometry
-            if self.image_size in (None, known.size):
-                return known
-            return ImageGeometry(self.image_size, known.channels, "photo" if known.fit == "photo" else "fill")
-        found = []
+            card_geometry = self.location.card.geometry
+            if self.image_size in (None, card_geometry.size):
+                return card_geometry
+            # Black borders (`pad`) fit one size only; at another one pictures are resized.
+            return ImageGeometry(
+                self.image_size, card_geometry.channels, "photo" if card_geometry.fit == "photo" else "fill"
+            )
+        samples = []
+        # A corrupt image among the samples does not end a load that skips such images.
         corrupt = CorruptImages(self.on_corrupt)
         for picture in pictures:
             try:
-                found.append(picture())
+                samples.append(picture())
             except DataError as error:
                 corrupt.report(error)
-        if not found:
+        if not samples:
             raise DataError(
                 f"none of the {len(corrupt.found)} first images of {self.location.requested} can be decoded: "
                 f"{corrupt.found[0]}"
             )
-        return guess_geometry(found, self.image_size)
+        return guess_geometry(samples, self.image_size)
 
     def _decode(self, opened: Opened, geometry: ImageGeometry) -> Decoded:
         splits, corrupt = {}, CorruptImages(self.on_corrupt)
         shape = (geometry.channels, geometry.size, geometry.size)
+        # One object for all splits, so that the note counts the corrupt images of the whole dataset.
         for name, records in opened.splits.items():
-            pixels, kept = decode_all(partial(_still, records, geometry), len(records), shape, corrupt)
-            splits[name] = PixelStore(pixels, records.labels[kept], records.sources[kept])
+            pixels, positions = decode_all(partial(_still, records, geometry), len(records), shape, corrupt)
+            splits[name] = PixelStore(pixels, records.labels[positions], records.sources[positions])
         notes = opened.notes
         if corrupt.found:
             notes = (*notes, f"{len(corrupt.found)} corrupt images were skipped; the first: {corrupt.found[0]}")
@@ -178,6 +187,7 @@ class _Loading:
         return assign(labels, self.location.requested, self.validation_share, self.seed)
 
     def _stream(self, geometry: ImageGeometry) -> Stream:
+        # One object for every split, which lists its own corrupt images.
         return Stream(geometry, self._normalization(geometry), CorruptImages(self.on_corrupt))
 
     def _skip_note(self) -> tuple[str, ...]:
@@ -197,6 +207,7 @@ class _Loading:
     ) -> Splits:
         location = self.location
         missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
+        # An eighth of the side is the usual padding of 4 pixels at 32 x 32.
         flip, shift = (True, True) if location.card is None else (location.card.flip, location.card.shift)
         augmentation = Augmentation(geometry.size // 8 if shift else 0, flip)
         if geometry.fit == "photo":
@@ -218,6 +229,7 @@ def _still(records: StoredImages, geometry: ImageGeometry, position: int) -> UIn
 
 
 def _copy_path(*parts: object) -> Path:
+    # All options that change the content are part of the key, so a copy is never compared with them.
     key = hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()[:24]
     return cache_folder() / "decoded" / f"{key}.safetensors"
 
@@ -239,6 +251,7 @@ def _store(path: Path, decoded: Decoded) -> None:
         write_tensors(path, tensors)
         write_json(path.with_suffix(".json"), about)
     except CheckpointError:
+        # Tensors without their JSON are never read, and only occupy the disk.
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
@@ -250,5 +263,6 @@ def fetch(path: Path) -> Decoded | None:
         tensors = read_tensors(path)
         splits = {name: PixelStore(*(tensors[f"{name}.{part}"] for part in PARTS)) for name in about["splits"]}
         return Decoded(splits, tuple(about["class_names"]), ImageGeometry(*about["geometry"]), tuple(about["notes"]))
+    # The copy can be made again, so damage of it is no error.
     except (CheckpointError, KeyError, TypeError):
         return None

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from attnrx.errors import DataError, InvalidInput, nearest
 HUB = "hf:"
 # The datasets that need no file.
 EMBEDDED: Mapping[str, type[DatasetReader]] = {"digits": DigitsReader, "cluttered-digits": ClutteredDigitsReader}
+# Braces multiply: a typing error in a range could name billions of files.
 MOST_SHARDS = 1_000_000
 
 Reader = DatasetReader | Callable[[], OpenedShards]
@@ -42,9 +43,10 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
     if requested.startswith(HUB):
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, HubReader(hub_id, columns or Columns()))
-    known = known_as(requested) if isinstance(name_or_path, str) else None
-    if known is not None:
-        return _locate_known(known, columns)
+    # A Path names files, also if it is spelt like a dataset.
+    catalogue_name = known_as(requested) if isinstance(name_or_path, str) else None
+    if catalogue_name is not None:
+        return _locate_known(catalogue_name, columns)
     if "://" in requested or requested.startswith("pipe:"):
         raise DataError(
             f"{requested} is remote, so its images cannot be counted by looking; write a local index, a JSON file "
@@ -53,28 +55,35 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
     files = _matching(requested)
     if not files:
         raise _nothing_found(name_or_path)
+    # Of a single file or folder this is its own path.
     root = Path(os.path.commonpath(files))
     name = root.name if root.is_dir() else root.stem
-    known = known_as(name.lower())
-    card = DATASETS[known] if known else None
-    notes = (f"size and normalization are those of {known}, by the name of the file",) if known else ()
+    catalogue_name = known_as(name.lower())
+    card = DATASETS[catalogue_name] if catalogue_name else None
+    # A file of a known name is assumed to hold that dataset; the note lists the assumption.
+    notes = (
+        (f"size and normalization are those of {catalogue_name}, by the name of the file",) if catalogue_name else ()
+    )
     return DatasetLocation(name, requested, _reader(files, root, columns, card), card, notes)
 
 
 def _expand_braces(pattern: str) -> list[str]:
     """Returns the names a shard pattern stands for: `{000..009}` counts, `{train,val}` lists."""
-    found = re.search(r"\{([^{}]*)\}", pattern)
-    if found is None:
+    # Expands the first braces, and by recursion those after them.
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
         return [pattern]
-    counted = re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", found[1])
-    first, last = (int(counted[1]), int(counted[2])) if counted else (0, found[1].count(","))
-    rest = _expand_braces(pattern[found.end() :])
+    ends = re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", braces[1])
+    first, last = (int(ends[1]), int(ends[2])) if ends else (0, braces[1].count(","))
+    rest = _expand_braces(pattern[braces.end() :])
+    # Before the names are made, which would take the memory.
     if (last - first + 1) * len(rest) > MOST_SHARDS:
         raise DataError(f"{pattern} names more than {MOST_SHARDS:,} files; correct the range.")
-    words = found[1].split(",")
-    if counted:
-        words = [str(number).zfill(len(counted[1])) for number in range(first, last + 1)]
-    return [pattern[: found.start()] + word + end for word in words for end in rest]
+    words = braces[1].split(",")
+    if ends:
+        # As many digits as the first number is written with.
+        words = [str(number).zfill(len(ends[1])) for number in range(first, last + 1)]
+    return [pattern[: braces.start()] + word + end for word in words for end in rest]
 
 
 def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
@@ -101,12 +110,19 @@ def _matching(requested: str) -> list[Path]:
     missing = [path for path in paths if not path.exists()]
     if len(paths) > 1 and missing and len(missing) < len(paths):
         raise DataError(f"{requested} names {len(paths)} files, but {missing[0]} does not exist; correct the range.")
+    # Existing names are taken literally, also with brackets in them; only others are patterns.
     if not missing:
         return paths
-    wild = next((i for i, part in enumerate(paths[0].parts) if re.search(r"[*?\[]", part)), None)
-    if wild is None:
-        return []
-    return sorted(Path(*paths[0].parts[:wild]).glob(str(Path(*paths[0].parts[wild:]))))
+    files = [file for path in paths for file in _globbed(path)]
+    return sorted(dict.fromkeys(files))
+
+
+def _globbed(path: Path) -> Iterator[Path]:
+    """Yields the files that a pattern matches; none for a path without wildcards."""
+    first_wildcard = next((i for i, part in enumerate(path.parts) if re.search(r"[*?\[]", part)), None)
+    if first_wildcard is not None:
+        # Path.glob takes relative patterns only, so it starts at the last folder without a wildcard.
+        yield from Path(*path.parts[:first_wildcard]).glob(str(Path(*path.parts[first_wildcard:])))
 
 
 def _nothing_found(requested: str | Path) -> DataError:
@@ -126,12 +142,13 @@ def _reader(files: Sequence[Path], root: Path, columns: Columns | None, card: Da
     """Returns the reader of some files, or of the one folder `root`: its parquet files, tar shards or images."""
     if len(files) == 1 and root.is_dir():
         patterns = ("*.parquet", "*.tar")
-        found = (sorted([*root.glob(pattern), *root.glob(f"*/{pattern}")]) for pattern in patterns)
-        files = next(filter(None, found), [])
+        matches = (sorted([*root.glob(pattern), *root.glob(f"*/{pattern}")]) for pattern in patterns)
+        files = next(filter(None, matches), [])
         if not files:
             return FolderReader(root)
     suffixes = {file.suffix.lower() for file in files}
     if suffixes == {".parquet"}:
+        # A local copy may have the columns of the hub dataset that it was made from.
         candidates = (columns,) if columns else (Columns(), *((card.columns,) if card else ()))
         return ParquetReader(root, tuple(files), candidates)
     if suffixes == {".tar"}:

@@ -82,6 +82,7 @@ def decode_all(
     corrupt: CorruptImages,
 ) -> tuple[UInt8[Tensor, "kept channels height width"], list[int]]:
     """Decodes `count` images into one tensor, several at once; returns it with the positions that could be decoded."""
+    # Filled in place by the threads: stacking decoded images would hold all of them twice.
     pixels = torch.empty(count, *shape, dtype=torch.uint8)
 
     def work(first: int) -> dict[int, DataError]:
@@ -96,14 +97,15 @@ def decode_all(
     broken: dict[int, DataError] = {}
     pool = ThreadPoolExecutor(threads())
     try:
+        # In the order of submission, so that the first corrupt image is the same one in every run.
         for task in [pool.submit(work, first) for first in range(0, count, CHUNK)]:
             for position, error in task.result().items():
                 corrupt.report(error)  # here and not in the threads, so that the messages are in order
                 broken[position] = error
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C and the first corrupt image stop the rest
-    kept = [position for position in range(count) if position not in broken]
-    return (pixels[kept] if broken else pixels), kept
+    positions = [position for position in range(count) if position not in broken]
+    return (pixels[positions] if broken else pixels), positions
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,11 @@ class ImageGeometry:
             top, left = (self.size - height) // 2, (self.size - width) // 2
             borders = (left, self.size - width - left, top, self.size - height - top)
             return torch.nn.functional.pad(picture, borders)
+        # The shorter side is never enlarged beyond the model's size: a picture between both sizes keeps its own.
         if self.fit == "photo":
             wanted = min(max(short, self.size), round(MARGIN * self.size))
         if short != wanted:
+            # Rounding must not make a side shorter than the crop.
             size = [max(wanted, round(side * wanted / short)) for side in (height, width)]
             # antialiased bilinear, as torchvision resizes
             resized = torch.nn.functional.interpolate(picture[None], size, mode="bilinear", antialias=True)
@@ -196,6 +200,8 @@ class Augmentation:
         batch, channels, height, width = images.shape
         device = images.device
         shift, mirror = draws.shift.to(device), draws.mirror.to(device)
+        # Crop and mirroring are a choice of rows [batch, height] and of columns [batch, width] of the padded images; a
+        # gather with both costs one pass over the pixels.
         padded = torch.nn.functional.pad(images, (self.padding,) * 4)
         down = shift[:, :1] + torch.arange(height, device=device)
         across = torch.arange(width, device=device).expand(batch, width)
@@ -207,6 +213,7 @@ class Augmentation:
     def box(self, height: int, width: int, window: Float[Tensor, "attempts 4"]) -> Box:
         """Returns the window of one picture: the first attempt that fits inside, else the largest central one."""
         low, high = self.area or (1.0, 1.0)
+        # Four numbers in [0, 1) for every attempt, drawn whether it is needed or not.
         for share, ratio, down, across in window.tolist():
             area = height * width * (low + share * (high - low))
             # uniform in the logarithm, so that 3/4 and 4/3 are equally likely

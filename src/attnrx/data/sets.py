@@ -34,6 +34,7 @@ class PixelStore:
         labels: Int[Tensor, "stored"],
         sources: Int[Tensor, "stored"],
     ):
+        # On the CPU, where rows are chosen and hashed.
         self.labels = labels
         self._copies = {CPU: (pixels, labels, sources)}
 
@@ -105,6 +106,8 @@ class Stream:
 
     def batches(self, works: Iterable[Work], order: Pass) -> Iterator[Batch]:
         """Decodes with a pool of threads, keeping the order; images that cannot be decoded are skipped or raised."""
+        # A queue of batches in order, each a list of decoding tasks; the first is collected once AHEAD more are
+        # submitted.
         waiting: deque[tuple[Work, list[Future]]] = deque()
         pool = ThreadPoolExecutor(threads())
         try:
@@ -115,6 +118,7 @@ class Stream:
             while waiting:
                 yield self._collect(*waiting.popleft(), order)
         finally:  # also when the consumer stops early
+            # Does not wait, because images of batches that nothing consumes may still be decoded.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
@@ -128,25 +132,27 @@ class Stream:
         return [pool.submit(window, *pair) for pair in zip(work.pictures, work.draws.window, strict=True)]
 
     def _collect(self, work: Work, tasks: list[Future], order: Pass) -> Batch:
-        pixels, kept = [], []
+        pixels, positions = [], []
         for position, task in enumerate(tasks):
             try:
                 pixels.append(task.result())
-                kept.append(position)
+                positions.append(position)
             except DataError as error:
                 self.corrupt.report(error)
         if not pixels:
             raise DataError(
                 f"none of the {len(tasks)} images of a batch can be decoded; the first: "
+                # The last messages are those of this batch, one for each of its images.
                 f"{self.corrupt.found[-len(tasks)]}"
             )
         images = torch.stack(pixels)
         if order.device.type == "cuda":
             images = images.pin_memory()  # without it the copy below waits for the GPU
         images = images.to(order.device, non_blocking=True)
-        draws = None if work.draws is None else work.draws.part(kept)
+        # Random numbers belong to positions, so a skipped image does not change those of the next ones.
+        draws = None if work.draws is None else work.draws.part(positions)
         images = order.finish(images, draws, self.normalization)
-        return Batch(images, work.labels[kept].to(order.device), work.index[kept].to(order.device))
+        return Batch(images, work.labels[positions].to(order.device), work.index[positions].to(order.device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,7 @@ from attnrx.serialization.storage import read_json, write_json
 from attnrx.serialization.validation import Integer, Items, Record, Text, require_regular, validated
 from attnrx.shapes import Tensor, UInt8
 
+# The index of the library webdataset (wids), which has more fields, and in addition the names of the classes.
 INDEX = Record(
     {"shardlist": Items(Record({"url": Text(), "nsamples": Integer(1, 2**40)}, {"split": Text()}, open=True), 1)},
     {"class_names": Items(Text(), 1, MOST_CLASSES, unique=True)},
@@ -103,6 +104,7 @@ def open_index(index: Path) -> OpenedShards:
         ) from error
     for entry in record["shardlist"]:
         url = entry["url"]
+        # The file and its folder only: further parts of a url are not about the split.
         split = entry.get("split") or split_in_path("/".join(url.split("/")[-2:])) or "train"
         groups[split].append(Shard(url, entry["nsamples"]))
     names = record.get("class_names") or _class_names(index.parent)
@@ -118,27 +120,30 @@ def _class_names(folder: Path) -> tuple[str, ...] | None:
     if not path.exists():
         return None
     try:
-        return tuple(require_regular(path, DataError).read_text(encoding="utf-8").split("\n")[:-1])
+        return tuple(require_regular(path, DataError).read_text(encoding="utf-8").removesuffix("\n").split("\n"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); write one class name a line.") from error
 
 
 def _scan(file: Path) -> Shard:
     """Counts the images of a local shard and lists its labels, without reading the images."""
-    known = cache_folder() / "shards" / f"{stamp([file])[:24]}.json"
+    # The stamp contains size and time of the file, so a changed shard is scanned again.
+    cached = cache_folder() / "shards" / f"{stamp([file])[:24]}.json"
     try:
-        record = read_json(known)
+        record = read_json(cached)
         return Shard(str(file), record["count"], tuple(record["labels"]))
     except (CheckpointError, KeyError, TypeError):
         pass
     labels = [
-        _label(sample, str(file)) for sample in _samples(str(file), select_files=lambda name: name.endswith(".cls"))
+        # The other members are skipped, so that no image is read.
+        _label(sample, str(file))
+        for sample in _samples(str(file), select_files=lambda name: name.endswith(".cls"))
     ]
     if not labels:
         raise DataError(f"the shard {file} holds no images; expected members <key>.jpg with <key>.cls.")
     shard = Shard(str(file), len(labels), tuple(sorted(set(labels))))
     with suppress(CheckpointError):  # the cache cannot be written: the next run scans again
-        write_json(known, {"shard": str(file), "count": shard.count, "labels": list(shard.labels)})
+        write_json(cached, {"shard": str(file), "count": shard.count, "labels": list(shard.labels)})
     return shard
 
 
@@ -151,6 +156,7 @@ def read_shard(shard: Shard) -> Iterator[Sample]:
             raise DataError(_incomplete(sample, shard.url))
         yield Sample(row, sample["__key__"], content, _label(sample, shard.url), shard.url)
         row += 1
+    # Otherwise this process would have fewer steps than the others, which would wait for it.
     missing = shard.first + shard.count - row
     if missing:
         promised = shard.skip + shard.count
@@ -159,13 +165,13 @@ def read_shard(shard: Shard) -> Iterator[Sample]:
 
 def _cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
     """Returns the shards that hold these rows of all, in the order given; the first and the last may be parts."""
-    found, before = [], 0
+    parts, offset = [], 0
     for shard in shards:
-        low, high = (min(max(row - before, 0), shard.count) for row in (rows.start, rows.stop))
+        low, high = (min(max(row - offset, 0), shard.count) for row in (rows.start, rows.stop))
         if low < high:
-            found.append(Shard(shard.url, high - low, shard.labels, shard.first + low, shard.skip + low))
-        before += shard.count
-    return found
+            parts.append(Shard(shard.url, high - low, shard.labels, shard.first + low, shard.skip + low))
+        offset += shard.count
+    return parts
 
 
 def _samples(url: str, **options: Any) -> Iterator[dict[str, Any]]:
@@ -175,6 +181,7 @@ def _samples(url: str, **options: Any) -> Iterator[dict[str, Any]]:
     reading = required_module("webdataset.tariterators", "webdataset", "reading tar shards")
     number = 0
     try:
+        # webdataset groups neighbouring members by their key, the name up to its first dot.
         for sample in reading.tarfile_samples([{"url": url}], **options):
             yield sample
             number += 1
@@ -252,6 +259,7 @@ class ShardImages(ImageSet):
             count = len(self)
             return _cut(self.shards, slice(count * process // processes, count * (process + 1) // processes))
         shards = torch.randperm(len(self.shards), generator=generator(order.seed, ORDER)).tolist()
+        # As many images for every process: the rest of the last step is dropped.
         share = order.length(len(self)) * order.local_size
         return _cut([self.shards[number] for number in shards], slice(share * process, share * (process + 1)))
 
@@ -262,9 +270,11 @@ class ShardImages(ImageSet):
         samples = chain.from_iterable(map(read_shard, own))
         if order.seed is not None:
             samples = _shuffled(samples, order.seed, process)
+        # After shuffling, because the samples of the first steps are part of the windows that are shuffled.
         samples = islice(samples, order.start * size, None)
         number = order.start
         while batch := list(islice(samples, size)):
+            # Random numbers as of other splits: drawn for all processes, of which each takes its part.
             share = slice(process * size, process * size + len(batch))
             pictures = [partial(sample.picture, self.stream.geometry.channels) for sample in batch]
             labels = torch.tensor([sample.label for sample in batch])
@@ -275,9 +285,10 @@ class ShardImages(ImageSet):
 
 def _shuffled(samples: Iterator[Sample], seed: int, process: int) -> Iterator[Sample]:
     window = 0
-    while held := list(islice(samples, WINDOW)):
-        for position in torch.randperm(len(held), generator=generator(seed, ORDER, 1 + process, window)).tolist():
-            yield held[position]
+    while buffer := list(islice(samples, WINDOW)):
+        # Process and window are part of the seed: the order does not depend on numbers that were drawn before.
+        for position in torch.randperm(len(buffer), generator=generator(seed, ORDER, 1 + process, window)).tolist():
+            yield buffer[position]
         window += 1
 
 
@@ -285,18 +296,20 @@ def assign_shards(opened: OpenedShards, source: str) -> tuple[dict[str, tuple[Sh
     """Assigns the shards to train, validation and test; a missing split is the last tenth of train's shards."""
     splits = dict(opened.splits)
     notes = validation_as_test_(splits)
+    # Whole shards, because which images a shard holds is known only after reading it.
     for split in ("test", "validation"):
         if split in splits or "train" not in splits:
             continue
         train = splits["train"]
-        held = -(-len(train) // 10)
-        if held >= len(train):
+        num_held_out = -(-len(train) // 10)
+        if num_held_out >= len(train):
             raise DataError(
                 f"{source} has no {split} shards, and too few train shards to hold one out; write more, smaller ones."
             )
-        splits["train"], held_out = train[:-held], train[-held:]
+        splits["train"], held_out = train[:-num_held_out], train[-num_held_out:]
+        # Rows are counted from the beginning of the new split.
         splits[split] = tuple(replace(shard, first=shard.first - held_out[0].first) for shard in held_out)
-        notes.append(f"no {split} split: the last {held} of {len(train)} train shards are held out")
+        notes.append(f"no {split} split: the last {num_held_out} of {len(train)} train shards are held out")
     _check_labels(splits, opened.class_names, source)
     return splits, tuple(notes)
 
@@ -309,5 +322,5 @@ def _check_labels(splits: dict[str, tuple[Shard, ...]], class_names: tuple[str, 
                 f"label {outside[0]} in the shard {shard.url} is outside the {len(class_names)} classes of "
                 f"{source}; correct the label, or the list of class names."
             )
-    found = {split: {label for shard in shards for label in shard.labels} for split, shards in splits.items()}
-    check_trained(found, class_names, source)
+    labels_by_split = {split: {label for shard in shards for label in shard.labels} for split, shards in splits.items()}
+    check_trained(labels_by_split, class_names, source)

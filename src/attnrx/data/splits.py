@@ -72,6 +72,7 @@ class MissingImages(ImageSet):
     def fingerprint(self) -> str:
         self._refuse()
 
+    # No error: the other splits can be adapted to a model and used.
     def renormalized(self, normalization: Normalization) -> ImageSet:
         return self
 
@@ -100,6 +101,7 @@ class StoredImages:
         """
         try:
             return decode(self.content(position), channels)
+        # OSError: the file was deleted or became unreadable after it was listed.
         except (ValueError, OSError) as error:
             raise DataError(f"cannot decode the image {self.where(position)}: {error}.") from error
 
@@ -175,6 +177,7 @@ def assign(
     """
     parts = {name: (name, torch.arange(len(numbers))) for name, numbers in labels.items()}
     notes = validation_as_test_(parts)
+    # The test is taken first, so that it does not depend on the share and the seed of the validation split.
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
         if split in parts or "train" not in parts:
             continue
@@ -219,6 +222,7 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
 def check_trained(labels: Mapping[str, Collection[int]], class_names: tuple[str, ...], source: str) -> None:
     """Refuses classes that only occur outside of train, from the labels that occur in each split."""
     for split, numbers in labels.items():
+        # Without a train split there is nothing to compare with.
         strange = set(numbers) - set(labels.get("train", numbers))
         if strange:
             raise DataError(

@@ -54,17 +54,18 @@ class HubReader(DatasetReader):
     def open(self) -> Opened:
         """Downloads the dataset, or finds it in the hub's own cache, and reads the labels."""
         source = f"the hub dataset {self.hub_id}"
-        found = {name: table for name, table in self._load().items() if name not in self.ignored}
-        if not found:
+        tables = {name: table for name, table in self._load().items() if name not in self.ignored}
+        if not tables:
             raise DataError(f"{source} has no split to use; check the name.")
-        return _opened(found, self.columns, source, lambda name, row: f"row {row} of split {name} of {source}")
+        return _opened(tables, self.columns, source, lambda name, row: f"row {row} of split {name} of {source}")
 
     def _load(self) -> "dict[str, datasets.Dataset]":
         datasets = required_module("datasets", "data", "hub datasets")
+        # After the import of `datasets`: only imported modules can be switched to their local copies.
         with local_copies_if_unreachable() as unreachable:
             try:
-                found = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
-                return {str(name): split for name, split in found.items()}
+                loaded = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
+                return {str(name): split for name, split in loaded.items()}
             except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
                 reason = unreachable or _first_line(error)
                 raise DataError(
@@ -92,11 +93,12 @@ class ParquetReader(DatasetReader):
 
         groups = group_by_split(self.files, self.root)
         columns = self._columns()
+        # From the footers of the files; the rows of a table are those of its files, in this order.
         counts = {
             name: {file: parquet.read_metadata(file).num_rows for file in files} for name, files in groups.items()
         }
-        for name, own in counts.items():
-            if not any(own.values()):
+        for name, rows_by_file in counts.items():
+            if not any(rows_by_file.values()):
                 raise DataError(f"the {name or 'train'} split of {self.root} is empty; give it images or remove it.")
 
         def name_row(name: str, row: int) -> str:
@@ -114,11 +116,15 @@ class ParquetReader(DatasetReader):
         """
         features = {file: _features(file) for file in self.files}
         first = features[self.files[0]]
-        fitting = (each for each in self.candidates if {each.image_column, each.label_column} <= first.keys())
+        fitting = (
+            candidate
+            for candidate in self.candidates
+            if {candidate.image_column, candidate.label_column} <= first.keys()
+        )
         columns = next(fitting, self.candidates[0])
-        for file, own in features.items():
-            _check_columns(list(own), columns, str(file))
-            if _class_names(own[columns.label_column]) != _class_names(first[columns.label_column]):
+        for file, file_features in features.items():
+            _check_columns(list(file_features), columns, str(file))
+            if _class_names(file_features[columns.label_column]) != _class_names(first[columns.label_column]):
                 raise DataError(
                     f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
                     f"{columns.label_column!r}; write both with the same list of classes."
@@ -147,6 +153,7 @@ def _load_parquet(files: tuple[Path, ...]) -> "datasets.Dataset":
         except OSError:  # the cache folder cannot be written: a full disk, a file of that name
             return datasets.concatenate_datasets([datasets.Dataset(parquet.ParquetFile(path).read()) for path in paths])
     except Exception as error:  # of pyarrow, fsspec and datasets: damaged pages, unlike columns
+        # datasets wraps the cause in an error of its own, DatasetGenerationError.
         cause = error.__cause__ or error
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
@@ -168,6 +175,7 @@ def _opened(
     )
     splits = {}
     for name, table in tables.items():
+        # One table for all splits of a file; each has its own rows of it.
         images = _encoded_images(table, columns, source)
         for split, rows in _rows_by_split(table, name, columns, source).items():
             splits[split] = _stored(images, labels[name], rows, partial(name_row, name))
@@ -180,13 +188,14 @@ def _stored(
     """Returns some rows of a table whose one column holds {bytes, path}, of which either may be missing."""
 
     def image(position: int) -> dict:
+        # The table has one column, in which a cell may be null.
         return next(iter(images[int(rows[position])].values())) or {"bytes": None, "path": None}
 
     def content(position: int) -> bytes:
-        found = image(position)
-        if found["bytes"] is None and found["path"]:
-            return require_regular(found["path"], DataError).read_bytes()
-        return found["bytes"] or b""
+        record = image(position)
+        if record["bytes"] is None and record["path"]:
+            return require_regular(record["path"], DataError).read_bytes()
+        return record["bytes"] or b""  # decoding nothing raises the error of a corrupt image
 
     def where(position: int) -> str:
         path = image(position)["path"]
@@ -208,10 +217,13 @@ def _rows_by_split(
     table: "datasets.Dataset", name: str, columns: Columns, source: str
 ) -> dict[str, Int[Tensor, "rows"]]:
     """Returns the rows of every split of a table: the table's own split, or those of its split column."""
-    belongs = np.full(len(table), name or "train", dtype=object)
+    split_of_row = np.full(len(table), name or "train", dtype=object)
     if not name and columns.split_column in table.column_names:
-        belongs = np.asarray(table[columns.split_column][:], dtype=object)
-    masks = {str(split): belongs == split for split in dict.fromkeys(belongs.tolist())} or {name or "train": belongs}
+        split_of_row = np.asarray(table[columns.split_column][:], dtype=object)
+    # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
+    masks = {str(split): split_of_row == split for split in dict.fromkeys(split_of_row.tolist())} or {
+        name or "train": split_of_row
+    }
     if columns.test_column is not None and "test" in masks:
         if getattr(table.features.get(columns.test_column), "dtype", None) != "bool":
             raise DataError(
@@ -226,15 +238,16 @@ def _encoded_images(table: "datasets.Dataset", columns: Columns, source: str) ->
     """Returns the column of encoded images alone, undecoded."""
     import datasets
 
-    found = table.features[columns.image_column]
-    encoded = isinstance(found, datasets.Image) or getattr(found, "dtype", None) in ("binary", "large_binary")
-    if not encoded and not (isinstance(found, dict) and "bytes" in found):
+    feature = table.features[columns.image_column]
+    encoded = isinstance(feature, datasets.Image) or getattr(feature, "dtype", None) in ("binary", "large_binary")
+    if not encoded and not (isinstance(feature, dict) and "bytes" in feature):
         kind = table.data.schema.field(columns.image_column).type
         raise DataError(
             f"column {columns.image_column!r} of {source} holds {kind}, not encoded images; "
             "it must hold bytes, or a struct {bytes, path}. Give --image-column NAME, in Python "
             'columns=Columns(image_column="NAME").'
         )
+    # Reading a row then touches no other column. Images are decoded in threads, see `Stream` and `decode_all`.
     images = table.select_columns([columns.image_column]).with_format(None)
     return images.cast_column(columns.image_column, datasets.Image(decode=False))
 
@@ -280,6 +293,7 @@ def _labels(table: "datasets.Dataset", columns: Columns, source: str) -> _LabelC
 
 
 def _arrow_column(table: "datasets.Dataset", name: str) -> "pa.ChunkedArray":
+    # As Arrow, because a column of Python objects takes many times the memory.
     arrow: Any = table.select_columns([name]).with_format("arrow")
     return arrow[:].column(0)
 
@@ -288,16 +302,17 @@ def _names_by_number(
     values: np.ndarray, words: list[str], names: tuple[str, ...] | None, source: str
 ) -> tuple[str, ...] | None:
     """Returns the class names of a column of names; a number with two names means that labels are mixed up."""
-    found: dict[int, str] = dict(enumerate(names or ()))
+    by_label: dict[int, str] = dict(enumerate(names or ()))
+    # Every different pair once, in the order of the rows.
     for label, word in dict.fromkeys(zip(values.tolist(), words, strict=True)):
-        if found.setdefault(label, word) != word:
+        if by_label.setdefault(label, word) != word:
             raise DataError(
-                f"label mismatch in {source}: label {label} is {found[label]!r} in one row and {word!r} in another; "
+                f"label mismatch in {source}: label {label} is {by_label[label]!r} in one row and {word!r} in another; "
                 "make the labels and their names agree."
             )
-    if names or not found or min(found) < 0:
+    if names or not by_label or min(by_label) < 0:
         return names
-    return tuple(found.get(label, name) for label, name in enumerate(numbered_classes(max(found), source)))
+    return tuple(by_label.get(label, name) for label, name in enumerate(numbered_classes(max(by_label), source)))
 
 
 def _unify_labels(
@@ -312,6 +327,7 @@ def _unify_labels(
                 f"{_summary(column)}; give all splits the same classes in the same order."
             )
     if first.words:
+        # Sorted, so that the numbers do not depend on the order of the rows or splits.
         names = tuple(np.unique(np.concatenate([column.values for column in columns.values()])).tolist())
         numbered = {name: np.searchsorted(names, column.values) for name, column in columns.items()}
     else:

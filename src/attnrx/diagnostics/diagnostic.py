@@ -48,11 +48,13 @@ class Averages(Accumulator):
         self.images[layer] += images
         sums = self.sums[layer]
         for name, mean in self.measure(observation).items():
+            # Sums, because the mean of the means of batches of unequal sizes is not the mean over the images.
             total = mean.to(torch.float64) * images
             sums[name] = sums[name] + total if name in sums else total
 
     def readings(self) -> list[dict[str, Tensor]]:
         return [
+            # Only here on the CPU: a copy in every batch would wait for the GPU.
             {name: (total / images).cpu() for name, total in sums.items()}
             for sums, images in zip(self.sums, self.images, strict=True)
         ]

@@ -38,12 +38,14 @@ def compare_diagnoses(before: Diagnosis, after: Diagnosis) -> tuple[Change, ...]
         old, new = _per_head(first), _per_head(second)
         for head in sorted(old.keys() | new.keys()):
             was, now = old.get(head, {}), new.get(head, {})
+            # False sorts before True, so the rank is the first.
             names = sorted(was.keys() | now.keys(), key=lambda name: (name != "rank", name))
             changes += [Change(layer, head, name, was.get(name), now.get(name)) for name in names]
     return tuple(changes)
 
 
 def _per_head(layer: LayerDiagnosis) -> dict[int, dict[str, float]]:
+    # Readings of one axis have one number per head; those with more axes are tables of directions or pairs of heads.
     columns = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
     columns["rank"] = layer.spectrum.rank.tolist()
     return {

@@ -28,6 +28,7 @@ class Geometry(Diagnostic):
         return Averages(len(spectra), self.measure)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
+        # Queries are not centred: softmax ignores a component that all keys share, but not one that all queries share.
         query, key = query_grams(observation.query).mean(0), key_covariances(observation.key).mean(0)
         return {
             "alignment": alignment(observation.query, observation.key),

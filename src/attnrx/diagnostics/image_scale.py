@@ -27,8 +27,9 @@ class ImageScale:
     """The range of images that should be pixels in [0, 1], minus `mean`, divided by `std`; constant memory."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
-        self.mean, self.std = (torch.tensor(each, dtype=torch.float64) for each in (mean, std))
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
         self.images = 0
+        # [low or high, channels]: the empty range, which the first images replace.
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
     def observe(self, images: Float[Tensor, "batch channels height width"]) -> None:
@@ -51,6 +52,7 @@ class ImageScale:
         """Whether the images are compatible with this scale: no other known scale fits them better."""
         if not self.images:
             return True
+        # A narrow range is evidence only together with a scale on which the images fill [0, 1].
         settled = self.images < FEW or self._range(self.mean, self.std) >= FILLED
         return self._holds(self.mean, self.std) and (settled or not self._explanations())
 
@@ -58,19 +60,19 @@ class ImageScale:
         """Returns the expected scale, the range of the images, and the scales that fit them."""
         wanted = f"pixels in [0, 1] less {_listed(self.mean)}, by {_listed(self.std)}"
         low, high = float(self._ends[0].min()), float(self._ends[1].max())
-        found = f"in units of that std the {self.images} images have values from {low:.3g} to {high:.3g}"
+        measured = f"in units of that std the {self.images} images have values from {low:.3g} to {high:.3g}"
         looks = " or ".join(self._explanations())
-        return f"{wanted}; {found}" + (f". They look like {looks}" if looks else "")
+        return f"{wanted}; {measured}" + (f". They look like {looks}" if looks else "")
 
     def _explanations(self) -> list[str]:
         """The names of the common scales on which these images are pixels."""
-        found = []
+        fitting_names = []
         for name, constants in COMMON.items():
-            mean, std = (torch.tensor(each, dtype=torch.float64) for each in constants)
+            mean, std = (torch.tensor(values, dtype=torch.float64) for values in constants)
             fits_channels = mean.numel() in (1, len(self.mean))
             if fits_channels and self._holds(mean, std) and self._range(mean, std) >= FILLED:
-                found.append(name)
-        return found
+                fitting_names.append(name)
+        return fitting_names
 
     def _holds(self, mean: Tensor, std: Tensor) -> bool:
         pixels = self._ends * std + mean

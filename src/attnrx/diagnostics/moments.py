@@ -38,15 +38,15 @@ class _Moments(OutputMoments):
         self.keys.observe(layer, observation)
 
     def readings(self) -> list[dict[str, Tensor]]:
-        found = self.keys.readings()
-        for layer, (readings, outputs) in enumerate(zip(found, self.outputs, strict=True)):
+        per_layer = self.keys.readings()
+        for layer, (readings, outputs) in enumerate(zip(per_layer, self.outputs, strict=True)):
             readout = self.readouts[layer].double().cpu()
             heads, reads = readout.shape[:2]
             covariance = outputs.value.cpu().double() / max(outputs.rows, 1)
             readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, reads)
             readings["output_covariance"] = covariance.reshape(heads, reads, heads * reads)
             readings["readout_gram"] = readout @ readout.mT
-        return found
+        return per_layer
 
 
 def measure_keys(observation: Observation) -> dict[str, Tensor]:
@@ -63,6 +63,7 @@ def joint_grams(
     rows: Float[Tensor, "batch tokens heads directions"],
 ) -> Float[Tensor, "batch heads directions features"]:
     """Returns the second moment of every image's rows, all heads side by side, mean over tokens."""
+    # All heads are one head of `heads * directions` features; the rows of its moment are then split by head again.
     heads = rows.shape[2:]
     return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
 
@@ -76,7 +77,9 @@ def softmax_covariance(
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
+    # [batch, heads, queries, directions]: the mean of the keys under the attention of every query.
     means = weights @ keys
     queries = weights.shape[-2]
+    # The sum over the queries is inside the products, so no matrix [directions, directions] per query is formed.
     spread = keys.mT @ (keys * weights.sum(-2)[..., None]) - means.mT @ means
     return (spread / queries).mean(0)

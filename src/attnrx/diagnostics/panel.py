@@ -25,8 +25,8 @@ class Panel:
         kinds = [type(diagnostic) for diagnostic in diagnostics]
         twice = sorted({kind.__name__ for kind in kinds if kinds.count(kind) > 1})
         if not diagnostics or twice:
-            found = f"{', '.join(twice)} given twice" if twice else "no diagnostic given"
-            raise InvalidInput(f"a diagnosis with {found}: choose at least one, and each kind once.")
+            problem = f"{', '.join(twice)} given twice" if twice else "no diagnostic given"
+            raise InvalidInput(f"a diagnosis with {problem}: choose at least one, and each kind once.")
         # At most one, because every kind is given once.
         paired = [each for each in diagnostics if isinstance(each, PerturbationResponse)]
         self.perturbation = paired[0] if paired else None
@@ -48,21 +48,25 @@ class Panel:
         """Adds a batch whose second half are the images of the first half, perturbed."""
         half = len(observation.query) // 2
         first = {name: getattr(observation, name)[:half] for name in PER_IMAGE}
+        # The other diagnostics receive every image once, unperturbed.
         self.observe(layer, replace(observation, **first))
         for accumulator in self._paired:
             accumulator.observe(layer, observation)
 
     def readings(self) -> list[dict[str, Tensor]]:
         """Returns the readings of all diagnostics, one dictionary per layer."""
-        every = [accumulator.readings() for accumulator in (*self._plain, *self._paired)]
-        found = [{name: value for part in layer for name, value in part.items()} for layer in zip(*every, strict=True)]
-        for layer, name, value in ((layer, *item) for layer, own in enumerate(found) for item in own.items()):
+        by_accumulator = [accumulator.readings() for accumulator in (*self._plain, *self._paired)]
+        merged = [
+            {name: value for part in layer for name, value in part.items()}
+            for layer in zip(*by_accumulator, strict=True)
+        ]
+        for layer, name, value in ((layer, *item) for layer, named in enumerate(merged) for item in named.items()):
             if not bool(torch.isfinite(value).all()):
                 raise InvalidInput(
                     f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
                     "squares left the range of the model's precision. Diagnose the model in float64, model.double()."
                 )
-        return found
+        return merged
 
 
 def _require_finite(layer: int, observation: Observation) -> None:

@@ -42,6 +42,7 @@ class PerturbationResponse(Diagnostic):
         return min(available, MOST, -(-available // SHARE)) if self.images is None else min(available, self.images)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
+        # The perturbed images follow the clean ones in one batch, so that both maps are of the same forward pass.
         clean, perturbed = observation.attention.chunk(2)
         return {"perturbation_response": response(clean, perturbed).mean(0)}
 

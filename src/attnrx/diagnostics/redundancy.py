@@ -35,6 +35,7 @@ class OutputMoments(Accumulator):
         self.readouts: dict[int, Tensor] = {}
 
     def observe(self, layer: int, observation: Observation) -> None:
+        # [batch, heads, tokens, dims] to one row per token with all heads side by side.
         self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
         self.readouts[layer] = observation.readout
 
@@ -59,6 +60,7 @@ class CentredMoment:
 
     def __init__(self):
         self.rows = 0
+        # Numbers without axes, which broadcast: the first rows set device and width.
         self.mean = torch.zeros(())
         self.value = torch.zeros(())
 
@@ -93,12 +95,14 @@ def output_similarity(
     formed: <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
     """
     heads, head_dim, _ = readout.shape
+    # Both [heads, heads, dims, dims]: trace(A^T M B) is the sum of the elements of M * (A B^T).
     blocks = moment.view(heads, head_dim, heads, head_dim).transpose(1, 2)
     readouts = torch.einsum("gdw,hew->ghde", readout, readout)
     return _cosines((blocks * readouts).sum((-2, -1)))
 
 
 def _cosines(products: Float[Tensor, "heads heads"]) -> Float[Tensor, "heads heads"]:
+    # A square can be negative by rounding. A head without energy has the inverse 0, so its row is 0, itself included.
     norms = products.diagonal().clamp(min=0).sqrt()
     inverse = torch.where(norms > 0, 1 / norms, torch.zeros_like(norms))
     return (products * inverse[:, None] * inverse).clamp(-1, 1)  # only rounding can exceed the interval

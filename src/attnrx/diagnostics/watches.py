@@ -39,11 +39,11 @@ class MapWatch:
         covariance = self.moment.value.cpu().double() / max(self.moment.rows, 1)
         covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
         if self.on_inputs:
-            found = activation_aware(weight, bias, covariance)
+            factors = activation_aware(weight, bias, covariance)
             mean = weight @ mean + (0.0 if bias is None else bias)
         else:
-            found = output_pca(weight, bias, covariance)
-        return MapDirections(found.strength, found.second.mT.contiguous(), mean)
+            factors = output_pca(weight, bias, covariance)
+        return MapDirections(factors.strength, factors.second.mT.contiguous(), mean)
 
 
 def singular_directions(
@@ -54,9 +54,9 @@ def singular_directions(
     The center is the bias, so that the bias is unchanged.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    found = plain_svd(weight.detach().cpu())
+    factors = plain_svd(weight.detach().cpu())
     center = weight.new_zeros(len(weight)) if bias is None else bias
-    return MapDirections(found.strength, found.second.mT.to(dtype).contiguous(), center.detach().cpu().to(dtype))
+    return MapDirections(factors.strength, factors.second.mT.to(dtype).contiguous(), center.detach().cpu().to(dtype))
 
 
 def hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
@@ -71,6 +71,7 @@ def hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment 
         return HiddenDiagnosis(strength, weight, bias)
     covariance = moment.value.cpu().double() / moment.rows
     covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
+    # The root mean square of what a unit adds to the outputs, without its mean, which the bias can take over.
     strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
     strength["centered"] = unit_losses(covariance, weight).sqrt()
     return HiddenDiagnosis(strength, weight, bias, covariance, moment.mean.cpu().double())
@@ -91,21 +92,26 @@ class RelevanceWatch:
         self._seen: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(depth)])
 
     def observe(self, layer: int, observation: Observation) -> None:
+        # [batch, heads, queries, patches]; the class token is query 0.
         maps = observation.attention[..., self.layout.prefix :].detach()
         if self.layout.class_token:
+            # On the CPU in every batch, because the memory grows with the images.
             self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())
         self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
 
     def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
         """Returns the relevance by source; NaN in a layer that computed nothing."""
-        found = {}
+        by_source = {}
         for name, layers in self._seen.items():
-            known = next(torch.cat(batches) for batches in layers if batches)
-            found[name] = torch.stack([torch.cat(own) if own else known * torch.nan for own in layers], dim=1)
-        return found
+            # A layer without heads observes nothing; its rows take their shape from another layer.
+            observed_layer = next(torch.cat(batches) for batches in layers if batches)
+            by_source[name] = torch.stack(
+                [torch.cat(parts) if parts else observed_layer * torch.nan for parts in layers], dim=1
+            )
+        return by_source
 
 
 def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
     """Returns the mean over layers 1..l for every l (Section 8); unknown layers are excluded."""
-    known = ~relevance.isnan()
-    return relevance.nan_to_num(0.0).cumsum(-2) / known.cumsum(-2)
+    is_observed = ~relevance.isnan()
+    return relevance.nan_to_num(0.0).cumsum(-2) / is_observed.cumsum(-2)

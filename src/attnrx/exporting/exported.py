@@ -108,6 +108,7 @@ class Exported(nn.Module):
         return logits.to(images.device)
 
     def _run(self, threads: int) -> Run:
+        # A session keeps the number of threads that it was started with, so every number has its own.
         if threads not in self._runs:
             problem = f"{self.path} cannot be opened as {self.form.name}"
             with raising(problem, "Export it again on this machine.", CheckpointError):
@@ -122,6 +123,7 @@ class Exported(nn.Module):
 def _chunked_forward(run: Run, images: Tensor, size: int) -> Tensor:
     parts = []
     for part in images.split(size):
+        # F.pad takes the axes from the last one on: three of the image without padding, then the batch.
         missing = size - len(part)
         parts.append(run(F.pad(part, (0, 0) * 3 + (0, missing)) if missing else part)[: len(part)])
     return torch.cat(parts)
@@ -145,12 +147,14 @@ def present_facts(path: Path) -> dict[str, Any] | None:
     try:
         facts = _of_present_files(path, read_json(facts_path(path)))
         return facts if facts["kind"] == KIND and _changed_file(path, facts) is None else None
+    # The facts are not validated here, so any of their fields may be missing or of another type.
     except (CheckpointError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
 def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns the earlier facts if an interrupted replacement has not yet replaced the files, else the new ones."""
+    # The new facts are valid once their files are in place. Until then the old files are there with their own facts.
     facts = dict(facts)
     earlier = facts.pop("earlier", None)
     if earlier is None or _changed_file(path, facts) is None or _changed_file(path, earlier) is not None:
@@ -178,6 +182,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
     facts = _of_present_files(path, validated(facts, RECORD, facts_path(path)))
     form = from_dict(facts["format"], FORMATS.values())
     images = Images(**{**facts["images"], "shape": tuple(facts["images"]["shape"])})
+    # Before a runtime, most of them in C++, parses the file.
     changed = _changed_file(path, facts)
     if changed is not None:
         raise CheckpointError(f"{changed} is not the file that was exported (its sha256 differs); export it again.")

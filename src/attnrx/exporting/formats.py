@@ -86,13 +86,13 @@ class Format(ABC):
     def require(self, path: Path, dtype: torch.dtype) -> None:
         """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype it does not run at."""
         if path.suffix != self.suffix:
-            found = path.with_suffix(self.suffix).name
-            raise InvalidInput(f"{path}: a file of this format ends in {self.suffix}; give {found}.")
+            renamed = path.with_suffix(self.suffix).name
+            raise InvalidInput(f"{path}: a file of this format ends in {self.suffix}; give {renamed}.")
         if dtype not in self.dtypes:
-            known = [dtype_name(each) for each in self.dtypes]
+            supported = [dtype_name(each) for each in self.dtypes]
             raise NotSupported(
-                f"{self.name} at {dtype_name(dtype)}: it is written at {' or '.join(known)}. Give "
-                f"precision={known[0]!r}."
+                f"{self.name} at {dtype_name(dtype)}: it is written at {' or '.join(supported)}. Give "
+                f"precision={supported[0]!r}."
             )
 
 
@@ -127,6 +127,7 @@ class AOTInductor(Program):
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         from torch._inductor import aoti_compile_and_package, config
 
+        # The candidates of torch's compiler; None among them stands for a compiler that conda would download.
         compilers = [name for name in config.cpp.cxx if name]
         if not any(shutil.which(name) for name in compilers):
             raise NotSupported(f"aotinductor compiles C++, and there is no compiler ({', '.join(compilers)}): get g++.")
@@ -211,6 +212,7 @@ class Onnx(Format):
         _library("onnxscript.optimizer").fold_constants(
             translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
         )
+        # In this order: equal weights become one, then nodes with equal inputs, and then nothing uses their copies.
         passes = _library("onnx_ir.passes.common")
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
@@ -221,6 +223,7 @@ class Onnx(Format):
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Writes image shape, normalization and class names into the metadata, as JSON."""
         onnx = _library("onnx")
+        # Only the metadata change: weights in an external file are neither read nor written.
         model = onnx.load(path, load_external_data=False)
         shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
         onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in shown.items()})
@@ -233,10 +236,12 @@ class Onnx(Format):
         """Starts an ONNX Runtime session on the CPU, whose idle threads sleep instead of spinning."""
         runtime = _library("onnxruntime")
         options = runtime.SessionOptions()
+        # The graph is run node by node, so threads between nodes would have no work.
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        # None: all outputs, of which there is one.
         return lambda images: torch.from_numpy(session.run(None, {INPUT: _to_numpy(images)})[0])
 
 
@@ -246,6 +251,7 @@ def script_path(path: Path) -> Path:
 
 
 def _output_axes(program: torch.export.ExportedProgram) -> int:
+    # The first argument of the output node is the tuple of all outputs, of which there is one.
     (output,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
     return output.meta["val"].ndim
 
@@ -256,6 +262,7 @@ def _name_batch(model: Any) -> None:
     symbol = str(graph.inputs[0].shape[0])
     if symbol.isdecimal():
         return
+    # All shapes, because other sizes can be expressions of it, such as 197*s0 where batch and tokens are one axis.
     outputs = (output for node in graph.all_nodes() for output in node.outputs)
     for value in {*graph.inputs, *graph.outputs, *outputs}:
         for index, size in enumerate(value.shape or ()):
@@ -305,22 +312,23 @@ class Int8(Onnx):
         plain, trial = (path.with_name(f"{kind}_{path.name}") for kind in ("float", "trial"))
         try:
             super().write(program, plain, images)
-            some = images[: max(TRIED_ON // len(images[0]), 1)]
-            expected = self._outputs(plain, some)
+            trial_images = images[: max(TRIED_ON // len(images[0]), 1)]
+            expected = self._outputs(plain, trial_images)
 
+            # Relative to the outputs of the float file and not of torch: the translation has its own rounding.
             def difference(maps: Sequence[str]) -> float:
-                self._quantize(plain, trial, maps, some)
-                return float((self._outputs(trial, some) - expected).norm() / expected.norm())
+                self._quantize(plain, trial, maps, trial_images)
+                return float((self._outputs(trial, trial_images) - expected).norm() / expected.norm())
 
             maps = self._maps(_library("onnx").load(plain, load_external_data=False))
             sensitive = set(_sensitive(maps, difference, self.tolerance))
-            chosen = [name for name in maps if name not in sensitive]
-            if not chosen:
+            quantized_maps = [name for name in maps if name not in sensitive]
+            if not quantized_maps:
                 raise NotSupported(f"every linear map changes the outputs by more than tolerance={self.tolerance}.")
-            self._quantize(plain, path, chosen, images)
+            self._quantize(plain, path, quantized_maps, images)
         finally:
-            for each in (*path.parent.glob(f"{plain.name}*"), *path.parent.glob(f"{trial.name}*")):
-                each.unlink()  # with external weights
+            for file in (*path.parent.glob(f"{plain.name}*"), *path.parent.glob(f"{trial.name}*")):
+                file.unlink()  # with external weights
 
     def _outputs(self, path: Path, images: Sequence[Tensor]) -> Tensor:
         run = Onnx.open(self, path, "cpu", torch.get_num_threads())
@@ -338,6 +346,7 @@ class Int8(Onnx):
                 op_types_to_quantize=["Gemm", "MatMul"],
                 nodes_to_quantize=list(maps),
                 per_channel=True,
+                # Weights of 7 bits, signed, and activations unsigned: see the class.
                 reduce_range=True,
                 activation_type=quantization.QuantType.QUInt8,
                 weight_type=quantization.QuantType.QInt8,
@@ -363,6 +372,8 @@ class Int8(Onnx):
 
 def _sensitive(maps: Sequence[str], difference: Callable[[Sequence[str]], float], most: float) -> list[str]:
     """Returns the maps of which each alone makes a larger difference, by halving the groups that do."""
+    # A harmless group takes one measurement, so a few sensitive maps among many are found in a few measurements each.
+    # Two groups may be harmless only one by one: `most_difference` limits the result of all.
     if difference(maps) <= most:
         return []
     if len(maps) == 1:
@@ -430,6 +441,7 @@ class OpenVINO(Format):
             "INFERENCE_PRECISION_HINT": "bf16" if self.precision == "bf16" else "f32",
             "PERFORMANCE_HINT": "LATENCY",
         }
+        # f32 has to be requested: on CPUs with bfloat16 OpenVINO computes in it by default.
         core, compiled = _library("openvino", "openvino").Core(), {}
         model = core.read_model(str(path))
 
@@ -462,6 +474,7 @@ class _CalibrationReader:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Disables the warnings of the quantiser."""
+    # It logs by the root logger, so it has no logger of its own that could be silenced.
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -478,6 +491,7 @@ def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupport
     except AttnrxError:
         raise
     except Exception as error:
+        # The exporter appends whole reports to its messages.
         reason = str(error).strip().partition("\n")[0]
         raise kind(f"{problem} ({type(error).__name__}: {reason}). {advice}".rstrip()) from error
 

@@ -90,6 +90,7 @@ class ExportSubject:
             raise InvalidInput(
                 f"batch={batch!r}: give the number of images that the file takes at once, or {DYNAMIC!r}."
             )
+        # The caller's model keeps its mode, device and precision.
         converted = copy.deepcopy(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
@@ -121,11 +122,13 @@ class ExportSubject:
         if self.calibration is not None:
             images = self.calibration.take(min(max(count, size), len(self.calibration)))
             batches = [batch.images for batch in images.batches(size, device=self.images.device)]
+            # A runtime calibrates on the graph itself, which takes no other batch size than its own.
             full_batches = [each for each in batches if self.images.batch is None or len(each) == size]
             if not full_batches:
                 raise InvalidInput(f"{len(images)} images for a file that takes {size} at once: give at least {size}.")
             return [each.to(self.images.dtype) for each in full_batches]
         generator = torch.Generator().manual_seed(0)
+        # Noise is drawn in float64 and then converted, so that it is the same for every precision.
         sizes = COMPARED if self.images.batch is None else (size, size)
         noise = (torch.randn(each, *self.images.shape, generator=generator, dtype=torch.float64) for each in sizes)
         return [each.to(self.images.device, self.images.dtype) for each in noise]
@@ -201,13 +204,13 @@ def compare_with_original(
     protocol, noise = LatencyProtocol(conditions, ROUNDS, kernels=False), torch.Generator().manual_seed(0)
     with TemporaryDirectory() as folder:
         other = write_exported(library, Path(folder) / f"original{exported.form.suffix}", exported.form)
-        found = tuple(
+        comparisons = tuple(
             compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
             for batch in (TIMED if size is None else (size,))
         )
-    exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in found]
+    exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in comparisons]
     write_json(facts_path(exported.path), exported.facts)
-    return found
+    return comparisons
 
 
 def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Exported:
@@ -229,6 +232,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     with temporary_folder(path) as room:
         written = room / path.name
         with raising(f"this model cannot be written as {form.name}"):
+            # `raising` would report a full disk as a model that the format does not support.
             try:
                 form.write(program, written, batches)
             except OSError as error:
@@ -240,6 +244,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
         # The main file is the last: `_put` moves it after the files that it needs.
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         next(steps)
+        # In the temporary folder, so that a file that does not match the model never gets to its path.
         findings = _parity(subject, form, written, batches)
         steps.close()
         facts = {
@@ -292,16 +297,17 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     exported = Exported(path, form, subject.images, {})
     with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
         expected = torch.cat([subject.model(batch).double().flatten(1).cpu() for batch in batches])
-        found = torch.cat([exported(batch).double().flatten(1).cpu() for batch in batches])
+        actual = torch.cat([exported(batch).double().flatten(1).cpu() for batch in batches])
     # nan_to_num: NaN of the file is the largest difference, and max() would not find it.
-    difference = (expected - found).abs().amax(-1).nan_to_num(nan=float("inf"))
+    difference = (expected - actual).abs().amax(-1).nan_to_num(nan=float("inf"))
     # Each image's largest difference relative to its largest logit, in increasing order.
     shares, order = (difference / expected.abs().amax(-1).clamp(min=torch.finfo(torch.float64).tiny)).sort()
     limit, images = form.limit(subject.images.dtype), len(shares)
     allowed = int(MAY_DIFFER * images) if subject.prunes_tokens else 0
+    # No more images are excluded than differ, so that the largest difference is that of all others.
     differing = min(allowed, int((shares > limit).sum()))
     share, largest = float(shares[images - differing - 1]), float(difference[order][: images - differing].max())
-    agreement = 100 * float((expected.argmax(-1) == found.argmax(-1)).double().mean())
+    agreement = 100 * float((expected.argmax(-1) == actual.argmax(-1)).double().mean())
     same_class = "images that exported and eager put into the same class"
     output = "feature" if isinstance(subject.model, PatchFeatures) else "logit"
     claim = f"largest difference of a {output}, exported against eager, as a share of the largest {output}"
@@ -343,12 +349,15 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
             f"{', '.join(map(str, existing))}: an export of {len(files)} files cannot replace another one at once. "
             "Delete that first, or choose another name."
         )
+    # Without an earlier export the facts are written last: a file without facts is not taken for an export.
     if earlier is not None:
         write_json(facts_path(path), {**facts, "earlier": earlier})
     for name in files:
+        # Content before name, as in `write_atomically`: after a power failure a new name must not point to nothing.
         flush(room / name)
         (room / name).replace(path.with_name(name))
     write_json(facts_path(path), facts)
+    # Files that only the earlier export had.
     for name in {} if earlier is None else earlier["files"].keys() - files.keys():
         path.with_name(name).unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ from attnrx.planning.cost_table import CostTable
 from attnrx.planning.sensitivity import Sensitivities, Weights
 from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 
+# Savings and sensitivities below it are rounding; also the smallest divisor of the greedy gain.
 NOTHING = 1e-12
 # Savings are rounded to 1 / PARTS of the original's cost. Up to OWED parts of negative savings are allowed, because a
 # stage has a cost. Plans that miss the target by up to HIDDEN parts are checked too, because of the rounding.
@@ -52,6 +53,8 @@ class Frontier:
         Raises:
             NotSupported: No plan is cheap enough by the cost table.
         """
+        # The table holds rounded savings, so the exact cost decides: the first plan that is cheap enough is optimal, up
+        # to the rounding. Savings beyond the budget are undone.
         for choices in self._by_sensitivity(self.nothing - most):
             cost = self.cost_table.total(choices)
             if cost <= most:
@@ -65,6 +68,7 @@ class Frontier:
     @property
     def cheapest(self) -> float:
         """The smallest cost of any plan as a share, up to rounding."""
+        # The last column that any final state reaches.
         saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - OWED
         return self.nothing - float(saved) / PARTS
 
@@ -76,6 +80,7 @@ class Frontier:
     @cached_property
     def _gone(self) -> np.ndarray:
         """The possible numbers of pruned patches."""
+        # Multiples of the step only, to keep the number of states small.
         return np.arange(0, self.space.patches if TOKENS in self.space.axes else 1, self.space.step)
 
     @property
@@ -88,10 +93,13 @@ class Frontier:
 
         Index OWED of `saved` means no savings.
         """
+        # [gone, saved], infinite for states that no plan reaches. Before the first layer there is one: nothing is
+        # saved.
         least = np.full((len(self._gone), OWED + PARTS + 1), np.inf)
         least[0, OWED] = 0.0
         backpointers = []
         for layer in range(self.space.depth):
+            # The order of a forward pass: the stage is before the layer, whose cost depends on the tokens that remain.
             least, previous = self._prune_patches(layer, least)
             least, chosen, options = self._choose_ranks(layer, least)
             backpointers.append((previous, chosen, options))
@@ -99,41 +107,51 @@ class Frontier:
 
     def _prune_patches(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Adds a stage before a layer: returns the minimal sensitivity [gone, saved] and the previous indices."""
-        previous = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])
+        previous = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])  # no stage: the same state
+        # A stage needs the attention of a previous layer.
         if not layer or len(least) == 1:
             return least, previous
-        found, patches = least.copy(), self.space.patches
-        cost = np.array([self.sensitivities.of_pruning(layer, int(gone), patches) for gone in self._gone])
-        cost = cost * self.weights[TOKENS][layer]
+        updated, patches = least.copy(), self.space.patches
+        # The divergence at every total number of pruned patches; a stage adds the difference between two totals, as in
+        # `Sensitivities.of_pruning`.
+        at_totals = np.array([self.sensitivities.of_pruning(layer, int(gone), patches) for gone in self._gone])
+        at_totals = at_totals * self.weights[TOKENS][layer]
         for before, gone in enumerate(self._gone):
-            most = gone + self.space.at_once(int(patches - gone))
-            after = slice(before + 1, int(np.searchsorted(self._gone, most, side="right")))
+            largest = gone + self.space.at_once(int(patches - gone))
+            # Vectorized over the totals that one stage can reach; only the loop over those before it is in Python.
+            after = slice(before + 1, int(np.searchsorted(self._gone, largest, side="right")))
+            # [saved]; a stage has a cost, which shifts the savings down.
             shifted = _shifted(least[before], self._saved_by_stage(layer, before))
-            candidate = shifted + (cost[after] - cost[before])[:, None]
-            better = candidate < found[after]
-            found[after][better] = candidate[better]
+            candidate = shifted + (at_totals[after] - at_totals[before])[:, None]
+            # `updated[after]` is a view, because `after` is a slice: the masked assignments change `updated`.
+            better = candidate < updated[after]
+            updated[after][better] = candidate[better]
             previous[after][better] = before
-        return found, previous
+        return updated, previous
 
     def _choose_ranks(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Chooses the ranks of a layer: returns the minimal sensitivity [gone, saved], the chosen option, and the
         options."""
-        found, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
+        updated, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
         for index, gone in enumerate(self._gone):
             saved, sensitivity, levels = self._options(layer, int(gone))
+            # [options, saved]: the sensitivity before the layer, moved by the savings of every option.
             candidates = np.stack([_shifted(least[index], int(parts)) for parts in saved]) + sensitivity[:, None]
             chosen[index] = candidates.argmin(0)
-            found[index] = candidates.min(0)
+            updated[index] = candidates.min(0)
             options.append(np.column_stack([saved, levels]))
-        return found, chosen, options
+        return updated, chosen, options
 
     def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the savings (in units of 1 / PARTS), sensitivities and levels of all Pareto-optimal rank choices of a
         layer."""
+        # Dominated options are removed, so that the loop in `_choose_ranks` has few: an option stays if it saves more
+        # than every one of lower sensitivity.
         levels, sensitivity = self._levels, np.zeros(len(self._levels))
         for axis, level in zip(RANKS, levels.T, strict=True):
             sensitivity += self.sensitivities.ranks[axis][layer, level] * self.weights[axis][layer]
         tokens = self.cost_table.prefix + self.cost_table.patches
+        # Relative to the layer with all patches: the savings by pruned patches are counted here, layer by layer.
         full = self.cost_table.layer(Choices.nothing(self.space.depth), layer, 0)
         scores, values, mlp = levels.T
         costs = (
@@ -142,6 +160,7 @@ class Frontier:
         )
         saved = np.array([self._parts(float(cost)) for cost in full - costs])
         order = np.lexsort((-saved, sensitivity))  # by increasing sensitivity, then by decreasing savings
+        # The first option has no predecessor: any saving of a layer exceeds -OWED - PARTS.
         optimal = saved[order] > np.maximum.accumulate(np.concatenate([[-OWED - PARTS], saved[order][:-1]]))
         return saved[order][optimal], sensitivity[order][optimal], levels[order][optimal]
 
@@ -160,19 +179,22 @@ class Frontier:
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
         """Yields the plans that save at least this share minus HIDDEN parts, by increasing sensitivity."""
+        # [gone, saved] flattened: the final number of pruned patches is free, so all states with enough savings
+        # compete.
         first = OWED + max(round(saved * PARTS) - HIDDEN, -OWED)
         least = self._least[:, first:]
         for index in least.argsort(None, kind="stable"):
             gone, over = divmod(int(index), least.shape[1])
-            if not np.isfinite(least[gone, over]):
+            if not np.isfinite(least[gone, over]):  # sorted: no plan reaches the states that follow
                 return
             yield self._traced(gone, first + over)
 
     def _traced(self, gone: int, saved: int) -> Choices:
         """Follows the backpointers from the final state [gone, saved] to the plan."""
         choices = Choices.nothing(self.space.depth)
+        # The steps of `_solved` backwards: in every layer the ranks first, then the stage before it.
         for layer, (previous, chosen, options) in reversed(list(enumerate(self._solved[1]))):
-            parts, *levels = (int(own) for own in options[gone][chosen[gone, saved]])
+            parts, *levels = (int(value) for value in options[gone][chosen[gone, saved]])
             for axis, level in zip(RANKS, levels, strict=True):
                 choices = choices.with_level(axis, layer, level)
             saved -= parts
@@ -202,12 +224,14 @@ def filled(
     Raises:
         NotSupported: The moves reach no plan that is cheap enough.
     """
+    # The greedy rule of fractional knapsacks. Unlike `Frontier` it depends on the start, which is its purpose: it meets
+    # the budget near a given plan.
     now = Step(start, cost_table.total(start), sensitivities.total(start, weights))
     while now.cost > most:
         best, gain = None, 0.0
         for choices in space.moves(now.choices):
             cost, sensitivity = cost_table.total(choices), sensitivities.total(choices, weights)
-            saved, added = now.cost - cost, sensitivity - now.sensitivity
+            saved, added = now.cost - cost, sensitivity - now.sensitivity  # `added` may be 0 or below
             if saved > NOTHING and saved / max(added, NOTHING) > gain:
                 best, gain = Step(choices, cost, sensitivity), saved / max(added, NOTHING)
         if best is None:
@@ -220,6 +244,8 @@ def given_back(
     space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, last: Step
 ) -> Step:
     """Undoes choices within the budget: repeats the change that keeps more and reduces the sensitivity most."""
+    # Every round lowers the sensitivity, so the loop ends. It is needed after rounding, and after greedy moves, the
+    # last of which may save more than was missing.
     now = last
     while True:
         best = now

@@ -50,9 +50,11 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
     `fits` must be monotone: true up to some share and false above it, because costs rise with the kept share.
     """
+    # The invariant of the bisection is that `high` does not fit, so the full share is tested first. Integers, because
+    # shares are multiples of 1 / GRID and `low` and `high` must meet exactly.
     if fits(1.0):
         return 1.0
-    below = round(least * GRID) - 1
+    below = round(least * GRID) - 1  # counts as fitting until a share is found
     low, high = below, GRID
     while high - low > 1:
         middle = (low + high) // 2
@@ -75,6 +77,7 @@ def least_share(model: nn.Module, template: Template) -> float:
             return True
         return False
 
+    # Being too small is monotone like a cost: the smallest share that can be prescribed is one step above.
     largest = largest_share(is_too_small)
     return 1 / GRID if largest is None else largest + 1 / GRID
 
@@ -83,13 +86,16 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
     """Returns the costs of the model after the prescription (qk, vo, MLP and tokens) without realizing it."""
     require_all_tokens(model, "compute the costs of a prescription on")
     family = family_of(model)
+    # The specs of the layers after `realize`; below, the ranks of both MLP maps and the numbers of hidden units.
     pairs = zip(family.attention(model), prescription.layers, strict=True)
     specs = tuple(compressed_spec(attention.spec, layer, norms) for attention, layer in pairs)
     ranks = tuple(
         tuple(
+            # A map without a decision costs what it does now, which may be a factored one.
             sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
             for name, linear in zip(LINEAR_MAPS, pair, strict=True)
         )
+        # Not strict: a model whose MLPs are not pairs of linear maps has none here.
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
     hidden = tuple(
@@ -125,17 +131,18 @@ def prescribe_within(
     diagnosis = diagnosis_or_spectra(diagnosis, *(text for name, text in template.texts.items() if name != TOKENS))
     search = _Search(model, diagnosis, template, budget)
     shares = search.shares()
-    each = [parse_rules(template.at(share))[0] for share in shares]
-    rules = {name: by_layer([own[name] for own in each]) for name in each[0]}
-    found = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)})
-    spent = _amounts(prescribed_costs(model, found), budget.of)
+    rules_of_layers = [parse_rules(template.at(share))[0] for share in shares]
+    rules = {name: by_layer([layer_rules[name] for layer_rules in rules_of_layers]) for name in rules_of_layers[0]}
+    prescription = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)})
+    spent = _amounts(prescribed_costs(model, prescription), budget.of)
     record = {
         "macs": budget.macs,
         "of": budget.of,
+        # One for the model, or one per layer: `shares` repeats that of the model for every layer.
         "shares": shares[: len(spent)],
         "spent": [macs / original_macs for macs, original_macs in zip(spent, search.original_costs, strict=True)],
     }
-    return replace(found, about={**found.about, "budget": record})
+    return replace(prescription, about={**prescription.about, "budget": record})
 
 
 class _Search:
@@ -147,6 +154,8 @@ class _Search:
         self.least = least_share(model, template)
         self.original_costs = _amounts(before, budget.of)
 
+        # The costs of all layers at a share come from one prescription, so the bisections of the layers share a cache.
+        # It is that of a closure, because a cached method would keep its object alive.
         @cache
         def amounts(share: float) -> tuple[int, ...]:
             return _amounts(costs_at(model, diagnosis, template, share), budget.of)
@@ -155,8 +164,8 @@ class _Search:
 
     def shares(self) -> list[float]:
         """Returns the share of every layer; raises NotSupported if the smallest share exceeds the budget."""
-        found = [self._share(unit) for unit in range(len(self.original_costs))]
-        return found * self.layers if self.budget.of == "model" else found
+        largest = [self._share(unit) for unit in range(len(self.original_costs))]
+        return largest * self.layers if self.budget.of == "model" else largest
 
     def _share(self, unit: int) -> float:
         allowed = self.budget.macs * self.original_costs[unit]
@@ -175,17 +184,18 @@ def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: 
     """Returns the costs at one share of the template; for a no-op prescription those of the unchanged model."""
     rules, _ = parse_rules(template.at(share))
     try:
-        found = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
+        prescription = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
+    # Near a share of 1 the rules may keep everything, which `prescribe_maps` refuses; the bisection needs a cost there.
     except NoOpPrescription:
         return family_of(model).costs(model)
-    return prescribed_costs(model, found)
+    return prescribed_costs(model, prescription)
 
 
 def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescription | None:
     _, tokens = parse_rules({TOKENS: template.at(share).get(TOKENS)})
     if tokens is not None:
         family = family_of(model)
-        tokens.policy.on(family.token_layout(model), len(family.attention(model)))
+        tokens.policy.on(family.token_layout(model), len(family.attention(model)))  # for its errors
     return tokens
 
 

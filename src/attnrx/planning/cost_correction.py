@@ -13,7 +13,8 @@ from attnrx.realization import realize
 
 # The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.
 STAGES = (1, 3, None)
-# The largest factor between the savings of an axis in a whole model and those of its blocks alone.
+# The largest factor between the savings of an axis in a whole model and those of its blocks alone; larger ones
+# are limited to it, because timings of whole models are noisy.
 MOST = 1.5
 OWN = "own"
 
@@ -29,13 +30,17 @@ def corrected(
     its number of input tokens, and the share of the savings by tokens that a whole model misses, because a block that
     is timed alone finds its weights in the cache.
     """
-    own = Choices.nothing(space.depth)
+    # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
+    # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
+    unchanged = Choices.nothing(space.depth)
     ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
     models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **some}.items()}
-    found = latency_shares({OWN: space.model, **models})
-    cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(own) / found[OWN])
-    saved = {axis: (found[OWN] - found[axis], found[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
+    shares = latency_shares({OWN: space.model, **models})
+    # Total costs are divided by `whole`: afterwards the table gives the measured share for the unchanged model.
+    cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
+    # Measured and predicted savings of every axis. A factor is not negative: noise must not make a saving a cost.
+    saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
     cost_table = _saving(
         cost_table,
         {
@@ -47,9 +52,11 @@ def corrected(
     if not some:
         return cost_table
     tokens = space.shape.layout.tokens
-    missing = np.array([found[name] - cost_table.total(choices) for name, choices in some.items()])
+    # Two unknowns by non-negative least squares over the models: measured minus predicted share = slope * input tokens
+    # of all stages + missed * predicted savings. Both are costs, which noise must not make negative.
+    missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
     stage_tokens = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / cost_table.whole
-    saved_by_tokens = np.array([found[OWN] - cost_table.total(choices) for choices in some.values()])
+    saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
     optimize = required_module("scipy.optimize", "plan", "a cost model of measured latency")
     (slope, missed), _ = optimize.nnls(np.stack([stage_tokens, saved_by_tokens], axis=1), missing)
     return replace(
@@ -62,7 +69,7 @@ def corrected(
 
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
     """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
-    return costs + missed * (costs[..., -1:] - costs)
+    return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
 
 
 def _everywhere(space: Space, axis: str) -> Choices:
@@ -75,18 +82,20 @@ def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
     """Scales the savings of every axis; the interaction of qk and vo is scaled by the smaller of their factors."""
     attention, mlp = cost_table.attention, cost_table.mlp
     qk, vo = factors.get("qk", 1.0), factors.get("vo", 1.0)
+    # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
     none = attention[:, :1, :1]
-    one, other = attention[:, :, :1] - none, attention[:, :1] - none
-    both = attention - none - one - other
+    by_qk, by_vo = attention[:, :, :1] - none, attention[:, :1] - none
+    both = attention - none - by_qk - by_vo
     return replace(
         cost_table,
-        attention=none + qk * one + vo * other + min(qk, vo) * both,
+        attention=none + qk * by_qk + vo * by_vo + min(qk, vo) * both,
         mlp=mlp[:, :1] + factors.get("mlp", 1.0) * (mlp - mlp[:, :1]),
     )
 
 
 def _some_at(space: Space, stages: int | None) -> Choices:
     """Returns the plan that prunes half of the patches in equal numbers at stages spread over the layers."""
+    # At the boundaries of equal parts of the depth; a set, because in a shallow model two may coincide.
     parts = min(stages or space.depth, space.depth - 1) + 1
     layers = {max(space.depth * part // parts, 1) for part in range(1, parts)}
     count = max(space.patches // (2 * len(layers)), 1)
@@ -108,24 +117,27 @@ def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
     may pad one to the other. Fitting few parameters to many times also reduces measurement noise.
     """
     qk, vo = space.available("qk"), space.available("vo")
+    # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. With non-negative savings
+    # per indicator the fitted times cannot rise from a level to the next.
     pairs = [(one, other) for one in (0, *qk) for other in (0, *vo)]
     steps = [
         [*_reached(one, qk), *_reached(other, vo), *_reached(min(one, other), set(qk) & set(vo))]
         for one, other in pairs
     ]
-    found, at = attention.copy(), tuple(zip(*pairs, strict=True))
-    found[at] = _falling(attention[at], np.array(steps))
-    return found
+    fitted, at = attention.copy(), tuple(zip(*pairs, strict=True))  # attention[at] is [pairs, tokens]
+    fitted[at] = _falling(attention[at], np.array(steps))
+    return fitted
 
 
 def never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
     """Returns the least-squares fit of the savings in which no lower level saves less."""
+    # These are differences from the full MLP, so the intercept is 0 (`from_zero`).
     levels = (0, *space.available("mlp"))
-    found = mlp.copy()
-    found[levels, :] = _falling(
+    fitted = mlp.copy()
+    fitted[levels, :] = _falling(
         mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), from_zero=True
     )
-    return found
+    return fitted
 
 
 def _reached(level: int, levels: Collection[int]) -> list[float]:

@@ -66,8 +66,10 @@ def exact_cost_table(space: Space, of: str) -> CostTable:
     model = space.model
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens
+    # Costs are linear or quadratic in the number of tokens: one evaluation per level gives those at all numbers.
     steps = np.arange(tokens + 1) / tokens
     tables = {axis: _by_level(space, before, axis, of, steps) for axis in RANKS}
+    # No part depends on the levels of both axes, so the costs add up: [layer, level of qk, level of vo, tokens].
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, of))
     inside = sum(
@@ -76,8 +78,9 @@ def exact_cost_table(space: Space, of: str) -> CostTable:
     stages = np.zeros((space.depth, tokens + 1))
     prefix = tokens - space.patches
     if space.reducer is not None and of == "macs":
-        for seen in range(prefix + 2, tokens + 1):
-            stages[:, seen] = space.reducer.predictor_macs(_shape(space), seen - prefix, max(seen - prefix - 1, 1))
+        for count in range(prefix + 2, tokens + 1):
+            # The table has no axis for the number of kept patches: it holds the cost of pruning one.
+            stages[:, count] = space.reducer.predictor_macs(_shape(space), count - prefix, max(count - prefix - 1, 1))
     return CostTable(of, of, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
 
 
@@ -87,18 +90,19 @@ def _shape(space: Space) -> Shape:
 
 def _by_level(space: Space, before: ModelCosts, axis: str, of: str, steps: np.ndarray) -> np.ndarray:
     """Returns [layer, level, tokens]."""
-    found = np.empty((space.depth, len(space.levels), len(steps)))
+    table = np.empty((space.depth, len(space.levels), len(steps)))
+    # Levels that are not available are never chosen; they hold the original's costs, so that no entry is undefined.
     allowed = (0, *space.available(axis))
     for level in range(len(space.levels)):
         piece = space.piece(axis, level) if level in allowed and level else None
         costs = before if piece is None else prescribed_costs(space.model, piece)
         for index, layer in enumerate(costs.layers):
-            found[index, level] = _over_tokens(layer, COST_PARTS[axis], of, steps)
-    return found
+            table[index, level] = _over_tokens(layer, COST_PARTS[axis], of, steps)
+    return table
 
 
 def _over_tokens(layer: LayerCosts, parts: Sequence[str], of: str, steps: np.ndarray) -> np.ndarray:
-    if of == "params":
+    if of == "params":  # pruned tokens remove no weights
         return np.full(len(steps), float(sum(layer.parts[part].params for part in parts)))
     line = sum(layer.parts[part].macs for part in parts if part not in SQUARE)
     square = sum(layer.parts[part].macs for part in parts if part in SQUARE)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from attnrx.errors import UnknownName
 
-ALL_LEVELS = tuple(range(7))
+ALL_LEVELS = tuple(range(7))  # indices into `space.LEVELS`
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ EFFORTS: Mapping[str, Effort] = {
         trials=10,
         variations=3,
         finalists=3,
-        probed=(4,),
+        probed=(4,),  # half of the rank
         pruned_shares=(1 / 12, 1 / 3, 5 / 6),
         timed=(0, 4),
         rounds=5,
@@ -64,6 +64,7 @@ EFFORTS: Mapping[str, Effort] = {
         far=1.01,
         every=2,
         front=2,
+        # Every search measures many plans; an adjustment of the cost measures a few.
         adjusts=True,
         repair_images=512,
         repair_steps=100,
@@ -91,6 +92,7 @@ EFFORTS: Mapping[str, Effort] = {
     ),
     "thorough": Effort(
         sensitivity_images=96,
+        # The best of many plans is selected by chance on few images (docs/results/plan.md, "How many trials?").
         trial_images=128,
         images=1024,
         trials=48,
@@ -107,6 +109,7 @@ EFFORTS: Mapping[str, Effort] = {
         every=1,
         front=5,
         adjusts=False,
+        # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md).
         repair_images=3072,
         repair_steps=500,
     ),

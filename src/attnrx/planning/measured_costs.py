@@ -79,6 +79,7 @@ def cached_cost_table(
     It is kept in the cache folder, for this hardware, this version of torch and these kernels.
     """
     family = family_of(space.model)
+    # No weights: latency does not depend on their values, so models of one architecture share a table.
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
     facts = (
@@ -87,20 +88,23 @@ def cached_cost_table(
         installed_versions("attnrx"),
         kernel_version(),
     )
-    request = (facts, shape, linear, timing, effort, space.axes, str(space.reducer), space.form, space.multiple)
+    # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
+    choices = space.axes, str(space.reducer), space.form, space.multiple
+    request = (facts, shape, space.shape.layout, linear, timing, effort, choices)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
         with suppress(AttnrxError, TypeError):  # a damaged file is measured again
             stored: dict[str, Any] = {
-                name: one.numpy() if one.ndim else one.item() for name, one in read_tensors(path).items()
+                name: tensor.numpy() if tensor.ndim else tensor.item() for name, tensor in read_tensors(path).items()
             }
             log(f"cost table of an earlier plan: {path}")
             return CostTable("latency", "blocks", **stored)
-    found = measure()
-    numbers = {field.name: getattr(found, field.name) for field in fields(found) if field.name not in ("of", "unit")}
+    table = measure()
+    numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name not in ("of", "unit")}
     with suppress(AttnrxError):  # without a cache the next plan measures again
-        write_tensors(path, {name: torch.as_tensor(own) for name, own in numbers.items()})
-    return found
+        # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
+        write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
+    return table
 
 
 def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module, rounds: int, log: Log) -> CostTable:
@@ -112,9 +116,10 @@ def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module,
 
     def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
         sides = models, reference, images, timing.protocol(rounds)
-        found = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=forked, on_line=log)
-        return {name: 1 / own.faster.value for name, own in found.items()}
+        comparisons = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=forked, on_line=log)
+        return {name: 1 / comparison.faster.value for name, comparison in comparisons.items()}
 
+    # A log callback is not called from another process: lines that are printed there are passed on to it by `on_line`.
     printed = partial(print, flush=True) if forked else log
     blocks = call_in_subprocess_if(measured_cost_table, space, timing, printed, in_subprocess=forked, on_line=log)
     return corrected(blocks, space, latency_shares)
@@ -136,20 +141,27 @@ def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostT
             "the layers of this model do not all have the same shape, so one block does not represent the others."
         )
     tokens = space.shape.layout.tokens
+    # Blocks are timed on a grid of levels and numbers of tokens, axes with an interaction (qk and vo, which share the
+    # kernel of attention) in all pairs, the MLP by itself. The rest of the table is interpolated, made monotone, and
+    # scaled to the time of the whole model.
     grid = sorted({max(space.shape.layout.prefix + 1, round(share * tokens)) for share in TIMED})
     timer = _Timer(space, timing, grid)
+    # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
+    # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
     qk, vo, mlp_levels = ((0, *space.measured(axis, timing.timed)) for axis in RANKS)
     for level in qk:
         for other in vo:
             attention[level, other] = timer.block({"qk": level, "vo": other})
         log(f"cost table: qk at {space.levels[level]:g}")
+    # First qk, for the pairs with measured levels of vo, then vo for all.
     attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
     attention = never_slower(attention, space)
     mlp = np.zeros((len(space.levels), len(grid) + 1))
     for level in mlp_levels[1:]:
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = never_slower_mlp(between_levels(space, "mlp", mlp, mlp_levels, 0), space)
+    # The last block is timed without compression only; its share of a block's time is assumed for all levels.
     last = timer.last() / attention[0, 0]
     counts = np.arange(tokens + 1)
     all_attention = _with_last(
@@ -164,13 +176,14 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
     Below the last known level the line through the last two is continued.
     """
-    found, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
+    # Not by level number: `space.levels` need not be evenly spaced.
+    filled, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
     for level in set(space.available(axis)) - set(known):
-        later = next((index for index, one in enumerate(known) if one > level), len(known) - 1)
+        later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
         first, second = known[later - 1], known[later]
         weight = (shares[first] - shares[level]) / (shares[first] - shares[second])
-        found[level] = found[first] + weight * (found[second] - found[first])
-    return np.moveaxis(found, 0, dim)
+        filled[level] = filled[first] + weight * (filled[second] - filled[first])
+    return np.moveaxis(filled, 0, dim)
 
 
 def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
@@ -190,6 +203,8 @@ class _Called(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Any:
         if self.reduction is not None:
+            # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
+            # whatever their values are.
             run, count = self.reduction.run, tokens.shape[1] - self.reduction.shape.layout.prefix
             run.begin()
             run.sizes = tokens.new_ones(tokens.shape[:2])
@@ -208,10 +223,12 @@ class _Timer:
         self.family = family_of(space.model)
         self.prunes_tokens = TOKENS in space.axes and space.depth > AFTER
         self.layer = AFTER if self.prunes_tokens else 0
+        # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
         self.call = _recorded_call(space, timing)
         self.original = self._place(space.model, self.layer)
         width, images = space.shape.width, self.call.images
         generator = torch.Generator().manual_seed(0)
+        # Noise in place of tokens: the operations of a block do not depend on values.
         self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-timing.batch // images)
@@ -221,7 +238,7 @@ class _Timer:
         return self.timing.conditions.place(_Called(block, self.call))
 
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
-        reducer, model = self.space.reducer, copy.deepcopy(model)
+        reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
         assert reducer is not None
         reduction = attach_tokens_(model, self.family, TokenPolicy(reducer, (AFTER,), (SOME,)))
         block = model.get_submodule(block_names(model, self.family)[layer])
@@ -236,6 +253,7 @@ class _Timer:
         """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
         model = copy.deepcopy(self.space.model)
         shortened: Any = getattr(model, "last", None)
+        # A model sets it during its own forward pass, and here the block is called without the model.
         if shortened is not None:
             shortened.at_work = True
         return self._times(model, self.space.depth - 1)
@@ -246,6 +264,7 @@ class _Timer:
         rows = {n: self._placed(tokens) for n, tokens in self.rows.items()}
         runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
         all_tokens = rows[self.grid[-1]]
+        # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
         seconds = self._turns({**runs, ALL: partial(before, all_tokens), REFERENCE: partial(self.original, all_tokens)})
         return np.array([seconds[name] for name in (*runs, ALL)])
 
@@ -263,23 +282,25 @@ class _Timer:
         """Returns the median over rounds of every time divided by the reference's of the same round."""
         with self.timing.conditions.held():
             seconds = interleave(runs, rounds=rounds or self.timing.rounds, warmup=WARMUP, clock=self.timing.name)
-        return {name: float((own / seconds[REFERENCE]).median()) for name, own in seconds.items()}
+        return {name: float((times / seconds[REFERENCE]).median()) for name, times in seconds.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
         """Times the whole model and the model without blocks, and returns the cost table."""
         space, conditions = self.space, self.timing.conditions
         images = conditions.place_images(self.timing.images(space))
+        # What blocks cost together is the time of the model less that of the model without blocks.
         models = {"own": space.model, "empty": self._empty()}
         runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
         rows = self._placed(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
-        own, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
+        # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
+        total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
         # Inside a model the input of a block is in the cache, so the block times are scaled to the whole model.
-        scale = (own - outside) / float(attention[:, 0, 0, -1].sum())
+        scale = (total - outside) / float(attention[:, 0, 0, -1].sum())
         layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
         sizes = layout.prefix, layout.patches
-        return CostTable("latency", "blocks", own, outside, attention * scale, mlp * scale, stages, *sizes)
+        return CostTable("latency", "blocks", total, outside, attention * scale, mlp * scale, stages, *sizes)
 
     def _empty(self) -> nn.Module:
         """Returns the model with identity blocks."""
@@ -308,10 +329,11 @@ class _Call:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> None:
         self.images = max(self.images, len(args[0] if args else kwargs["hidden_states"]))
-        self.args, self.kwargs = args[1:], {name: own for name, own in kwargs.items() if name != "hidden_states"}
+        self.args, self.kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def _recorded_call(space: Space, timing: TimingSettings) -> _Call:
+    # Without compilation, whose graphs hooks would break; the arguments are the same.
     family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
     hook = _Call()
     model = copy.deepcopy(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
@@ -323,6 +345,8 @@ def _recorded_call(space: Space, timing: TimingSettings) -> _Call:
 
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
     """Returns the times at every number of tokens: linear between those after a stage; the last entry at all tokens."""
+    # [levels, grid + 1]. No tokens take no time. Below all tokens a stage was before the block; the entry of the grid
+    # at all tokens is the end of that line only, and the last entry is the time at all tokens, before any stage.
     flat = times.reshape(-1, len(grid) + 1)
     lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))

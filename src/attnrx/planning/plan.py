@@ -60,8 +60,8 @@ class Plan(Displayed):
         return {
             "target": self.target,
             "spend": self.spend,
-            "price": self.cost,
-            "expected": {name: asdict(own) for name, own in self.expected.items()},
+            "price": self.cost,  # the name in the file format, schema 2
+            "expected": {name: asdict(quantity) for name, quantity in self.expected.items()},
             "measured": None if self.measured is None else dict(self.measured),
         }
 
@@ -83,6 +83,7 @@ class Plan(Displayed):
 
     def save(self, folder: Path | str) -> Path:
         """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically."""
+        # plan.json is moved last: a folder that has it is complete.
         with replacing_folder(folder, _is_part, last="plan.json") as new:
             self.promising.save(new / "prescription.json")
             write_json(new / "plan.json", self.to_record())
@@ -90,6 +91,7 @@ class Plan(Displayed):
 
 
 def _is_part(path: Path) -> bool:
+    # By name and content: a user's file of the same name is not replaced.
     kind = KIND if path.name == "plan.json" else PRESCRIPTION
     kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
     return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind

@@ -61,11 +61,12 @@ class Search:
 
 def weights_of(space: Space, knobs: Mapping[str, float]) -> Weights:
     """Returns the weights [layer] of the sensitivities of every axis: powers of two, log-linear over the layers."""
+    # Centred, so that a tilt changes no mean logarithm of the weights, which is the knob of the axis.
     across = np.linspace(-0.5, 0.5, space.depth)
-    found = even_weights(space.depth)
+    weights = even_weights(space.depth)
     for axis in AXES:
-        found[axis] = 2.0 ** (knobs.get(axis, 0.0) + knobs.get(f"{axis}_tilt", 0.0) * across)
-    return found
+        weights[axis] = 2.0 ** (knobs.get(axis, 0.0) + knobs.get(f"{axis}_tilt", 0.0) * across)
+    return weights
 
 
 def search_ranges(space: Space) -> dict[str, float]:
@@ -73,6 +74,7 @@ def search_ranges(space: Space) -> dict[str, float]:
 
     Only relative weights matter, so the first axis has no weight knob.
     """
+    # Tokens have no weight knob; with them the weights of all rank axes are relative to theirs.
     ranks = [axis for axis in space.axes if axis != TOKENS and space.available(axis)]
     first = next(iter(ranks), None) if TOKENS not in space.axes else None
     levels = {axis: SPAN for axis in ranks if axis != first}
@@ -83,9 +85,10 @@ def search_ranges(space: Space) -> dict[str, float]:
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
     """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
-        found = list((space.ways_back if random.integers(2) else space.moves)(choices))
-        if found:
-            choices = found[int(random.integers(len(found)))]
+        # Both directions: what the change costs or saves is balanced by the greedy rule, which meets the budget again.
+        variations = list((space.ways_back if random.integers(2) else space.moves)(choices))
+        if variations:
+            choices = variations[int(random.integers(len(variations)))]
     return choices
 
 
@@ -108,32 +111,37 @@ def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilde
         return (first,)
     optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
+    # of axes and of depth) in all layers at once; single choices are varied at the end.
     study = optuna.create_study(
         storage=_address(search.storage),
+        # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
         study_name=f"attnrx 6 {hashlib.sha256(requested.encode()).hexdigest()[:16]}",
+        # Multivariate: the best weight of one axis depends on those of others.
         sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
         load_if_exists=True,
     )
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
     proposals = _Proposals(space, budget, first, even, broad, search)
-    made = [first]
+    trials = [first]
 
     def objective(trial: Any) -> float:
         knobs, step = proposals.next(trial)
         trial.set_user_attr(KNOBS, knobs)
         trial.set_user_attr(CHOICES, asdict(step.choices))
-        made.append(budget.tried(knobs, step))
-        return made[-1].softened
+        trials.append(budget.tried(knobs, step))
+        return trials[-1].softened
 
-    done = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
-    if done < search.trials:
-        for _ in track(range(search.trials - done), "searching plans"):
-            study.optimize(objective, n_trials=1)
+    # A resumed study has trials of an earlier run, or of another machine.
+    num_finished = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+    if num_finished < search.trials:
+        for _ in track(range(search.trials - num_finished), "searching plans"):
+            study.optimize(objective, n_trials=1)  # one by one, for the progress
     knobs, choices = _known(study.best_trial)
-    if all(choices != trial.step.choices for trial in made):  # found by an earlier search, or on another machine
-        made.append(budget.tried(knobs, budget.step(knobs, choices)))
-    return tuple(made)
+    if all(choices != trial.step.choices for trial in trials):  # found by an earlier search, or on another machine
+        trials.append(budget.tried(knobs, budget.step(knobs, choices)))
+    return tuple(trials)
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,7 @@ class _Proposals:
 
     def next(self, trial: Any) -> tuple[dict[str, float], Step]:
         start = self.start.knobs
+        # By the number of the trial, which is unique in the study: machines that share it divide the proposals.
         if trial.number < len(self.even):
             with suppress(NotSupported):  # nothing near this schedule is cheap enough
                 return start, self.budget.step(start, self.even[trial.number])
@@ -162,10 +171,12 @@ class _Proposals:
         return knobs, self.budget.step(knobs)
 
     def _near(self, trial: Any) -> tuple[dict[str, float], Step]:
+        # A generator per trial: a resumed search draws the same variations as one without interruption.
         random = np.random.default_rng((self.search.seed, trial.number))
-        known = [each for each in trial.study.get_trials(deepcopy=False) if each.value is not None]
-        seen = [self.start.step.choices, *(_known(each)[1] for each in known)]
-        best = min(known, key=lambda each: each.value, default=None)
+        finished = [past for past in trial.study.get_trials(deepcopy=False) if past.value is not None]
+        measured = [self.start.step.choices, *(_known(past)[1] for past in finished)]
+        best = min(finished, key=lambda past: past.value, default=None)
+        # The plan of the closed form is no trial of the study, and may be the best.
         knobs, choices = self.start.knobs, self.start.step.choices
         if best is not None and best.value < self.start.softened:
             knobs, choices = _known(best)
@@ -173,15 +184,17 @@ class _Proposals:
         for _ in range(ATTEMPTS):
             with suppress(NotSupported):  # the varied plan may not reach the budget
                 step = self.budget.step(knobs, varied(self.space, choices, random))
-                steps += [step] * (step.choices not in seen)
+                steps += [step] * (step.choices not in measured)  # a plan is measured once
             if len(steps) == self.search.variations:
                 break
-        return knobs, min(steps, key=lambda step: step.sensitivity, default=self.budget.step(knobs, choices))
+        if not steps:
+            return knobs, self.budget.step(knobs, choices)
+        return knobs, min(steps, key=lambda step: step.sensitivity)
 
 
 def _known(trial: Any) -> tuple[dict[str, float], Choices]:
     """Returns the knobs and the choices of a stored trial."""
-    choices = {name: tuple(own) for name, own in trial.user_attrs[CHOICES].items()}
+    choices = {name: tuple(value) for name, value in trial.user_attrs[CHOICES].items()}
     return trial.user_attrs[KNOBS], Choices(**choices)
 
 

@@ -53,6 +53,7 @@ class PlanTimer:
 
     @property
     def _rounds(self) -> int:
+        # A smaller batch has more rounds of blocks (`settings`); whole models get as many times more.
         return self.effort.whole_rounds * self.settings.rounds // self.requested.rounds
 
     @cached_property
@@ -66,6 +67,7 @@ class PlanTimer:
         def measure() -> CostTable:
             return timed_cost_table(self.space, self.settings, self.library_model, self._rounds, self.log)
 
+        # The effort is part of the key, because the table depends on its rounds.
         return cached_cost_table(self.space, self.settings, f"{self.effort}", measure, self.log)
 
     def of_model(self, model: nn.Module) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class PlanTimer:
         assert self.to is not None
         form = parse_format(self.to)
         self.log(f"timing a file of {self.to}")
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder:  # the runtime reads the file while it is timed
             calibration = self.images.take(min(form.wanted, len(self.images)))
             yield export(model, Path(folder) / f"model{form.suffix}", to=form, calibration=calibration)
 

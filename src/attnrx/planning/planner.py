@@ -38,13 +38,14 @@ CARE, MARGIN = 0.993, 0.98
 # A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
 # more than TOLERATED nats and twice as far; machines vary by as much.
 MISSED, TOLERATED = 1.05, 0.01
-LARGEST = 0.99  # share of the latency that is planned for
+# The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
+LARGEST = 0.99
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
 # The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
 # ImageNet ViT-Tiny in two policies (docs/results/plan.md).
 RELEVANCE = 0.3
-# Bisection steps of the search for an accuracy drop.
+# Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
 HALVINGS = 6
 
 
@@ -84,6 +85,8 @@ class PlanSettings:
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
         """Returns the search space; ranks vary between heads, except for latency on CUDA, where heads are padded."""
+        # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
+        # have no such steps, and every rank is allowed.
         reducer = self._reducer(model) if TOKENS in self.axes else None
         is_latency = target.spend == "latency"
         form = "uniform_rank" if is_latency and self.timing.conditions.on_cuda else "total_rank"
@@ -119,8 +122,8 @@ def plan(
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
         TargetMet: The unchanged model meets the target.
     """
-    (found,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
-    return found
+    (result,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
+    return result
 
 
 def plan_each(
@@ -136,20 +139,23 @@ def plan_each(
 
     The arguments are those of `plan`.
     """
-    wanted = [Target.parse(target) if isinstance(target, str) else target for target in targets]
+    parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
     planner = None
-    for target in wanted:
+    for target in parsed:
         if target.of == DROP:
             require_labels(plan_images)
+        # What was measured depends on the cost and not on its limit.
         if planner is None or planner.target.spend != target.spend:
             planner = Planner(settings.space(model, diagnosis, target), settings, target, plan_images)
         else:
             planner = planner.for_target(target)
-        best, most = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
-        yield planner.finished(best, most, Answers.of(model, other_images, settings.batch_size))
+        # Outputs of the original on the other images are computed per target, after the plan: they need memory only
+        # then.
+        best, cost = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
+        yield planner.finished(best, cost, Answers.of(model, other_images, settings.batch_size))
 
 
 class Planner:
@@ -160,15 +166,17 @@ class Planner:
         self.answers = Answers.of(space.model, images, settings.batch_size)
         self.effort = settings.effort
         self.timer = PlanTimer(space, settings.timing, settings.effort, images, settings.to, settings.log)
+        # Whole plans are many in a search, so they are measured on the first images only; finalists on all.
         self.fewer = self.answers.first(self.effort.trial_images)
         self.promised: dict[str, Any] | None = None  # the timing of the plan that is returned
         self.trials: tuple[Trial, ...] = ()
-        self.known: dict[tuple[int, Choices], Deviation] = {}
-        self.solved: tuple[dict[str, float], Frontier] | None = None
+        self.known: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
+        self.solved: tuple[dict[str, float], Frontier] | None = None  # of the last knobs
         self.timings: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
 
     def for_target(self, target: Target) -> "Planner":
         """Returns the planner of another target of the same cost, with what was measured of single choices."""
+        # A shallow copy shares the caches; `trials` and `promised` belong to one target.
         other = copy(self)
         other.target, other.promised, other.trials = target, None, ()
         return other
@@ -186,6 +194,7 @@ class Planner:
 
     @property
     def sensitivities(self) -> Sensitivities:
+        # Half the variance of the logits' change ranks plans better than the KL of few images (docs/results/plan.md).
         return self.alone["softened"]
 
     @cached_property
@@ -195,6 +204,8 @@ class Planner:
 
     def frontier(self, knobs: dict[str, float]) -> Frontier:
         """Returns the optimal plans for all costs with the weights of these knobs; the last result is cached."""
+        # The dynamic program is solved for all costs at once, and repeated calls at one cost after another have the
+        # same knobs.
         if self.solved is None or self.solved[0] != knobs:
             self.solved = (
                 knobs,
@@ -207,6 +218,7 @@ class Planner:
         if start is not None:
             return filled(self.space, self.cost_table, self.sensitivities, most, weights_of(self.space, knobs), start)
         frontier = self.frontier(knobs)
+        # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
         if frontier.nothing <= most:
             raise TargetMet(
                 f"{self.target} is met by the unchanged model: in attnrx's kernels its {self.cost_table.of} is "
@@ -233,10 +245,13 @@ class Planner:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
         enough.
         """
+        # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost and timed,
+        # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
+        # that are fast enough the one with the lowest divergence is returned, and not the last.
         # Costs are those of models in attnrx; a plan for a file may cost as much more as the format gains.
         largest = LARGEST * self.cost_table.total(Choices.nothing(self.space.depth))
         allowed = most if self.settings.to is None else min(most * self._gain_of_format(), largest)
-        allowed *= MARGIN if self.effort.adjusts else 1.0
+        allowed *= MARGIN if self.effort.adjusts else 1.0  # few attempts follow to correct a miss
         ratios, best, trial = [], None, None
         timings: list[tuple[Trial, float]] = []
         limit = most * self.effort.far
@@ -248,9 +263,11 @@ class Planner:
             timings.append((trial, allowed))
             if ratios[-1] <= limit and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
+            # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
             searched = attempt or self.settings.search.trials < 2
             if self.effort.near * most <= ratios[-1] <= limit and searched:
                 break
+            # From the predicted cost of the plan itself, which may be below the allowed one.
             allowed = min(trial.step.cost * CARE * most / ratios[-1], largest)
         near = [timed for timed, ratio in zip(timings, ratios, strict=True) if ratio <= MISSED * most]
         if self.effort.adjusts and near:
@@ -269,6 +286,7 @@ class Planner:
 
     def _gain_of_format(self) -> float:
         """Returns how much faster the unchanged model is as a file of the requested format than in attnrx."""
+        # Measured on the unchanged model; what a format gains on a smaller one differs, which the attempts correct.
         model, file = self.timer.unchanged()
         if self.target.most * file >= 1:
             raise TargetMet(
@@ -299,10 +317,11 @@ class Planner:
 
     def _adjusted(self, most: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
+        # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
         budget, order = _Budget(self, most), sorted(self.trials, key=lambda trial: trial.softened)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.effort.finalists])]
         steps: dict[Choices, Step] = {}
-        for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):
+        for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):  # without repetitions, in order
             with suppress(NotSupported):  # nothing near this plan is cheap enough
                 step = self.step(most, last.knobs, start)
                 steps[step.choices] = step
@@ -319,43 +338,50 @@ class Planner:
             f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.space.reducer} "
             f"{len(self.fewer)}"
         )
+        # `requested` is the key of stored trials: target, cost, model and space decide what a trial means.
         self.trials = refine_plan(self.space, self.settings.search, requested, _Budget(self, most), self._first(most))
         return self._best(self.trials)
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
+        # By choices, because several knobs may give one plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
         first = list(order.values())[: self.effort.finalists]
-        found = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
-        best = min(found, key=lambda trial: trial.divergence)
+        measured = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
+        best = min(measured, key=lambda trial: trial.divergence)
         unit = f" {self.answers.kind.unit}".rstrip()
-        self.log(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f}{unit}")
+        self.log(f"the best of {len(measured)} on {len(self.answers)} images: {best.divergence:.4f}{unit}")
         return best
 
     def tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
         """Measures a plan on some images and returns it as a trial."""
-        found = self.measured(step.choices, answers)
-        return Trial(knobs, step, found.mean, found.softened.mean().item())
+        deviation = self.measured(step.choices, answers)
+        return Trial(knobs, step, deviation.mean, deviation.softened.mean().item())
 
     def for_drop(self) -> tuple[Trial, float]:
         """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost."""
-        low, high, found = 0.0, 1.0, None
+        # Closed forms only: a search at every step would be repeated for every cost. `low` costs too little, `high` is
+        # the smallest cost so far that keeps the accuracy, at which a search follows.
+        # By its kernels alone the unchanged model may cost less than the original in its own library.
+        unchanged = self.cost_table.total(Choices.nothing(self.space.depth))
+        low, high, cheapest = 0.0, min(unchanged, 1.0), None
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
+                # NotSupported: no plan is so cheap, so the smallest possible cost is above.
                 step = self.step(middle, self.first)
             except NotSupported:
                 low = middle
                 continue
-            found_change = self.measured(step.choices, self.answers).change
-            assert found_change is not None  # `plan` has required labels
-            change = found_change.mean().item()
+            changes = self.measured(step.choices, self.answers).change
+            assert changes is not None  # `plan` has required labels
+            change = changes.mean().item()
             self.log(f"plan at {step.cost:.3f}: {100 * change:+.1f} points")
             if -100 * change <= self.target.most:
-                high, found = middle, step
+                high, cheapest = middle, step
             else:
                 low = middle
-        if found is None:
+        if cheapest is None:
             raise NotSupported(f"no plan keeps the drop within {self.target.most:g} points; allow more.")
         return self._searched(high), high
 
@@ -363,6 +389,7 @@ class Planner:
         """Builds the plan: measures its predictions on held-out images and explains its choices."""
         choices, space = best.step.choices, self.space
         deviation = others.measure(self.realized(choices))
+        # Other plans for latency are timed while planning, this one is not.
         if self.target.of == DROP and self.target.spend == "latency":
             self.promised = self._record(best)
         about = {
@@ -391,7 +418,7 @@ class Planner:
             self.target.spend,
             best.step.cost,
             expected_of(deviation, others.kind.doubt),
-            explained(space, self.cost_table, self.alone["divergence"], choices),
+            explained(space, self.cost_table, self.alone["divergence"], choices, self.answers.kind.unit),
             self._front(best, most),
             self.promised,
             about,
@@ -402,8 +429,9 @@ class Planner:
         frontier = self.frontier(best.knobs)
         plans = self.effort.front
         shares = [1 - (1 - most) * part / plans for part in range(1, plans)]
-        found = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
-        return tuple(self._point(step) for step in (*found, best.step))
+        # Without repetitions: close costs may have the same plan. A share that the unchanged model meets has none.
+        steps = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
+        return tuple(self._point(step) for step in (*steps, best.step))
 
     def _point(self, step: Step) -> Point:
         space, choices = self.space, step.choices
@@ -432,9 +460,10 @@ class _Budget:
         return self.planner.step(self.most, knobs, start)
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        found = self.planner.tried(knobs, step, self.planner.fewer)
-        self.planner.log(f"plan at {step.cost:.3f}: {found.divergence:.4f} nats, softened {found.softened:.4f}")
-        return found
+        trial = self.planner.tried(knobs, step, self.planner.fewer)
+        unit = f" {self.planner.answers.kind.unit}".rstrip()
+        self.planner.log(f"plan at {step.cost:.3f}: {trial.divergence:.4f}{unit}, softened {trial.softened:.4f}")
+        return trial
 
 
 def expected_of(deviation: Deviation, doubt: float = KINDS["logits"].doubt) -> dict[str, PredictedQuantity]:
@@ -448,30 +477,35 @@ def expected_of(deviation: Deviation, doubt: float = KINDS["logits"].doubt) -> d
     # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of
     # `doubt` is that of an image whose class is in doubt.
     more = {"divergence": doubt**2, "agreement": 1.0, "change": 1.0}
-    spreads = {name: ((own - own.mean()).square().sum() + more[name]) / (count - 1) for name, own in quantities.items()}
+    spreads = {
+        name: ((values - values.mean()).square().sum() + more[name]) / (count - 1)
+        for name, values in quantities.items()
+    }
     return {
-        name: PredictedQuantity(float(own.mean()), float(spreads[name].sqrt()), count)
-        for name, own in quantities.items()
+        name: PredictedQuantity(float(values.mean()), float(spreads[name].sqrt()), count)
+        for name, values in quantities.items()
     }
 
 
-def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Returns one line per choice: its savings given all other choices, and its sensitivity alone."""
-    lines, whole = [], cost_table.total(choices)
+def explained(
+    space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices, unit: str
+) -> tuple[str, ...]:
+    """Returns one line per choice: its savings given all other choices, and its sensitivity alone, in this unit."""
+    lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     even = weights_of(space, {})
     for layer in range(space.depth):
         for axis in (*RANKS, TOKENS):
-            own = _of(choices, axis)[layer]
-            if not own:
+            value = _of(choices, axis)[layer]
+            if not value:
                 continue
             back = choices.with_num_pruned(layer, 0) if axis == TOKENS else choices.with_level(axis, layer, 0)
-            alone = nothing.with_num_pruned(layer, own) if axis == TOKENS else nothing.with_level(axis, layer, own)
-            what = f"{own} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[own]:g} of their rank"
-            saved, cost = 100 * (cost_table.total(back) - whole), sensitivities.total(alone, even)
-            lines.append(
-                f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.of}, alone {cost:.2g} nats"
-            )
+            alone = nothing.with_num_pruned(layer, value) if axis == TOKENS else nothing.with_level(axis, layer, value)
+            what = f"{value} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[value]:g} of their rank"
+            # Savings are given all other choices, because those of ranks depend on the tokens that remain.
+            saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(alone, even)
+            damage = f"alone {cost:.2g} {unit}".rstrip()
+            lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.of}, {damage}")
     return tuple(lines)
 
 

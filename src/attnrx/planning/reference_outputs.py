@@ -51,13 +51,15 @@ class Answers:
         if images.has_labels:
             require_labels(images)
         weight, kind = next(model.parameters()), output_kind_of(model)
+        # Batches are in memory on the model's device and in its precision, because every candidate is measured on them
+        # again.
         pixels, labels, outputs = [], [], []
         with evaluating([model]):
             batches = images.batches(batch_size, device=weight.device)
             for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
                 pixels.append(batch.images.to(weight.dtype))
                 labels.append(batch.labels.cpu())
-                outputs.append(kind.prepared(model(pixels[-1])))
+                outputs.append(kind.prepared(model(pixels[-1])))  # float64 on the CPU, [batch, classes]
         if not pixels:
             raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
         return cls(tuple(pixels), torch.cat(labels) if images.has_labels else None, torch.cat(outputs), kind)
@@ -68,6 +70,7 @@ class Answers:
     def first(self, count: int) -> "Answers":
         """Returns the first batches with at least `count` images in total."""
         batches, images = [], 0
+        # Whole batches, so that no outputs have to be computed again.
         for batch in self.batches:
             if images >= count:
                 break
@@ -88,7 +91,7 @@ class Answers:
         change = None
         if self.labels is not None:
             correct = [kind.labels(decisions, self.labels) == self.labels for decisions in (before, after)]
-            change = correct[1].double() - correct[0].double()
+            change = correct[1].double() - correct[0].double()  # paired, so that intervals are those of the difference
         agrees = (before == after).double()
         return Deviation(kind.divergence(base, other), kind.softened(base, other), agrees, change)
 

@@ -29,6 +29,8 @@ def resumed(model: nn.Module, family: Family, given: Any, layer: int) -> Iterato
 
     With 0 the whole model runs. Hooks on the blocks still run.
     """
+    # The model itself calls its blocks, so that its code before, between and after them runs as always, e.g. rotary
+    # tables and the pooling; the skipped blocks return at once.
     blocks = [model.get_submodule(name) for name in block_names(model, family)[:layer]]
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
@@ -47,6 +49,7 @@ def _replaced(block: nn.Module, given: Any) -> Iterator[None]:
     def forward(tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         return tokens if given is None else given
 
+    # On the instance, which hides the method of the class; hooks run in `__call__`, which is unchanged.
     block.forward = forward
     try:
         yield
@@ -57,16 +60,16 @@ def _replaced(block: nn.Module, given: Any) -> Iterator[None]:
 @contextmanager
 def recorded(model: nn.Module, family: Family) -> Iterator[list[tuple[Any, Any]]]:
     """Yields a list of (input, output) of every block, filled by forward passes; the caller must clear it."""
-    found: list[tuple[Any, Any]] = []
+    blocks: list[tuple[Any, Any]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"], output))
+        blocks.append((args[0] if args else kwargs["hidden_states"], output))
 
     with ExitStack() as stack:
         for name in block_names(model, family):
             handle = model.get_submodule(name).register_forward_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
-        yield found
+        yield blocks
 
 
 def as_output(tokens: Tensor, output: Any) -> Any:
@@ -76,6 +79,7 @@ def as_output(tokens: Tensor, output: Any) -> Any:
 
 Weights = Mapping[str, np.ndarray]
 
+# The smallest divergence, in nats: below it the logarithms of the interpolations would follow rounding, or be infinite.
 LEAST = 1e-9
 # The measures of the deviation of outputs from the original's, as in `Deviation`.
 MEASURES = ("divergence", "softened")
@@ -95,6 +99,7 @@ class Sensitivities:
     log_counts: np.ndarray
     tokens: np.ndarray
     patches: int
+    # The dynamic program and the greedy moves need the same totals many times.
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def of_pruning(self, layer: int, count: int, present: int) -> float:
@@ -114,13 +119,13 @@ class Sensitivities:
 
     def total(self, choices: Choices, weights: Weights) -> float:
         """Returns the sum over all choices; `weights` [layer] multiply the sensitivities of an axis."""
-        found, present = 0.0, self.patches
+        sensitivity, present = 0.0, self.patches
         for layer, count in enumerate(choices.num_pruned):
             for axis in RANKS:
-                found += float(self.ranks[axis][layer, getattr(choices, axis)[layer]] * weights[axis][layer])
-            found += self.of_pruning(layer, count, present) * float(weights[TOKENS][layer])
+                sensitivity += float(self.ranks[axis][layer, getattr(choices, axis)[layer]] * weights[axis][layer])
+            sensitivity += self.of_pruning(layer, count, present) * float(weights[TOKENS][layer])
             present -= count
-        return found
+        return sensitivity
 
 
 def measure_sensitivities(
@@ -138,11 +143,15 @@ def measure_sensitivities(
         for level in space.measured(axis, effort.probed)
         if (piece := space.piece(axis, level)) is not None
     }
+    # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
+    # of its layers on average.
     counts = sorted({max(space.step, round(share * space.patches)) for share in effort.pruned_shares})
+    # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruning` never reads them.
     counts = counts if TOKENS in space.axes else []
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
     layers = measured_layers(space.depth, effort.every)
+    # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
         for done, (images, logs) in enumerate(answers.parts(), 1):
@@ -154,13 +163,13 @@ def measure_sensitivities(
                 else:
                     measured[work] += probe_batch.with_block_of(probes[work])
             log(f"sensitivities: {done} of {len(answers.batches)} batches")
-    log_counts, found = np.log(np.array(counts or [1], dtype=float)), {}
+    log_counts, by_measure = np.log(np.array(counts or [1], dtype=float)), {}
     for index, name in enumerate(MEASURES):
         by_level = {key: sums[:, index] for key, sums in measured.items()}
         ranks = {axis: _curves(space, axis, by_level, len(answers), layers) for axis in RANKS}
         logs = over_layers(np.log(np.maximum(num_pruned[:, :, index] / len(answers), LEAST)), layers)
-        found[name] = Sensitivities(ranks, log_counts, logs, space.patches)
-    return found
+        by_measure[name] = Sensitivities(ranks, log_counts, logs, space.patches)
+    return by_measure
 
 
 def measured_layers(depth: int, every: int) -> tuple[int, ...]:
@@ -170,10 +179,10 @@ def measured_layers(depth: int, every: int) -> tuple[int, ...]:
 
 def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
     """Interpolates logarithms [layer, _] linearly between the measured layers."""
-    found = np.empty_like(logs)
+    filled = np.empty_like(logs)
     for index, column in enumerate(logs.T):
-        found[:, index] = np.interp(range(len(logs)), layers, column[list(layers)])
-    return found
+        filled[:, index] = np.interp(range(len(logs)), layers, column[list(layers)])
+    return filled
 
 
 class _BatchProbe:
@@ -186,38 +195,40 @@ class _BatchProbe:
         self.images, self.base = images, base
         with recorded(self.space.model, self.family) as blocks:
             self.space.model(images)
-            self.inputs = [given for given, _ in blocks]
-            self.kind = blocks[0][1]
+            self.inputs = [entered for entered, _ in blocks]
+            self.kind = blocks[0][1]  # an output, as an example of the format
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
         """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
-        found = np.zeros((len(self.inputs), len(MEASURES)))
+        sums = np.zeros((len(self.inputs), len(MEASURES)))
         names = block_names(other, self.family)
         for layer in self.layers:
             output = other.get_submodule(names[layer])(self.inputs[layer])
-            found[layer] = self._from(self.space.model, output, layer + 1)
-        return found
+            sums[layer] = self._from(self.space.model, output, layer + 1)
+        return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
         """Returns the sums over images [layer, measure] with `count` patches pruned before one layer at a time."""
-        found, reducer = np.zeros((len(self.inputs), len(MEASURES))), self.space.reducer
+        sums, reducer = np.zeros((len(self.inputs), len(MEASURES))), self.space.reducer
         assert reducer is not None
         needs = set(reducer.needs)
         # A stage before the first layer is not possible: its place is measured before the second.
         for layer in {max(layer, 1) for layer in self.layers}:
             # The copy shares the weights.
-            changed = copy.deepcopy(self.space.model, {id(own): own for own in self.space.model.parameters()})
+            changed = copy.deepcopy(self.space.model, {id(weight): weight for weight in self.space.model.parameters()})
             keep = (self.space.patches - count) / self.space.patches
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
             # A reducer that needs captured attention requires running the previous layer, or all of them.
             start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
-            found[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
-        found[0] = found[min(max(self.layers[0], 1), len(found) - 1)]
-        return found
+            sums[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
+        # Row 0 is an end of the interpolation over layers only: no plan has a stage there.
+        sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
+        return sums
 
     def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
         with resumed(model, self.family, given, layer):
             other = self.outputs.prepared(model(self.images))
+        # Sums, because the last batch may be smaller; divided by the number of images at the end.
         return [float(getattr(self.outputs, measure)(self.base, other).sum()) for measure in MEASURES]
 
 
@@ -225,18 +236,24 @@ def _curves(
     space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int, layers: Sequence[int]
 ) -> np.ndarray:
     """Returns the sensitivities [layer, level], log-log interpolated by removed energy between the measured levels."""
-    found = np.zeros((space.depth, len(space.levels)))
+    sensitivities = np.zeros((space.depth, len(space.levels)))
     levels = [level for measured_axis, level in measured if measured_axis == axis]
     if not levels:
-        return found
+        return sensitivities
+    # To second order the divergence is proportional to the squared error of a map, which is the removed energy: in
+    # logarithms it is a line of slope one with an offset per layer, so both interpolations are of small deviations from
+    # it.
     energies = {level: np.log(np.maximum(_errors(space, axis, level), 1e-30)) for level in space.available(axis)}
+    # [layer, measured level], as `logs`.
     log_errors = np.stack([energies[level] for level in levels], axis=1)
     logs = np.log(np.maximum(np.stack([measured[axis, level] for level in levels], axis=1) / images, LEAST))
+    # The offset is interpolated over the layers and not the divergence, which follows the energies of its own layer.
     logs = log_errors + over_layers(logs - log_errors, layers)
     for layer in range(space.depth):
         for level, per_layer in energies.items():
-            found[layer, level] = math.exp(_on_line(float(per_layer[layer]), log_errors[layer], logs[layer]))
-    return np.maximum.accumulate(found, axis=1)
+            sensitivities[layer, level] = math.exp(_on_line(float(per_layer[layer]), log_errors[layer], logs[layer]))
+    # Measured on few images, a lower level may seem better than a higher one; the search would always choose it.
+    return np.maximum.accumulate(sensitivities, axis=1)
 
 
 def _errors(space: Space, axis: str, level: int) -> list[float]:
@@ -244,7 +261,9 @@ def _errors(space: Space, axis: str, level: int) -> list[float]:
     assert piece is not None
     if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
         layers = zip(space.spectra, piece.layers, strict=True)
-        return [float((own.strength.square() * own.used * ~layer.qk.keep).sum()) for own, layer in layers]
+        return [
+            float((spectrum.strength.square() * spectrum.used * ~layer.qk.keep).sum()) for spectrum, layer in layers
+        ]
     return [sum(map(_removed_energy, (*layer.outputs.values(), layer.hidden))) for layer in piece.layers]
 
 
@@ -253,12 +272,15 @@ def _removed_energy(output: OutputDecision | HiddenDecision | None) -> float:
         return 0.0
     if isinstance(output, HiddenDecision):
         return float(output.strength.square()[~output.keep].sum())
+    # Per unit the rank keeps the largest strengths, in whatever order the file has them.
     energies = output.strength.square().sort(dim=-1, descending=True).values
-    return sum(float(own[rank:].sum()) for own, rank in zip(energies, output.ranks, strict=True))
+    return sum(float(energy[rank:].sum()) for energy, rank in zip(energies, output.ranks, strict=True))
 
 
 def _on_line(x: float, points: np.ndarray, values: np.ndarray) -> float:
     """Interpolates and extrapolates piecewise linearly with slopes of at least 0; a single point has slope 1."""
+    # A negative slope is noise: extrapolated, it would make large changes look harmless. The slope 1 of a single point
+    # is proportionality.
     order = np.argsort(points)
     xs, ys = points[order], values[order]
     if len(xs) < 2 or xs[-1] - xs[0] < 1e-6:

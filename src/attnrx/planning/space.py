@@ -45,8 +45,8 @@ class Choices:
 
     def with_level(self, axis: str, layer: int, level: int) -> "Choices":
         """Returns the plan with another level of one axis in one layer."""
-        own: tuple[int, ...] = getattr(self, axis)
-        return replace(self, **{axis: (*own[:layer], level, *own[layer + 1 :])})
+        levels: tuple[int, ...] = getattr(self, axis)
+        return replace(self, **{axis: (*levels[:layer], level, *levels[layer + 1 :])})
 
     def with_num_pruned(self, layer: int, count: int) -> "Choices":
         """Returns the plan with another number of patches pruned before a layer."""
@@ -55,11 +55,11 @@ class Choices:
     @property
     def left(self) -> tuple[int, ...]:
         """The total number of patches pruned before each layer."""
-        total, found = 0, []
+        total, totals = 0, []
         for count in self.num_pruned:
             total += count
-            found.append(total)
-        return tuple(found)
+            totals.append(total)
+        return tuple(totals)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,6 +111,7 @@ class Space(Displayed):
     @property
     def metric(self) -> str | None:
         """The metric of qk: "mix" for layers without norms; None with norms, which fix the directions."""
+        # A row norm runs over the directions of the model, so they cannot be replaced by others.
         normed = any(layer.spectrum.has_norms for layer in self.diagnosis.layers)
         return None if normed else "mix"
 
@@ -120,6 +121,7 @@ class Space(Displayed):
         measured = all(
             layer.hidden is not None and layer.hidden.covariance is not None for layer in self.diagnosis.layers
         )
+        # Without a unit both maps are smaller; a low rank adds a second factor to each.
         return (HIDDEN,) if measured else LINEAR_MAPS
 
     @cached_property
@@ -155,6 +157,7 @@ class Space(Displayed):
 
     def policy(self, choices: Choices) -> TokenPolicy | None:
         """Returns the token policy of a plan; None if it prunes no patches."""
+        # Layers count from 0 here and from 1 in a policy. Shares are of the image's patches, after each stage.
         stages = [layer for layer, count in enumerate(choices.num_pruned) if count]
         if not stages or self.reducer is None:
             return None
@@ -165,6 +168,7 @@ class Space(Displayed):
     def prescription(self, choices: Choices) -> Prescription:
         """Returns the prescription of a plan."""
         rules = {
+            # The level 0 is the rule of the full rank, a no-op in its layer.
             axis: by_layer([self.rule(level) for level in getattr(choices, axis)])
             for axis in RANKS
             if any(getattr(choices, axis))
@@ -174,6 +178,7 @@ class Space(Displayed):
     def _prescribed(self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None) -> Prescription:
         tokens = None if policy is None else TokenPrescription.of(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
+        # In the metric of the data and not of the weights: its directions are sorted by their effect on the scores.
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens})
@@ -184,16 +189,18 @@ class Space(Displayed):
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()
-        most = self.patches // (self.depth - 1) // self.step * self.step
+        # No stage before the first layer, and together at most all patches; `_fitted` limits late stages, which have
+        # few left.
+        largest = self.patches // (self.depth - 1) // self.step * self.step
         nothing = Choices.nothing(self.depth)
-        counts = range(most, 0, -self.step)
+        counts = range(largest, 0, -self.step)
         return tuple(self._fitted(replace(nothing, num_pruned=(0, *(count,) * (self.depth - 1)))) for count in counts)
 
     def ways_back(self, choices: Choices) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank or fewer pruned patches in one layer."""
         for axis in RANKS:
-            levels, own = (0, *self.available(axis)), getattr(choices, axis)
-            for layer, now in enumerate(own):
+            levels, current = (0, *self.available(axis)), getattr(choices, axis)
+            for layer, now in enumerate(current):
                 yield from (choices.with_level(axis, layer, level) for level in levels if level < now)
         for layer, count in enumerate(choices.num_pruned):
             yield from (choices.with_num_pruned(layer, less) for less in range(0, count, self.step))
@@ -201,12 +208,13 @@ class Space(Displayed):
     def moves(self, choices: Choices) -> Iterator[Choices]:
         """Yields every plan with one change that keeps less: a lower rank or more pruned patches in one layer."""
         for axis in RANKS:
-            levels, own = self.available(axis), getattr(choices, axis)
-            for layer, now in enumerate(own):
+            levels, current = self.available(axis), getattr(choices, axis)
+            for layer, now in enumerate(current):
                 yield from (choices.with_level(axis, layer, level) for level in levels if level > now)
         if TOKENS not in self.axes:
             return
         for layer in range(1, self.depth):
+            # Jumps that `_fitted` would change are omitted: they would be other, smaller moves, possibly repeated.
             for more in (self.step * jump for jump in JUMPS):
                 count = choices.num_pruned[layer] + more
                 fitted = self._fitted(choices.with_num_pruned(layer, count))
@@ -215,6 +223,7 @@ class Space(Displayed):
 
     def _fitted(self, choices: Choices) -> Choices:
         """Limits the number of patches pruned at every stage to half of its input patches."""
+        # From the first stage on: patches pruned by one stage are missing at the later ones.
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:
             num_pruned.append(min(count, self.at_once(present)))

@@ -11,13 +11,14 @@ DROP = "max-drop"
 EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
 _TEXT = re.compile(r"(?P<of>[a-z-]+)\s*=\s*(?P<number>[0-9.]+(?:e-?[0-9]+)?)\s*(?P<unit>x|%|pt|)")
 
+# `1.6x`, `faster=1.6` or `1.6x faster`; a number of at most 1 is no speed and is parsed as a share, which needs a name.
 _SPEED = re.compile(r"(faster\s*=\s*)?(?P<number>[0-9.]+)\s*x?(\s*faster)?")
 
 
 def _speed(text: str) -> float:
     try:
         return float(text)
-    except ValueError:
+    except ValueError:  # e.g. 1.2.3, which the pattern accepts
         return 0.0
 
 
@@ -41,6 +42,7 @@ class Target:
             )
         if self.of == DROP and not 0 <= self.most <= 100:
             raise InvalidInput(f"max-drop={self.most:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
+        # The class is frozen, and the default depends on another field.
         object.__setattr__(self, "spend", self.spend or ("macs" if self.of == DROP else self.of))
         if self.spend not in COSTS or (self.of in COSTS and self.spend != self.of):
             raise InvalidInput(
@@ -57,25 +59,25 @@ class Target:
         speed = _SPEED.fullmatch(text.strip())
         if speed is not None and _speed(speed["number"]) > 1:
             return cls("latency", 1 / _speed(speed["number"]), spend or "")
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
             raise InvalidInput(f"the target {text!r} is not of the form {EXAMPLES}.")
-        of, unit = found["of"], found["unit"]
+        of, unit = match["of"], match["unit"]
         if unit not in (("", "pt") if of == DROP else ("", "x", "%")):
             raise InvalidInput(f"the target {text!r} has the wrong unit; write {EXAMPLES}.")
         try:
-            most = share(found["number"] + ("%" if unit == "%" else ""))
+            limit = share(match["number"] + ("%" if unit == "%" else ""))
         except ValueError as error:
             raise InvalidInput(f"the target {text!r} has no number; write {EXAMPLES}.") from error
-        return cls(of, most, spend or "")
+        return cls(of, limit, spend or "")
 
 
 def target_of(
     faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
 ) -> Target:
     """Returns the target of exactly one of the arguments."""
-    given = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
-    named = {name: value for name, value in given.items() if value is not None}
+    arguments = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
+    named = {name: value for name, value in arguments.items() if value is not None}
     if len(named) != 1:
         raise InvalidInput(
             f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7 or "

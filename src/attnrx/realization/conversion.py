@@ -18,7 +18,7 @@ from attnrx.shapes import Float, Tensor
 BATCH = 16
 # Images whose tokens define the moments.
 OBSERVED = 256
-# Eigenvalues of a moment below this share of the largest one are raised to it.
+# Eigenvalues of a moment below this share of the largest one are raised to it, because its root is inverted.
 SMALLEST = 1e-8
 
 
@@ -64,14 +64,16 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
 
 def _moments(model: nn.Module, calibration: ImageData) -> list[RowMoments]:
     family = family_of(model)
-    given = images_for(model, calibration, "calibration")
-    images = given.take(min(OBSERVED, len(given)))
+    image_set = images_for(model, calibration, "calibration")
+    images = image_set.take(min(OBSERVED, len(image_set)))
     if not len(images):
         raise DataError("the calibration data are empty; give a few images, e.g. splits.train.take(256).")
     sums: dict[tuple[int, str], Tensor] = {}
 
     def observe(index: int, observation: Observation) -> None:
         for name, side in (("query", observation.query), ("key", observation.key)):
+            # [heads, batch * tokens, directions + 1], with a one at the end: one product has the second moment, the sum
+            # and the count of the rows.
             rows = side.flatten(0, 1).transpose(0, 1).double()
             rows = torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
             sums[index, name] = sums.get((index, name), 0) + rows.mT @ rows
@@ -81,24 +83,30 @@ def _moments(model: nn.Module, calibration: ImageData) -> list[RowMoments]:
         for batch in track(images.batches(BATCH, device=weight.device), "reading moments", -(-len(images) // BATCH)):
             model(validation.take(batch.images))
     validation.notes()  # called for its warning
-    found = []
+    moments = []
     for index in range(len(family.attention(model))):
+        # The last entry is the number of rows, so the last column becomes the mean.
         query, key = (sums[index, name] / sums[index, name][:, -1:, -1:] for name in ("query", "key"))
         mean = key[:, :-1, -1]
-        found.append(RowMoments(query[:, :-1, :-1], key[:, :-1, :-1] - mean[..., None] * mean[:, None], mean))
-    return found
+        # Queries are not centred: a constant in all queries changes scores per key, which the softmax does not cancel.
+        moments.append(RowMoments(query[:, :-1, :-1], key[:, :-1, :-1] - mean[..., None] * mean[:, None], mean))
+    return moments
 
 
 def _roots(moment: Float[Tensor, "heads d d"]) -> tuple[Float[Tensor, "heads d d"], Float[Tensor, "heads d d"]]:
     """Returns the symmetric roots of the moments and the inverses of these."""
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp_min(values[..., -1:].clamp_min(1e-30) * SMALLEST)
+    # [heads, 1, d]: scales the columns, i.e. the eigenvectors.
     root = values.sqrt()[..., None, :]
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
 
 
 def _converted(attention: Attention, moments: RowMoments) -> Attention:
     spec = attention.spec
+    # With whitened rows q = Mq^1/2 u and k = Mk^1/2 v the scores are u^T (Mq^1/2 Mk^1/2) v; the singular vectors of
+    # that product are the new directions, in which the rows of either side are uncorrelated with equal variance.
+    # The centring of the keys is a bias of theirs; unlike in the softmax it does not cancel in the norms of the rows.
     biases = tuple(name for name in ("query", "key", "value", "output") if spec.has_bias(name) or name == "key")
     new = Attention(replace(spec, form="svda", norms="kept", biases=biases), attention.backend).to(
         attention.value.weight
@@ -108,19 +116,21 @@ def _converted(attention: Attention, moments: RowMoments) -> Attention:
     (query_root, query_inverse), (key_root, key_inverse) = _roots(moments.query), _roots(moments.key)
     left, strength, right = torch.linalg.svd(query_root @ key_root)
     directions, means = spec.original_rank, moments.key_mean
-    # Rows of mean square norm one.
+    # Rows of mean square norm one, so that the division by the norms changes them little.
     scale = directions**-0.5
     for name, turn, shift in (
         ("query", left.mT @ query_inverse, torch.zeros_like(means)),
         ("key", right @ key_inverse, means),
     ):
         old, target = getattr(attention.scores, name).augmented().to(means), getattr(new.scores, name)
+        # [heads, directions, width + 1]; the last column is the bias.
         rows = old.unflatten(0, (len(spec.heads), directions))
         rows[..., -1] -= shift
         rows = scale * (turn @ rows).flatten(0, 1)
         target.weight.copy_(rows[:, :-1])
         if target.bias is not None:
             target.bias.copy_(rows[:, -1])
+    # Both sides were scaled by directions ** -0.5, which the strengths make up for.
     new.scores.set_strengths_(list((directions * strength).to(attention.value.weight)))
     new.kept_patches = attention.kept_patches
     return new.train(attention.training)

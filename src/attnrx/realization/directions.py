@@ -15,6 +15,7 @@ from attnrx.spec import BIASES, AttentionSpec
 
 def head_order(layer: LayerPrescription) -> list[int]:
     """Returns the kept heads in the order in which the compressed layer stores them: by descending rank."""
+    # Heads of equal rank become neighbours, which a backend computes as one bucket.
     heads, ranks = torch.nonzero(layer.heads).flatten().tolist(), layer.qk.ranks
     return sorted(heads, key=lambda head: -ranks[head])
 
@@ -27,6 +28,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
     """
     order = head_order(layer)
     heads = tuple(spec.heads[head] for head in order)
+    # Ranks and value ranks refer to the heads of `spec`; the names of the heads are those of the original model.
     small = _with_values(_with_directions(spec, layer.qk, order, norms), layer.outputs.get("vo"), order)
     return replace(small, heads=heads)
 
@@ -36,7 +38,7 @@ def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int]
     if layer.basis is not None and layer.basis.shared:
         kept, blocks = _kept_shared(layer, order), layer.basis.blocks
         if blocks is not None:
-            blocks = tuple(int(part.sum()) for part in kept.split(blocks))
+            blocks = tuple(int(part.sum()) for part in kept.split(blocks))  # a block may lose all of its directions
         shared = spec.with_shared_directions(int(kept.sum()), blocks)
         return _without(shared.with_ranks(shared.ranks[: len(order)], heads, "none"), "key")
     ranks = tuple(layer.ranks[head] for head in order)
@@ -48,6 +50,7 @@ def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int]
         return spec.with_ranks(ranks, heads, spec.norms, kept_pairs(spec, layer, order))
     if layer.basis is not None:
         return _without(spec.with_ranks(ranks, heads, spec.norms), "key")
+    # Without a head that loses some of its directions the norms are the same, and no row is stored for them only.
     loses = any(0 < layer.ranks[head] < spec.ranks[head] for head in order)
     if norms != "exact" or not spec.has_norms or spec.keeps_original_norms or not loses:
         return spec.with_ranks(ranks, heads, spec.norms)
@@ -69,18 +72,20 @@ def kept_pairs(spec: AttentionSpec, layer: ScoreDecision, order: list[int]) -> t
     table = None if layer.basis is None else layer.basis.pairs
     if table is None and layer.basis is not None:
         raise InvalidInput("directions of a rotary layer need the frequencies of their pairs; prescribe again.")
+    # [heads, directions] frequencies, -1 for rows that are not rotated.
     rows = row_pairs(spec) if table is None else table
     chosen = [rows[head, : layer.keep.shape[1]][layer.keep[head, : rows.shape[1]]] for head in order]
     pairs = [row[row >= 0].tolist() for row in chosen]
-    if any(own[: len(own) // 2] != own[len(own) // 2 :] for own in pairs):
+    if any(frequencies[: len(frequencies) // 2] != frequencies[len(frequencies) // 2 :] for frequencies in pairs):
         raise InvalidInput("a decision keeps one row of a rotated pair: keep or remove both of them.")
-    return tuple(tuple(own[: len(own) // 2]) for own in pairs)
+    return tuple(tuple(frequencies[: len(frequencies) // 2]) for frequencies in pairs)
 
 
 def _with_values(spec: AttentionSpec, values: OutputDecision | None, order: list[int]) -> AttentionSpec:
     if values is None:
         return spec
     value_ranks = tuple(values.ranks[head] for head in order)
+    # In the order of BIASES, so that equal layers compare equal.
     present = (*spec.biases, "output")
     biases = tuple(name for name in BIASES if name in present and name != "value")
     return replace(spec, value_ranks=value_ranks, biases=biases)
@@ -99,6 +104,7 @@ def mask_own_(attention: Attention, layer: ScoreDecision) -> None:
 def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order: list[int]) -> None:
     """Copies the kept rows into a layer of matching shape, its heads in this order."""
     spec, small = source.spec, target.spec
+    # The removed rows are stored, too, where the small layer divides by the norms over all of them.
     keep_all = small.keeps_original_norms and not spec.keeps_original_norms
     if small.shares_directions:
         rows = torch.arange(sum(small.rows))
@@ -134,11 +140,12 @@ def _direction_rows(spec: AttentionSpec, layer: ScoreDecision, order: list[int],
     starts = torch.tensor([0, *spec.rows]).cumsum(0)
     rows = [torch.zeros(0, dtype=torch.long)]
     for head in order:
-        own = torch.arange(spec.rows[head])
+        indices = torch.arange(spec.rows[head])
         kept = torch.zeros(spec.rows[head], dtype=torch.bool)
         kept[: spec.ranks[head]] = layer.keep[head, : spec.ranks[head]]
+        # A head without directions attends uniformly, and needs no norm.
         needed = (keep_all or spec.keeps_original_norms) and bool(kept.any())
-        rows.append(starts[head] + torch.cat([own[kept], own[~kept]] if needed else [own[kept]]))
+        rows.append(starts[head] + torch.cat([indices[kept], indices[~kept]] if needed else [indices[kept]]))
     return torch.cat(rows)
 
 
@@ -159,10 +166,11 @@ def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) ->
             "directions that all heads share (CP SlimAtt) have no mask: the original layer has no rows for them. "
             "Realize the prescription by='compress'."
         )
+    # [heads, directions, 1]. A form without strengths has them in its rows: their root on either side.
     root = torch.where(layer.keep, layer.strength, 0.0).sqrt()[..., None]
     for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
         rows = root * _combined(side, spec, table, shared=False)
-        _write_(side, torch.cat([own[:rank] for own, rank in zip(rows, spec.rows, strict=True)]))
+        _write_(side, torch.cat([head_rows[:rank] for head_rows, rank in zip(rows, spec.rows, strict=True)]))
 
 
 def _mask_rotary_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
@@ -170,10 +178,11 @@ def _mask_rotary_(attention: Attention, layer: ScoreDecision, basis: Basis) -> N
     spec, heads = attention.spec, list(range(len(attention.spec.heads)))
     pairs = kept_pairs(spec, layer, heads)
     for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
+        # Pairs are the last rows of a head (`row_pairs`), at any rank: the zeros are between them and the other rows.
         rows, parts = _combined(side, spec, table, shared=False), []
-        for head, rank, own in zip(heads, spec.ranks, pairs, strict=True):
+        for head, rank, frequencies in zip(heads, spec.ranks, pairs, strict=True):
             kept = _kept_rows(rows, layer, [head])
-            still = len(kept) - 2 * len(own)
+            still = len(kept) - 2 * len(frequencies)
             parts += [kept[:still], kept.new_zeros(rank - len(kept), kept.shape[1]), kept[still:]]
         _write_(side, torch.cat(parts))
     attention.spec = attention.scores.spec = replace(spec, pairs=pairs)
@@ -186,6 +195,7 @@ def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, 
         rows = _combined(getattr(source.scores, name), source.spec, table, shared=basis.shared)
         _write_(getattr(target.scores, name), rows[0, kept] if basis.shared else _kept_rows(rows, layer, order))
     if basis.shared:
+        # A direction that some head keeps is stored once; the strength of the other heads is zero there.
         target.scores.set_strengths_(list(torch.where(layer.keep, layer.strength, 0.0)[order][:, kept]))
 
 
@@ -198,17 +208,18 @@ def _combined(
     side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
 ) -> Float[Tensor, "owners directions augmented"]:
     """Returns the new rows with their bias, in float64 on the CPU."""
+    # In float64, because a basis may be ill-conditioned, and with the bias, which is combined like every other column.
     stored, owners = side.augmented(), (sum(spec.rows),) if spec.shares_directions else spec.rows
-    most = table.shape[-1] // len(owners) if shared else table.shape[-1]
-    padded = stored.new_zeros(len(owners), most, stored.shape[1])
-    for own, rows in zip(padded, stored.split(owners), strict=True):
-        own[: rows.shape[0]] = rows
+    num_rows = table.shape[-1] // len(owners) if shared else table.shape[-1]
+    padded = stored.new_zeros(len(owners), num_rows, stored.shape[1])
+    for owner_rows, rows in zip(padded, stored.split(owners), strict=True):
+        owner_rows[: rows.shape[0]] = rows  # a view of `padded`
     return table @ (padded.flatten(0, 1) if shared else padded)
 
 
 def _kept_rows(rows: Tensor, layer: ScoreDecision, order: list[int]) -> Float[Tensor, "rows augmented"]:
     parts = [layer.strength[head, layer.keep[head]].sqrt()[:, None] * rows[head, layer.keep[head]] for head in order]
-    return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])
+    return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])  # also for no head at all
 
 
 def _write_(side: HeadLinear, augmented: Float[Tensor, "rows augmented"]) -> None:

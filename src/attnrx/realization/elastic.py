@@ -108,18 +108,20 @@ class Elastic:
             NotSupported: No size is small enough, or the latency was not measured.
         """
         if of == "params":
-            found = max(
+            largest = max(
                 (size for size in self.sizes if size.params <= most), key=lambda size: size.params, default=None
             )
-            if found is None:
+            if largest is None:
                 raise self._too_small(of, most)
-            return load_model(self.folder / found.name, **given)
+            return load_model(self.folder / largest.name, **given)
         macs = most if of == "macs" else self._macs_for(most)
         for size in self._candidates(macs):
             model = load_model(self.folder / size.name, **given)
-            whole = family_of(model).costs(model).macs / size.macs
+            # The MACs of the original, without loading it.
+            original_macs = family_of(model).costs(model).macs / size.macs
             is_own = size.macs <= macs <= SAME * size.macs
-            if is_own or fit_tokens_(model, macs * whole) or size.macs <= macs:
+            # Smaller than requested is the last resort: such a size is returned even if its tokens cannot be changed.
+            if is_own or fit_tokens_(model, macs * original_macs) or size.macs <= macs:
                 return model
         raise self._too_small(of, most)
 
@@ -127,20 +129,23 @@ class Elastic:
         """Yields the size of these MACs, then those to be reduced further, then those to be reduced less."""
         order = sorted(self.sizes, key=lambda size: size.macs)
         yield from (size for size in order if size.macs <= macs <= SAME * size.macs)
-        # A larger size with fewer tokens diverges less than a smaller one with more, whose weights have lost more.
+        # A larger size with fewer tokens diverges less than a smaller one with more, whose weights have lost more
+        # (docs/results/plan.md, "budgets between two plans").
         yield from (size for size in order if size.macs > macs and size.reduces_tokens)
         yield from (size for size in reversed(order) if size.macs <= macs)
 
     def _macs_for(self, latency: float) -> float:
         """Returns the share of the MACs at a share of the latency, by linear interpolation."""
+        # Piecewise linear through the stored sizes, which were timed in turns; beyond the largest there is nothing to
+        # gain.
         timed = sorted((size.latency, size.macs) for size in self.sizes if size.latency is not None)
         if len(timed) < 2:
             raise NotSupported(f"{self.folder}: the latency of its sizes was not measured; give macs or params.")
         if latency >= timed[-1][0]:
             return timed[-1][1]
-        for (fast, few), (slow, many) in pairwise(timed):
+        for (fast, fewer_macs), (slow, more_macs) in pairwise(timed):
             if fast <= latency <= slow:
-                return few + (many - few) * (latency - fast) / max(slow - fast, 1e-9)
+                return fewer_macs + (more_macs - fewer_macs) * (latency - fast) / max(slow - fast, 1e-9)
         raise self._too_small("latency", latency)
 
     def _too_small(self, of: str, most: float) -> NotSupported:
@@ -171,6 +176,8 @@ def fit_tokens_(model: nn.Module, most: float) -> bool:
         reduction.use_policy_(scaled(policy, factor))
         return family.costs(model).macs
 
+    # At the largest factor one patch remains after the last stage. `high` fits the budget at every step, so the result
+    # does.
     low, high = 0.0, (1 - 1 / patches) / (1 - policy.keep[-1])
     if macs(high) > most:
         reduction.use_policy_(policy)
@@ -184,5 +191,5 @@ def fit_tokens_(model: nn.Module, most: float) -> bool:
 
 def scaled(policy: TokenPolicy, factor: float) -> TokenPolicy:
     """Returns the policy with the share of pruned patches after every stage multiplied by the factor."""
-    keep = tuple(max(1 - factor * (1 - share), 1e-6) for share in policy.keep)
+    keep = tuple(max(1 - factor * (1 - share), 1e-6) for share in policy.keep)  # a keep ratio of 0 is invalid
     return replace(policy, keep=keep, num_pruned=None)

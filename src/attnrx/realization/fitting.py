@@ -26,6 +26,8 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
     def observe(index: int, observation: Observation) -> None:
+        # The rows as the compressed layer will compute them: pruned directions zero, and divided by the norm of the
+        # rest.
         keep = prescription.layers[index].qk.keep.to(observation.query.device)
         has_norms = attentions[index].spec.has_norms
         left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
@@ -42,6 +44,7 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
 
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
     """Returns the candidate whose logits have the smallest mean KL divergence from the model's; the first of equals."""
+    # By logits and not by layer: a fit that is better in every layer may be worse in the model.
     weight, sums = next(model.parameters()), torch.zeros(len(candidates), dtype=torch.float64)
     with evaluating([model, *candidates]), torch.no_grad():
         batches = images.batches(BATCH, device=weight.device)
@@ -57,6 +60,7 @@ def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images:
 def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
     decision = layer.qk
     solved = fit.solve(decision.keep, decision.strength).to(decision.strength.dtype)
+    # A head that keeps all of its directions is exact already, and a refit would only add rounding.
     changed = ~decision.keep.all(-1, keepdim=True)
     return layer.with_scores(
         replace(decision, strength=torch.where(changed & decision.keep, solved, decision.strength))
@@ -65,4 +69,5 @@ def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
 
 def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
     masked = rows * keep.to(rows.dtype)
+    # The observed rows are divided by their norms already; dividing again by the norm of the kept part is the same.
     return nn.functional.normalize(masked, dim=-1) if has_norms else masked

@@ -17,8 +17,9 @@ from attnrx.shapes import Float, Tensor
 def compress_values_(target: Attention, source: Attention, values: OutputDecision, order: Sequence[int]) -> None:
     """Writes the reduced values of `source` into a layer of matching shape, its heads in this order."""
     value, output, bias = reduced(source, values)
-    kept = torch.arange(sum(values.ranks)).split(values.ranks)
-    features = torch.cat([torch.zeros(0, dtype=torch.long), *(kept[head] for head in order)])
+    # `reduced` has the heads in the order of `source`.
+    head_features = torch.arange(sum(values.ranks)).split(values.ranks)
+    features = torch.cat([torch.zeros(0, dtype=torch.long), *(head_features[head] for head in order)])
     _write_(target, value[features], output[:, features], bias)
 
 
@@ -31,6 +32,7 @@ def mask_values_(attention: Attention, values: OutputDecision) -> None:
             "the output projection of this layer has no bias that could absorb that of the values, so a mask cannot "
             "keep every shape; realize the prescription by='compress'."
         )
+    # The first features of every head: reduced directions are combinations of all of them, and belong to none.
     starts = torch.tensor([0, *spec.reads]).cumsum(0).tolist()
     indices = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])
     rows = value.new_zeros(sum(spec.reads), value.shape[1])
@@ -49,15 +51,18 @@ def reduced(
     + center.
     """
     spec = attention.spec
+    # In float64, as the factors are: the rounding of the weights' own precision happens once, when they are written.
     stored = attention.value.augmented()
     parts = [stored[value_features(spec, [head])] for head in range(len(spec.heads))]
     encodes = values.encode.double().split(values.ranks)
-    rows = [encode[:, : own.shape[0]] @ own for encode, own in zip(encodes, parts, strict=True)]
+    # Rows of `encode` are padded to the largest head. [ranks[head], width + 1] each, with the bias as last column.
+    rows = [encode[:, : block.shape[0]] @ block for encode, block in zip(encodes, parts, strict=True)]
     augmented = torch.cat([stored.new_zeros(0, stored.shape[1]), *rows])
     weight = attention.output.weight.detach().cpu().double()
     output = weight @ values.decode.double()
     own_bias = attention.output.bias
     bias = weight.new_zeros(weight.shape[0]) if own_bias is None else own_bias.detach().cpu().double()
+    # encode @ center by head: a row of `encode` is nonzero on its own head only.
     encoded_centers = torch.cat(
         [
             encode @ center[: encode.shape[1]]
@@ -97,6 +102,7 @@ def mask_linear_(linear: nn.Linear, output: OutputDecision) -> None:
     first, second, bias = _factors(linear, output)
     if linear.bias is None:
         raise InvalidInput("a map without a bias cannot hold the mean of its reduced outputs; use by='compress'.")
+    # Rounded once: a mask in the precision of the model differs from the two factors by rounding.
     linear.weight.copy_(second @ first)
     linear.bias.copy_(bias)
 
@@ -113,6 +119,7 @@ def realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidden
             f"model {first.out_features} and {second.out_features}."
         )
     weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
+    # Units that are removed are still computed, and multiplied by zero columns: their activations do not matter.
     if by == "mask":
         if second.bias is None:
             raise InvalidInput("a second map without a bias cannot hold the mean of removed units; use by='compress'.")
@@ -120,10 +127,11 @@ def realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidden
         second.weight[:, keep] = weight
         second.bias.copy_(bias)
         return
-    kept = int(keep.sum())
+    # The first map loses rows; the second one is replaced by the refitted weight, which has the kept columns only.
+    num_kept = int(keep.sum())
     small = (
-        PackedLinear(first.in_features, kept, bias=first.bias is not None),
-        PackedLinear(kept, second.out_features),
+        PackedLinear(first.in_features, num_kept, bias=first.bias is not None),
+        PackedLinear(num_kept, second.out_features),
     )
     for which, (linear, original) in enumerate(zip(small, (first, second), strict=True)):
         linear.to(original.weight.device, original.weight.dtype).train(original.training)
@@ -137,6 +145,7 @@ def realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidden
 
 def _factors(linear: nn.Linear, output: OutputDecision) -> tuple[Tensor, Tensor, Tensor]:
     weight = linear.weight.detach().cpu().double()
-    own = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach().cpu().double()
+    linear_bias = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach().cpu().double()
     encode, decode, center = output.encode.double(), output.decode.double(), output.center.double()
-    return encode @ weight, decode, center + decode @ (encode @ (own - center))
+    # y = W x + b in decode @ encode @ (y - center) + center, with the constants collected in one bias.
+    return encode @ weight, decode, center + decode @ (encode @ (linear_bias - center))

@@ -73,6 +73,7 @@ def realize_tokens_(
     calibration: ImageData | None = None,
 ) -> None:
     """Attaches the prescribed token policy to the model, in place, and finds its thresholds on calibration images."""
+    # Fresh predictors depend on the seed of the prescription only, and the random numbers of the caller do not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tokens.seed)
         reduction = attach_tokens_(model, family, tokens.policy, by, heads)
@@ -90,27 +91,29 @@ def realize_tokens_(
 def _calibrate_(model: nn.Module, reduction: TokenReduction, images: ImageSet) -> None:
     """Finds the thresholds of a policy by image in one forward pass over at most CALIBRATED images."""
     weight = next(model.parameters())
-    shown = images.take(min(CALIBRATED, len(images)))
-    batch = torch.cat([part.images.to(weight.dtype) for part in shown.batches(32, device=weight.device)])
+    chosen = images.take(min(CALIBRATED, len(images)))
+    # One batch, because a threshold is a quantile over all images, and later stages see tokens that earlier ones
+    # merged.
+    batch = torch.cat([part.images.to(weight.dtype) for part in chosen.batches(32, device=weight.device)])
     # A hook that may need the whole batch disables chunks of images.
-    whole = model.register_forward_hook(lambda *given: None)
+    hook = model.register_forward_hook(lambda *given: None)
     try:
         with evaluating((model,)), reduction.calibrating():
             model(batch)
     finally:
-        whole.remove()
+        hook.remove()
 
 
 def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in reduction.stages.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in predictors.items()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    loaded = {name: tuple(tensor.shape) for name, tensor in predictors.items()}
+    wrong = sorted(name for name in expected.keys() | loaded.keys() if expected.get(name) != loaded.get(name))
     if wrong:
         shape, first = reduction.shape, wrong[0]
         raise InvalidInput(
             f"the predictors of {reduction.policy} were made for another model: this one has width {shape.width} and "
             f"{shape.heads} heads, so {first} is {expected.get(first, 'absent')}, and the prescription's is "
-            f"{found.get(first, 'absent')}. Train predictors for this model, or omit them for fresh ones."
+            f"{loaded.get(first, 'absent')}. Train predictors for this model, or omit them for fresh ones."
         )
     reduction.stages.load_state_dict(dict(predictors))
 
@@ -157,6 +160,7 @@ def realize(
     if by == "mask" or norms != "refit":
         return _realized(model, prescription, prescription.layers, by, norms, calibration)
     images = images_for(model, _require_refittable(prescription, calibration), "calibration")
+    # The order decides between equal candidates: the refit comes first.
     fits = (refitted(model, prescription, images), prescription.layers)
     candidates = [_realized(model, prescription, layers, by, norms, images) for layers in fits]
     return nearest_candidate(candidates, model, images)
@@ -169,15 +173,18 @@ def realize_fitted(
 
     `given` are arguments of `realize`.
     """
+    prescription.require(model_fingerprint(model))
+    # Fits compare tokens one by one with those of the original, so they need all of them.
     ranks, tokens = replace(prescription, tokens=None), prescription.tokens
+    # With tokens alone there are no ranks to realize, only a copy to make.
     changed = ranks.rules or prescription.tokens is None
-    found = realize(model, ranks, **given) if changed else copy.deepcopy(model)
+    realized = realize(model, ranks, **given) if changed else copy.deepcopy(model)
     for fit in fits:
-        found = fit(found)
+        realized = fit(realized)
     if tokens is not None:
         heads = shape_of(model, family_of(model)).heads
-        realize_tokens_(found, family_of(found), tokens, "compress", heads, given.get("calibration"))
-    return found
+        realize_tokens_(realized, family_of(realized), tokens, "compress", heads, given.get("calibration"))
+    return realized
 
 
 def _realized(
@@ -196,11 +203,13 @@ def _realized(
                 _mask_(family.attention(changed)[index], layer)
             else:
                 family.set_attention_(changed, index, _compressed(attention, layer, norms))
+            # Hidden units or ranks of the MLP maps: a prescription has one of them (`prescribe_maps`).
             if layer.hidden is not None:
                 realize_hidden_(family, changed, index, layer.hidden, by)
             _realize_mlp_(family, changed, index, layer, by)
         if prescription.tokens is not None:
             heads = shape_of(model, family).heads
+            # Last, on the realized model: thresholds are calibrated to its tokens. The heads are those of the original.
             realize_tokens_(changed, family, prescription.tokens, by, heads, calibration)
     return changed
 
@@ -211,10 +220,10 @@ def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
     if len(specs) != len(prescription.layers):
         raise InvalidInput(f"the prescription has {len(prescription.layers)} layers, and the model has {len(specs)}.")
     for index, (spec, layer) in enumerate(zip(specs, prescription.layers, strict=True)):
-        found, expected = tuple(layer.qk.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
-        if layer.qk.basis is None and found != expected:
+        shape, expected = tuple(layer.qk.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
+        if layer.qk.basis is None and shape != expected:
             raise InvalidInput(
-                f"layers[{index}] of the prescription has (heads, directions) {found}, the model has {expected}."
+                f"layers[{index}] of the prescription has (heads, directions) {shape}, the model has {expected}."
             )
 
 
@@ -240,6 +249,7 @@ def _mask_(attention: Attention, layer: LayerPrescription) -> None:
         mask_own_(attention, layer.qk)
     else:
         mask_rewritten_(attention, layer.qk, layer.qk.basis)
+    # [sum of value dimensions]: the columns of removed heads in the output projection.
     removed = (~layer.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
     attention.output.weight[:, removed] = 0
     # The values of a removed head do not affect the output; zeros give them norm 0, for reducers that use value norms.
@@ -260,6 +270,7 @@ def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> A
         copy_values_(result, attention, order)
     else:
         compress_values_(result, attention, values, order)
+    # Modules of the library, with weights of their own; a spec has their names only.
     result.inner_norms.update(copy.deepcopy(dict(attention.inner_norms.items())))
     result.kept_patches = attention.kept_patches
     return result.train(attention.training)

@@ -70,6 +70,8 @@ def refine(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )
     _require_alike(reference, result.model)
+    # Layer by layer on the inputs of the reference: one layer's inputs in memory at a time, and no error of one
+    # refinement is an input of the next.
     for teacher, student in track(pairs, "refining layers"):
         input_validation = InputValidation(reference, family_of(reference), "refine")
         with warnings.catch_warnings(), evaluating((reference, result.model)):
@@ -98,24 +100,25 @@ def _layer_inputs(
 ) -> tuple[Float[Tensor, "images tokens width"], Positions | None]:
     """Returns the tokens that enter a layer, and their positions, which are those of every image."""
     weight = next(model.parameters())
-    with _recording(layer) as found:
+    with _recording(layer) as calls:
         for batch in images.batches(64, device=weight.device):
             model(input_validation.take(batch.images))
-    if not found:
+    if not calls:
         raise InvalidInput("refine was given no calibration image; give a few, e.g. splits.train.take(64).")
-    return torch.cat([tokens for tokens, _ in found]), found[0][1]
+    return torch.cat([tokens for tokens, _ in calls]), calls[0][1]
 
 
 @contextmanager
 def _recording(layer: nn.Module) -> Iterator[list[tuple[Tensor, Positions | None]]]:
-    found: list[tuple[Tensor, Positions | None]] = []
+    calls: list[tuple[Tensor, Positions | None]] = []
 
-    def record(_: nn.Module, given: tuple[Any, ...]) -> None:
-        found.append((given[0].detach(), given[2] if len(given) > 2 else None))
+    def record(_: nn.Module, args: tuple[Any, ...]) -> None:
+        # The third argument of `Attention.forward` are the positions, where the model has any.
+        calls.append((args[0].detach(), args[2] if len(args) > 2 else None))
 
     handle = layer.register_forward_pre_hook(record)
     try:
-        yield found
+        yield calls
     finally:
         handle.remove()
 
@@ -124,18 +127,24 @@ def _refine_layer_(
     student: Attention, teacher: Attention, inputs: Tensor, positions: Positions | None, knobs: Refinement
 ) -> tuple[float, float]:
     """Refines one layer in place, and returns its divergence before and after."""
+    # The teacher's heads in the storage order of the student, which may have fewer.
     order = [teacher.spec.heads.index(head) for head in student.spec.heads]
     parts = list(inputs.split(knobs.batch))
     with torch.no_grad():
+        # Computed once, as steps return to the same parts: [batch, heads, queries, keys] each.
         targets = [_log_attention(teacher, part, positions)[:, order].exp() for part in parts]
         before = _mean_divergence(student, parts, targets, positions)
     rows = [parameter for parameter in student.scores.parameters() if parameter.numel()]
+    # Nothing to optimize: no directions, or an exact layer, whose rows would only move by rounding.
     if not rows or before == 0:
         return before, before
+    # The rows may be frozen by the user; their flags are restored at the end.
     original_state = copy.deepcopy(student.scores.state_dict())
     requires_grad = [parameter.requires_grad for parameter in rows]
     for parameter in rows:
         parameter.requires_grad_()
+    # A step of Adam has the size of its learning rate, whatever the scale of the gradient; so that of a tensor is
+    # relative to its entries.
     groups = [{"params": [row], "lr": knobs.learning_rate * _size(row)} for row in rows]
     optimizer = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, knobs.steps)
@@ -165,17 +174,19 @@ def _log_attention(
     layer: Attention, tokens: Tensor, positions: Positions | None
 ) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the log-attention of the layer; a head without directions has uniform attention."""
+    # The backend without padding, of which the logits are taken; a fused kernel returns no logits.
     eager = Eager()
     buckets, _ = eager.layout(layer.spec, AttentionContext.of(tokens))
-    found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets, positions)}
+    by_bucket = {part.bucket: scores(part) for part in layer.factors(tokens, buckets, positions)}
     length = tokens.shape[1]
     flat = tokens.new_zeros(tokens.shape[0], 1, length, length)
-    logits = [found.get(bucket, flat.expand(-1, bucket.stop - bucket.start, -1, -1)) for bucket in buckets]
+    logits = [by_bucket.get(bucket, flat.expand(-1, bucket.stop - bucket.start, -1, -1)) for bucket in buckets]
     return torch.log_softmax(torch.cat(logits, dim=1), dim=-1)
 
 
 def _divergence(layer: Attention, tokens: Tensor, target: Tensor, positions: Positions | None) -> Float[Tensor, ""]:
     logs = _log_attention(layer, tokens, positions)
+    # xlogy is 0 for a target that underflowed to 0. The entropy is constant, but makes the value a divergence.
     terms = torch.xlogy(target, target) - target * logs
     return terms.sum(-1).mean()
 
@@ -184,6 +195,7 @@ def _mean_divergence(
     layer: Attention, parts: list[Tensor], targets: list[Tensor], positions: Positions | None
 ) -> float:
     total = sum(
+        # Weighted by images: the last part may have fewer.
         float(_divergence(layer, part, target, positions)) * len(part)
         for part, target in zip(parts, targets, strict=True)
     )

@@ -93,16 +93,18 @@ def repair(
     result = Repaired(copy.deepcopy(candidate))
     _require_alike(reference, result.model, len(images))
     with evaluating((reference, result.model)):
+        # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
+        # the targets of a block are those of the reference's own inputs.
         weights = _importance(reference, images)
         base, result.notes = _first_tokens(reference, images)
-        own, _ = _first_tokens(result.model, images)
+        tokens, _ = _first_tokens(result.model, images)
         layers = zip(_blocks(reference, images), _blocks(result.model, images), weights, strict=True)
         for original, block, weight in track(list(layers), "repairing blocks"):
             without_mlp, base = original.run_all(base, mlp=False), original.run_all(base)
-            before, after = _repair_block_(block, own, base, without_mlp, weight, knobs)
+            before, after = _repair_block_(block, tokens, base, without_mlp, weight, knobs)
             result.before.append(before)
             result.after.append(after)
-            own = block.run_all(own)
+            tokens = block.run_all(tokens)  # again, because the block was changed
     return result
 
 
@@ -146,6 +148,7 @@ class _Block:
 
     @contextmanager
     def _without_mlp(self) -> Iterator[None]:
+        # At the output of the second map, so that the block's own code still runs: residuals, norms, LayerScale.
         hook = self.maps[1].register_forward_hook(lambda _, given, output: torch.zeros_like(output))
         try:
             yield
@@ -165,34 +168,37 @@ class _Block:
             branch.last.register_forward_hook(lambda _, given, output: outputs.append(output)),
         )
         try:
-            found = self.run_all(tokens, mlp=branch.last is not self.attention)
+            # For the attention without the MLP: its target is the stream before the MLP, whose errors are not its own.
+            block_outputs = self.run_all(tokens, mlp=branch.last is not self.attention)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found, torch.cat(inputs), torch.cat(outputs)
+        return block_outputs, torch.cat(inputs), torch.cat(outputs)
 
     def scale(self, tokens: Tokens, branch: "_Branch") -> Float[Tensor, "width"]:
         """Returns the factors between the output of a branch and its share of the block's output (LayerScale)."""
+        # The slope of the block's output, summed over all entries, with respect to the branch's is the factor of every
+        # feature, if the branch is added linearly; whether it is the same for all tokens is verified.
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, given: object, output: Tensor) -> Tensor:
             outputs.append(output.detach().requires_grad_())
-            return outputs[0]
+            return outputs[0]  # a leaf in place of the branch's output
 
         hook = branch.last.register_forward_hook(record)
         try:
             with torch.enable_grad():
-                found = self.run_all(tokens, mlp=branch.last is not self.attention)
-                (slope,) = torch.autograd.grad(found.sum(), outputs)
+                block_outputs = self.run_all(tokens, mlp=branch.last is not self.attention)
+                (slope,) = torch.autograd.grad(block_outputs.sum(), outputs)
         finally:
             hook.remove()
-        found = slope.flatten(0, -2).mean(0)
-        if not torch.allclose(slope, found.expand_as(slope), rtol=1e-3) or not bool(found.abs().min() > 0):
+        factors = slope.flatten(0, -2).mean(0)
+        if not torch.allclose(slope, factors.expand_as(slope), rtol=1e-3) or not bool(factors.abs().min() > 0):
             raise NotSupported(
                 "a block changes the output of its attention or MLP by more than a constant factor per feature before "
                 "it is added (e.g. a norm after the MLP), so repair has no target for it."
             )
-        return found
+        return factors
 
     def between(self, tokens: Tokens) -> nn.Sequential:
         """Returns the modules between the two maps, which are called one after the other."""
@@ -209,6 +215,8 @@ class _Block:
             if len(sides) == 1:
                 called.append(part)
 
+        # Leaf modules in the order of their calls between both maps: activation, dropout, norm. Functional calls have
+        # no hook, so the sequence is compared with the block.
         inside = {id(part) for linear in self.maps for part in linear.modules()}
         leaves = [part for part in self.module.modules() if id(part) not in inside and not list(part.children())]
         handles = [self.maps[0].register_forward_hook(begin), self.maps[1].register_forward_pre_hook(end)]
@@ -218,29 +226,30 @@ class _Block:
         finally:
             for handle in handles:
                 handle.remove()
-        found = nn.Sequential(*called)
-        if not torch.allclose(found(sides[0]), sides[1], rtol=1e-4, atol=1e-5):
+        sequence = nn.Sequential(*called)
+        if not torch.allclose(sequence(sides[0]), sides[1], rtol=1e-4, atol=1e-5):
             raise NotSupported(
                 "between the two linear maps of an MLP are not only modules that are called one after the other, so "
                 "repair cannot compute the MLP alone."
             )
-        return found
+        return sequence
 
 
 def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
     """Returns the blocks of a model, with the arguments that it passes to them."""
-    family, found = family_of(model), {}
+    # Two images suffice: the arguments (positions, masks) are those of every image.
+    family, arguments = family_of(model), {}
     names = block_names(model, family)
 
     def keep(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        others = {name: own for name, own in kwargs.items() if name != "hidden_states"}
-        found[block] = (args[1:], others)
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        arguments[block] = (args[1:], others)
 
     with _hooked([model.get_submodule(name) for name in names], keep):
         model(next(iter(images.take(2).batches(2, device=_weight(model).device))).images.to(_weight(model).dtype))
     for name, attention, maps in zip(names, family.attention(model), family.mlp(model), strict=True):
         block = model.get_submodule(name)
-        yield _Block(block, attention, maps, *found[block])
+        yield _Block(block, attention, maps, *arguments[block])
 
 
 @contextmanager
@@ -257,18 +266,18 @@ def _weight(model: nn.Module) -> nn.Parameter:
 
 def _first_tokens(model: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]]:
     """Returns the tokens before the first block, and notes on the images."""
-    found: list[Tensor] = []
+    tokens: list[Tensor] = []
     family = family_of(model)
     validation = InputValidation(model, family, "repair")
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"]).detach())
+        tokens.append((args[0] if args else kwargs["hidden_states"]).detach())
 
     with _hooked([model.get_submodule(block_names(model, family)[0])], keep), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScaleWarning)
+        warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
         for batch in images.batches(CHUNK, device=_weight(model).device):
             model(validation.take(batch.images))
-        return torch.cat(found), validation.notes()
+        return torch.cat(tokens), validation.notes()
 
 
 def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
@@ -278,6 +287,8 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
     The gradient is that of the log-probability of a class drawn from the predicted probabilities, so that its second
     moment is the Fisher information; of embeddings, that of a random projection of the normalized embedding.
     """
+    # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
+    # labels. Its root fits better than the square (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
     blocks = [model.get_submodule(name) for name in block_names(model, family)]
     outputs: list[Tensor] = []
@@ -286,22 +297,22 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
         outputs.append(output if isinstance(output, Tensor) else output[0])
 
     sums: list[Tensor] = []
-    weight, shown = _weight(model), images.take(min(IMPORTANCE_IMAGES, len(images)))
-    for batch in shown.batches(CHUNK // 2, device=weight.device):
+    weight, chosen = _weight(model), images.take(min(IMPORTANCE_IMAGES, len(images)))
+    for batch in chosen.batches(CHUNK // 2, device=weight.device):
         outputs.clear()
         with torch.enable_grad(), ExitStack() as hooks:
             for block in blocks:
                 hooks.callback(block.register_forward_hook(keep).remove)
-            found = model(batch.images.to(weight.dtype).requires_grad_())
-            drawn = _drawn(found, family.output_kind(model) == "logits", generator)
-            slopes = torch.autograd.grad(drawn, outputs)
-        each = [slope.square().sum((0, -1)) for slope in slopes]
-        sums = each if not sums else [total + own for total, own in zip(sums, each, strict=True)]
+            answers = model(batch.images.to(weight.dtype).requires_grad_())  # a graph also for frozen weights
+            drawn = _drawn(answers, family.output_kind(model) == "logits", generator)
+            slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
+        squares = [slope.square().sum((0, -1)) for slope in slopes]
+        sums = squares if not sums else [total + square for total, square in zip(sums, squares, strict=True)]
     weights = []
     for total in sums:
-        found = total.new_zeros(len(sums[0]))
-        found[: len(total)] = total.sqrt()  # the last block of a class-token model may compute that token only
-        weights.append((1 - EVEN) * found / found.mean().clamp_min(1e-30) + EVEN)
+        roots = total.new_zeros(len(sums[0]))
+        roots[: len(total)] = total.sqrt()  # the last block of a class-token model may compute that token only
+        weights.append((1 - EVEN) * roots / roots.mean().clamp_min(1e-30) + EVEN)
     return weights
 
 
@@ -309,6 +320,7 @@ def _drawn(outputs: Float[Tensor, "batch features"], are_logits: bool, generator
     if are_logits:
         classes = torch.multinomial(outputs.detach().float().softmax(-1).cpu(), 1, generator=generator)
         return outputs.log_softmax(-1).gather(1, classes.to(outputs.device)).sum()
+    # Embeddings are compared by their angle, so their lengths do not count.
     direction = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
     return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
 
@@ -340,12 +352,15 @@ def _repair_block_(
 
     `targets` and `without_mlp` are the outputs of the reference's block, with its MLP and without.
     """
+    # Three fits after one another: the attention by Adam, to the stream before the MLP; the second map of the MLP in
+    # closed form; then both maps by Adam from there. Each is kept only if it lowers the error of the block's output on
+    # images that it was not fitted to.
     held_out = torch.arange(len(tokens)) % HELD_OUT == 0
-    fitted, shown, expected = (~held_out).nonzero()[:, 0], tokens[held_out], targets[held_out]
+    fitted, held_out_tokens, expected = (~held_out).nonzero()[:, 0], tokens[held_out], targets[held_out]
     size = (weight[:, None] * expected.square()).mean()
 
     def error() -> float:
-        return float((weight[:, None] * (block.run_all(shown) - expected).square()).mean() / size)
+        return float((weight[:, None] * (block.run_all(held_out_tokens) - expected).square()).mean() / size)
 
     def kept_if_better(module: nn.Module, fit: Callable[[], None], before: float) -> float:
         state = copy.deepcopy(module.state_dict())
@@ -362,12 +377,15 @@ def _repair_block_(
     branch = _Branch(block.attention, block.attention, block.attention)
     if knobs.steps and any(parameter.numel() for parameter in block.attention.parameters()):
         scale = block.scale(tokens[:2], branch)
-        outputs, inputs, given = block.run_recorded(tokens, branch)
-        wanted = given + (without_mlp - outputs) / scale
+        outputs, inputs, branch_outputs = block.run_recorded(tokens, branch)
+        # The branch's output that would make the block's output equal to the target, [images, tokens, width].
+        branch_targets = branch_outputs + (without_mlp - outputs) / scale
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
+            # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
             images = fitted[torch.randint(len(fitted), (knobs.images,), generator=generator)]
-            missed = (branch.run(inputs[images]) - wanted[images]) * scale
+            # Times the scale again: features that LayerScale hardly adds count as little as they do in the block.
+            missed = (branch.run(inputs[images]) - branch_targets[images]) * scale
             return (weight[:, None] * missed.square()).mean()
 
         after = kept_if_better(branch.module, lambda: _descend_(branch.module, images_error, knobs), after)
@@ -375,17 +393,18 @@ def _repair_block_(
     between = block.between(tokens[:2])
     mlp = nn.Sequential(block.maps[0], between, block.maps[1])
     scale = block.scale(tokens[:2], _Branch(mlp, *block.maps))
-    outputs, inputs, given = block.run_recorded(tokens, _Branch(mlp, *block.maps))
-    wanted = given + (targets - outputs) / scale
+    outputs, inputs, branch_outputs = block.run_recorded(tokens, _Branch(mlp, *block.maps))
+    branch_targets = branch_outputs + (targets - outputs) / scale
     shares = weight.cpu()
 
     def tokens_error(generator: torch.Generator) -> Float[Tensor, ""]:
+        # An MLP treats tokens one by one. Sampling in proportion to the importance replaces its weights.
         # Single tokens of many images differ more than all tokens of a few.
         images = fitted[torch.randint(len(fitted), (knobs.tokens,), generator=generator)]
         drawn = torch.multinomial(shares, knobs.tokens, replacement=True, generator=generator)
-        return ((mlp(inputs[images, drawn]) - wanted[images, drawn]) * scale).square().mean()
+        return ((mlp(inputs[images, drawn]) - branch_targets[images, drawn]) * scale).square().mean()
 
-    after = kept_if_better(mlp, lambda: _fit_second_(mlp, inputs, wanted, fitted, weight, knobs.ridge), after)
+    after = kept_if_better(mlp, lambda: _fit_second_(mlp, inputs, branch_targets, fitted, weight, knobs.ridge), after)
     return before, kept_if_better(mlp, lambda: _descend_(mlp, tokens_error, knobs), after)
 
 
@@ -393,6 +412,7 @@ def _fit_second_(
     mlp: nn.Sequential, inputs: Tensor, wanted: Tensor, fitted: Tensor, weight: Float[Tensor, "tokens"], ridge: float
 ) -> None:
     """Fits the second map, or the second factor of it, by least squares with a penalty on the change of its weight."""
+    # Normal equations in float64, accumulated over chunks: memory does not grow with the number of tokens.
     first, between, second = mlp
     linear: Any = second.second if isinstance(second, LowRankLinear) else second
     features = nn.Sequential(first, between, *([second.first] if isinstance(second, LowRankLinear) else []))
@@ -400,17 +420,20 @@ def _fit_second_(
     moment = torch.zeros(size, size, dtype=torch.float64, device=inputs.device)
     joint = torch.zeros(size, linear.out_features, dtype=torch.float64, device=inputs.device)
     for part in fitted.split(CHUNK):
-        rows = features(inputs[part])
+        rows = features(inputs[part])  # [images, tokens, units]
         rows = torch.cat([rows, torch.full_like(rows[..., :1], float(has_bias))], dim=-1)
         # The rest of the current map is fitted, so that the penalty is on its change.
-        missed = wanted[part] - linear(rows[..., :-1])
+        residuals = wanted[part] - linear(rows[..., :-1])
         weighted = (weight[:, None] * rows).flatten(0, -2)
         moment += (weighted.T @ rows.flatten(0, -2)).double()
-        joint += (weighted.T @ missed.flatten(0, -2)).double()
+        joint += (weighted.T @ residuals.flatten(0, -2)).double()
     total = float(weight.sum()) * len(fitted)
     moment, joint = moment / total, joint / total
+    # The last column has the means, as the last feature is 1 (or 0 without a bias; the variance is then the mean
+    # square).
     mean = moment[:-1, -1]
     variance = float((moment.diagonal()[:-1] - mean.square()).clamp_min(0).mean())
+    # No penalty on the bias. Without one its row is zero, and a 1 on the diagonal keeps the matrix invertible.
     penalty = moment.new_full((size,), max(ridge * variance, 1e-30))
     penalty[-1] = 0.0 if has_bias else 1.0
     change = torch.linalg.solve(moment + penalty.diag(), joint).T
@@ -422,6 +445,7 @@ def _fit_second_(
 def _descend_(module: nn.Module, error: Callable[[torch.Generator], Tensor], knobs: Repair) -> None:
     """Minimizes the error of random images or tokens by Adam."""
     rows = [parameter for parameter in module.parameters() if parameter.numel()]
+    # Frozen weights are fitted too, and are frozen again afterwards.
     flags = [parameter.requires_grad for parameter in rows]
     groups = [{"params": [row.requires_grad_()], "lr": knobs.learning_rate * _size(row)} for row in rows]
     optimizer = torch.optim.Adam(groups)

@@ -62,22 +62,24 @@ def completed_card(card: str, license: str | None = None, base_model: str | None
     Raises:
         InvalidInput: The card has no header, or a name is not valid on the hub.
     """
-    found = re.match(r"---\n(.*?\n)---\n", card, re.DOTALL)
-    if found is None:
+    header = re.match(r"---\n(.*?\n)---\n", card, re.DOTALL)
+    if header is None:
         raise InvalidInput("the card has no head between two lines of ---: save the model with attnrx.save.")
-    head = found[1]
+    head = header[1]
     for key, value in (("license", license), ("base_model", base_model)):
         if value is not None:
             pattern, example = HUB_NAMES[key]
             if not re.fullmatch(pattern, value):
                 raise InvalidInput(f"{key} {value!r} is not a name on the hub, such as {example}.")
+            # An earlier value is removed first, because YAML does not allow a key twice.
             head = re.sub(rf"(?m)^{key}:.*\n", "", head) + f"{key}: {value}\n"
-    return f"---\n{head}---\n{card[found.end() :]}"
+    return f"---\n{head}---\n{card[header.end() :]}"
 
 
 def _head(facts: Mapping[str, Any], evidence: Evidence | None) -> str:
     """Returns the YAML header for the hub; texts are quoted as JSON, a subset of YAML."""
     lines = ["library_name: attnrx", "pipeline_tag: image-classification"]
+    # The hub reads these fields for its search and, from model-index, for the results that it shows.
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
     found = [] if evidence is None else evidence.of("accuracy")
     accuracy = next((each.value for each in found if each.details.get("model") == "candidate"), None)
@@ -95,6 +97,7 @@ def _prescribed(prescription: Prescription | None) -> list[str]:
     if prescription is None:
         return []
     rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
+    # Directions of heads of different ranks are padded to the largest number.
     of = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
     rules = f"Rules: `{prescription}`. " if prescription.rules else ""
     made = f"{rules}For the model with the fingerprint `{prescription.fingerprint}`."
@@ -105,6 +108,7 @@ def _evidence(evidence: Evidence | None) -> list[str]:
     if evidence is None:
         return []
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
+    # Nested records would not fit into a sentence.
     about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}
     measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in about.items())
     shown, elsewhere = by_severity(evidence)

@@ -179,16 +179,17 @@ class ComparisonRecord:
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         try:
+            # Read without a schema: what is missing, or of another type, raises one of the errors below.
             trials = tuple(_trial(trial) for trial in record["trials"])
             differences = tuple(_pair(pair) for pair in record.get("differences", ()))
-            found = cls(trials, _measured(record["accuracy"]), dict(record["about"]), differences)
+            comparison = cls(trials, _measured(record["accuracy"]), dict(record["about"]), differences)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is not a whole comparison ({error!r}); it was edited or truncated."
             ) from error
-        if not found.trials:
+        if not comparison.trials:
             raise CheckpointError(f"{path} holds no trial yet; let `attnrx compare` finish its first one.")
-        return found
+        return comparison
 
 
 def _trial(record: Mapping[str, Any]) -> ComparedTrial:
@@ -210,8 +211,8 @@ def _measured(record: Mapping[str, Any] | None) -> Measured:
 
 
 def _numbers(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    found = {name: record.get(name) for name in names}
-    return {name: None if value is None else float(value) for name, value in found.items()}
+    values = {name: record.get(name) for name in names}
+    return {name: None if value is None else float(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,7 @@ class FrontPoint:
     @property
     def speedup(self) -> float:
         """The speed relative to the original: measured if the plan was timed, else predicted; for plans of latency."""
+        # The cost of a plan of latency is its share of the original's latency.
         return 1 / self.cost if self.faster is None else self.faster
 
 
@@ -259,13 +261,14 @@ class PlanFront:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "PlanFront":
         """Returns the front of `Plan.to_record()`; unknown fields are ignored."""
-        names = tuple(own.name for own in fields(FrontPoint) if own.name != "description")
+        names = tuple(point_field.name for point_field in fields(FrontPoint) if point_field.name != "description")
         points = (
             FrontPoint(**_numbers(point, *names), description=str(point.get("description", "")))
             for point in record["front"]
         )
         about = record.get("about", {})
         outputs = "embedding" if about.get("outputs") == "embedding" else "logits"
+        # `measured` is null for a plan that was not timed.
         return cls(str(record["spend"]), tuple(points), about.get("images"), record.get("measured") or {}, outputs)
 
     @classmethod
@@ -309,6 +312,7 @@ class ReportContent(Displayed):
     front: PlanFront | None = None
 
     def __post_init__(self):
+        # By the fields themselves, so that a new part needs no change here.
         parts = [value for name, value in vars(self).items() if name not in ("title", "about")]
         if all(part is None or part == () for part in parts):
             raise InvalidInput(

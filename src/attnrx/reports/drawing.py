@@ -19,12 +19,15 @@ class Drawing:
     def __init__(self, width: Number, height: Number, title: str, description: str = ""):
         box = f"0 0 {_coordinate(width)} {_coordinate(height)}"
         size = {"width": _coordinate(width), "height": _coordinate(height)}
+        # ElementTree escapes texts and attributes: names of models and classes may contain markup. The label and the
+        # description are for screen readers.
         self._root = ElementTree.Element("svg", {"viewBox": box, "role": "img", "aria-label": title, **size})
         if description:
             ElementTree.SubElement(self._root, "desc").text = description
 
     def add(self, shape: str, style: str, tip: str = "", **attributes: Number | str) -> None:
         """Adds one shape; `style` are its CSS classes and `tip` is its tooltip."""
+        # Names of attributes have hyphens, which keyword arguments cannot have.
         written = {name.replace("_", "-"): _coordinate(value) for name, value in attributes.items()}
         element = ElementTree.SubElement(self._root, shape, {"class": style, **written})
         if tip:
@@ -37,6 +40,7 @@ class Drawing:
 
     def svg(self) -> str:
         """Returns the finished picture as markup for an HTML page."""
+        # As text, without the XML declaration, which is not allowed inside HTML.
         return ElementTree.tostring(self._root, encoding="unicode")
 
 
@@ -64,6 +68,7 @@ class AxisScale:
         """Returns about `count` round values within the range."""
         if not self.logarithmic:
             return _round_values(self.low, self.high, count, 1.0 if self.whole else 0.0)
+        # Over a few decades the powers of ten alone would be too few ticks.
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         factors = (1,) if last - first > 2 else (1, 2, 5)
         candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
@@ -80,6 +85,7 @@ class AxisScale:
         return [(tick, fixed(tick, decimals)) for tick in ticks]
 
     def _transform(self, value: Number) -> Number:
+        # Zero and negative values have no logarithm; they are drawn far below the axis.
         return math.log10(max(value, self.low * 1e-6)) if self.logarithmic else value
 
 
@@ -104,6 +110,7 @@ def _round_values(low: Number, high: Number, count: int, least: Number) -> list[
     rough = max((high - low) / max(count, 1), least)
     power = 10.0 ** math.floor(math.log10(rough))
     factors = (1, 2, 5, 10) if least else (1, 2, 2.5, 5, 10)  # a step of 2.5 is not an integer
+    # Tolerances, because ranges such as 0.1 to 0.7 are not exact in binary.
     step = next(factor * power for factor in factors if factor * power >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -117,8 +124,9 @@ _CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
 
 def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
     """Maps values from `low` (dark blue) to `high` (yellow) to colours; NaN becomes the grey of the gaps."""
-    ramp = torch.tensor([list(bytes.fromhex(each)) for each in _CIVIDIS.split()], dtype=torch.float64) / 255
+    ramp = torch.tensor([list(bytes.fromhex(code)) for code in _CIVIDIS.split()], dtype=torch.float64) / 255
     position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
+    # The highest value is the end of the last interval, and not the beginning of one more.
     below = position.floor().long().clamp(max=len(ramp) - 2)
     mixed = torch.lerp(ramp[below], ramp[below + 1], (position - below)[..., None])
     mixed[values.isnan()] = 0.5
@@ -130,6 +138,7 @@ def mosaic(maps: Float[Tensor, "layers heads height width"]) -> Float[Tensor, "r
     layers, heads, height, width = maps.shape
     sheet = maps.new_full((layers, heads, height + GAP_WIDTH, width + GAP_WIDTH), torch.nan)
     sheet[..., :height, :width] = maps
+    # [layers, height, heads, width]: layers are rows of maps, heads their columns.
     flat = sheet.permute(0, 2, 1, 3).reshape(layers * (height + GAP_WIDTH), heads * (width + GAP_WIDTH))
     return flat[:-GAP_WIDTH, :-GAP_WIDTH]
 
@@ -150,6 +159,7 @@ def as_uri(image: Float[Tensor, "channels height width"]) -> str:
     from PIL import Image
 
     pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    # Pillow takes one channel only as an image without a channel axis.
     pixels = pixels.expand(3, -1, -1) if pixels.shape[0] == 1 else pixels
     buffer = io.BytesIO()
     Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "PNG", optimize=True)

@@ -82,12 +82,14 @@ class Chart:
         """A small picture of every curve's line and marker, with its name."""
         return tuple((_marker_picture(curve), curve.name) for curve in self.curves)
 
+    # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
     @cached_property
     def _points(self) -> list[CurvePoint]:
         return [point for curve in self.curves for point in curve.points]
 
     def place(self, point: CurvePoint) -> tuple[Number, Number]:
         """Returns the position of a point in the picture."""
+        # For the script of the page, which moves a mark along the curve.
         x, y = self._scales(self._points)
         return x(point.x), y(point.y)
 
@@ -106,6 +108,7 @@ class Chart:
         for curve in self.curves if self.band else ():  # all bands lie below all lines
             _draw_band(drawing, curve, x, y)
         dodge = 0.0 if self.band or not self.dodged or all(point.low is None for point in points) else DODGE
+        # Shifted symmetrically around the true position, in units of the picture.
         for index, curve in enumerate(self.curves):
             shift = dodge * (index - (len(self.curves) - 1) / 2)
             shifted = replace(x, start=x.start + shift, stop=x.stop + shift)
@@ -122,8 +125,8 @@ class Chart:
         extra = () if self.level is None else (self.level,)
         low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
         left, right = span((point.x for point in points), room=0.04)
-        whole = all(point.x == int(point.x) for point in points)
-        return AxisScale(left, right, LEFT, RIGHT, whole=whole), AxisScale(low, high, BOTTOM, TOP, self.logarithmic)
+        integral = all(point.x == int(point.x) for point in points)
+        return AxisScale(left, right, LEFT, RIGHT, whole=integral), AxisScale(low, high, BOTTOM, TOP, self.logarithmic)
 
 
 def _marker_picture(curve: Curve) -> str:
@@ -148,7 +151,10 @@ def _draw_axes(drawing: Drawing, x: AxisScale, y: AxisScale, labels: tuple[str, 
 
 
 def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
-    bounded = [(own.x, own.low, own.high) for own in curve.points if own.low is not None and own.high is not None]
+    bounded = [
+        (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
+    ]
+    # The band of a single point has no area.
     if len(bounded) == 1:
         _draw_intervals(drawing, curve, x, y)
     if len(bounded) > 1:
@@ -174,6 +180,7 @@ def _draw_markers(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) ->
             shape = MARKERS[curve.marker % len(MARKERS)]
             drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=position)
         elif point.tip:
+            # Invisible, so that a point without a marker has a tooltip too.
             drawing.add("circle", "target", point.tip, r=5, transform=position)
 
 
@@ -204,6 +211,7 @@ class HeatMap:
     def draw(self) -> str:
         names = self.columns or tuple(f"head {head}" for head in range(max(len(row) for row in self.values)))
         texts = self.texts or [["removed" if cell is None else self.write(cell) for cell in row] for row in self.values]
+        # A row of a shared quantity has one value for all columns.
         tips = self.tips or [[f"{name}: {text}" for name, text in zip(names, row, strict=False)] for row in texts]
         rows = (f"layer {layer}: {', '.join(row)}" for layer, row in enumerate(self.tips or texts))
         width, height, left, top = (33, 26, 60, 22) if self.dense else (46, 32, 60, 22)
@@ -215,6 +223,7 @@ class HeatMap:
         for layer, row in enumerate(self.values):
             y = top + layer * height
             drawing.text(left - 8, y + height / 2 + 4, f"layer {layer}", "label", "end")
+            # A single value belongs to all heads of the layer.
             across = width * len(names) if len(row) == 1 else width
             for column, value in enumerate(row):
                 x = left + column * across
@@ -231,6 +240,7 @@ class HeatMap:
     def level(self, value: Number) -> int:
         """Returns the colour step of a value; values outside the range are clipped."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        # The highest value would begin one more step.
         return min(LEVELS - 1, max(0, int(share * LEVELS)))
 
 
@@ -247,6 +257,7 @@ def spectrum_bars(title: str, energies: Sequence[Number], keep: Sequence[bool]) 
     largest = max(energies, default=0.0) or 1.0
     step = BARS_WIDTH / max(len(ranked), 1)
     gap = 0.16 * step  # on each side of a bar
+    # One path for all kept bars and one for the others, because an element per bar would multiply the size of the page.
     bars = {True: "", False: ""}
     total, line = 0.0, f"M0 {BARS_HEIGHT:.2f}"
     for index, (energy, is_kept) in enumerate(ranked):
@@ -287,6 +298,7 @@ def patch_picture(
     else:
         box = {"width": columns, "height": rows, "preserveAspectRatio": "none"}
         drawing.add("image", "shown", id=shown, href=address, **box)
+    # Outlines separate patches of different parts: merged groups, or kept and pruned patches.
     parts = left.long() if groups is None else groups
     if groups is not None:
         for group, fill in (fills or {}).items():
@@ -300,6 +312,7 @@ def patch_picture(
 
 def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
     """Returns the marked patches as one rectangle per run within a row."""
+    # Runs instead of single patches, to keep the page small.
     path = ""
     for row, cells in enumerate(mask.tolist()):
         column = 0
@@ -312,6 +325,7 @@ def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
 
 def _outline(parts: list[list[int]]) -> str:
     """Returns the edges between neighbouring patches of different parts."""
+    # The upper and the left edge of every patch, so that no edge is drawn twice.
     edges = ""
     for row, cells in enumerate(parts):
         for column, part in enumerate(cells):

@@ -89,6 +89,7 @@ def summary_of(evidence: Evidence) -> str:
 
 def summary_parts(content: ReportContent) -> list[SummaryPart]:
     """Returns the parts of the sentence, each if it was measured."""
+    # Only the first speed: one sentence has no room for those at other batch sizes.
     parts = [SummaryPart(speed.text, speed.setting, speed.interval) for speed in speeds(content)[:1]]
     change = finding_of(content, "accuracy change")
     if change is not None and known(change.value) is not None:
@@ -110,11 +111,13 @@ def _saved(content: ReportContent, unit: str, name: str) -> Iterator[str]:
     totals = cost_totals(content, unit)
     if totals is not None and totals[0]:
         percent = 100 * (totals[0] - totals[1]) / totals[0]
+        # Less would read 0 %.
         if abs(percent) >= 0.5:
             yield f"{abs(percent):.0f} % {'fewer' if percent > 0 else 'more'} {name}"
 
 
 def _signed(value: float) -> str:
+    # A value that rounds to zero has no sign.
     return f"{value:+.1f}" if round(value, 1) else "0.0"
 
 
@@ -126,6 +129,7 @@ def finding_of(content: ReportContent, quantity: str, model: str | None = None) 
     """Returns the first finding of a quantity, of one model if it is given."""
     for finding in content.evidence.findings if content.evidence is not None else ():
         details = finding.details
+        # Findings about single corruptions are of the same quantities, but not about the data themselves.
         single = not {"corruption", "severity"} <= details.keys()
         if single and details.get("quantity") == quantity and model in (None, details.get("model")):
             return finding
@@ -134,10 +138,12 @@ def finding_of(content: ReportContent, quantity: str, model: str | None = None) 
 
 def accuracies(content: ReportContent) -> tuple[Measured, Measured] | None:
     """Returns the top-1 accuracies of the original and of the smaller model in percent."""
-    found = [finding_of(content, "accuracy", model) for model in ("reference", "candidate")]
-    if any(finding is None or known(finding.value) is None for finding in found):
+    both = [finding_of(content, "accuracy", model) for model in ("reference", "candidate")]
+    if any(finding is None or known(finding.value) is None for finding in both):
         return None
-    before, after = (Measured(known(own.value), known(own.low), known(own.high)) for own in found if own is not None)
+    before, after = (
+        Measured(known(entry.value), known(entry.low), known(entry.high)) for entry in both if entry is not None
+    )
     return before, after
 
 
@@ -151,6 +157,7 @@ def latency_records(content: ReportContent) -> list[Record]:
     if content.latency:
         return [asdict(entry) for entry in content.latency]
     promised = finding_of(content, "promised speed")
+    # The promise is about the hardware, batch and threads of the plan, so its measurement is the headline.
     first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
     return first + [details for details in _details(content, "latency", "speed") if "faster" in details]
 
@@ -158,10 +165,12 @@ def latency_records(content: ReportContent) -> list[Record]:
 def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
     """Returns the costs of the original and of the candidate by part, or None."""
     if content.costs is not None:
-        before, after = (own.to_record()["parts"] for own in content.costs)
+        before, after = (model_costs.to_record()["parts"] for model_costs in content.costs)
         return before, after
-    found = {details.get("model"): details.get("parts") for details in _details(content, "costs", "counted costs")}
-    before, after = found.get("reference"), found.get("candidate")
+    parts_of_model = {
+        details.get("model"): details.get("parts") for details in _details(content, "costs", "counted costs")
+    }
+    before, after = parts_of_model.get("reference"), parts_of_model.get("candidate")
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
 
 
@@ -171,8 +180,8 @@ def cost_totals(content: ReportContent, unit: str) -> tuple[int, int] | None:
     if records is not None:
         before, after = (sum(part[unit] for part in record.values()) for record in records)
         return before, after
-    found = finding_of(content, {"params": "parameters", "macs": "MACs"}[unit])
-    return None if found is None else (found.details["reference"], found.details["candidate"])
+    finding = finding_of(content, {"params": "parameters", "macs": "MACs"}[unit])
+    return None if finding is None else (finding.details["reference"], finding.details["candidate"])
 
 
 def _details(content: ReportContent, check: str, quantity: str) -> Iterator[Record]:

@@ -23,10 +23,12 @@ def number(value: Number | None, digits: int = 3) -> str:
     """Formats a number with `digits` significant digits; very small and very large ones with a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
+    # Integers are counts and are shown exactly.
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**15):
         return _typeset(f"{int(value):,}")
     if abs(value) < NOTHING:
         return "0"
+    # Before the exponent is taken: with three digits 999.9 is 1,000.
     rounded = float(f"{value:.{digits - 1}e}")
     exponent = math.floor(math.log10(abs(rounded)))
     if -4 <= exponent < 6:
@@ -43,6 +45,7 @@ def short(value: Number | None, digits: int = 4) -> str:
 
 def fixed(value: Number, decimals: int, signed: bool = False) -> str:
     """Formats a number with fixed decimals and optionally a plus sign; a value that rounds to zero has no sign."""
+    # Otherwise a small negative value would read -0.00.
     if round(value, decimals) == 0:
         return f"{0:.{decimals}f}"
     return _typeset(f"{value:{'+' if signed else ''},.{decimals}f}")
@@ -110,6 +113,7 @@ def _inside(item: Any, longest: int) -> str:
 def _decimals(low: Number | None, high: Number | None) -> int | None:
     if low is None or high is None or not math.isfinite(high - low) or high <= low:
         return None
+    # Two significant digits of the width; more of the value would be within its error.
     decimals = 1 - math.floor(math.log10(high - low))
     return decimals if 0 <= decimals <= 5 else None
 

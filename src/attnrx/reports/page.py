@@ -59,11 +59,11 @@ def write_report(
     Give evidence, prescription and diagnosis, or instead a `content` with these and other parts and a title.
     """
     parts = {"evidence": evidence, "prescription": prescription, "diagnosis": diagnosis}
-    given = [name for name, part in parts.items() if part is not None]
-    if content is not None and given:
-        raise InvalidInput(f"write_report got content and {', '.join(given)}: put all parts into ReportContent.")
+    part_names = [name for name, part in parts.items() if part is not None]
+    if content is not None and part_names:
+        raise InvalidInput(f"write_report got content and {', '.join(part_names)}: put all parts into ReportContent.")
     if content is None:
-        if not given:
+        if not part_names:
             raise InvalidInput(
                 "write_report got nothing to show: give evidence, prescription, diagnosis, or a ReportContent."
             )
@@ -83,6 +83,7 @@ def render(content: ReportContent) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
+        # By default Jinja escapes nothing, and an unknown name is an empty text; here it raises an error.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -90,6 +91,7 @@ def render(content: ReportContent) -> str:
     )
     for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
+    # A section decides by the content whether it is shown.
     sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
     explorer = {section.name: section.data["explorer"] for section in sections if "explorer" in section.data}
@@ -97,6 +99,7 @@ def render(content: ReportContent) -> str:
         title=content.title,
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=script,
+        # The content security policy of the page allows the script of this hash and no other.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         explorer=_embedded({**explorer, "spectra": explored_spectra(content)}),
         verdict=verdict(content),

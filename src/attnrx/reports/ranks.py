@@ -65,8 +65,9 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
         [HeadRank(layer.qk.kept, layer.qk.directions)] if layer.qk.is_shared else _staying(layer, layer.qk.ranks, own)
         for layer, own in zip(layers, full, strict=True)
     ]
-    found = [_pathway(SCORES, scores, heads)]
+    pathways = [_pathway(SCORES, scores, heads)]
     values = [layer.outputs.get("vo") for layer in layers]
+    # A layer without a decision keeps all value dimensions, as many as the other layers have.
     most = max((own.strength.shape[1] for own in values if own is not None), default=0)
     if most:
         dims = [[most] * len(layer.heads) for layer in layers]
@@ -74,18 +75,19 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
             _staying(layer, own if decided is None else decided.ranks, own)
             for layer, decided, own in zip(layers, values, dims, strict=True)
         ]
-        found.append(_pathway(VALUES, rows, heads))
+        pathways.append(_pathway(VALUES, rows, heads))
     if any(name in layer.outputs for layer in layers for name in LINEAR_MAPS):
-        found.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(_mlp(layers))))
-    return tuple(found)
+        pathways.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(_mlp(layers))))
+    return tuple(pathways)
 
 
 def prescribed_units(prescription: Prescription) -> tuple[PathwayRanks, ...]:
     """Returns the hidden units that stay in every layer; empty if all do."""
-    decided = [layer.hidden for layer in prescription.layers]
-    full = max((len(own.keep) for own in decided if own is not None), default=0)
+    decisions = [layer.hidden for layer in prescription.layers]
+    full = max((len(decision.keep) for decision in decisions if decision is not None), default=0)
     rows = tuple(
-        (HeadRank(full, full) if own is None else HeadRank(int(own.keep.sum()), len(own.keep)),) for own in decided
+        (HeadRank(full, full) if decision is None else HeadRank(int(decision.keep.sum()), len(decision.keep)),)
+        for decision in decisions
     )
     return (PathwayRanks(UNITS, (HIDDEN,), rows),) if full else ()
 
@@ -93,31 +95,34 @@ def prescribed_units(prescription: Prescription) -> tuple[PathwayRanks, ...]:
 def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
     family = family_of(model)
     specs = [attention.spec for attention in family.attention(model)]
+    # The indices in the original model.
     heads = [spec.heads for spec in specs]
     scores: list[Sequence[HeadRank]] = [
+        # Shared directions are listed for every head in the specification, and counted once here.
         [HeadRank(spec.ranks[0], spec.original_rank)]
         if spec.shares_directions and spec.ranks
         else [HeadRank(rank, spec.original_rank) for rank in spec.ranks]
         for spec in specs
     ]
     values = [[HeadRank(rank, spec.head_dim) for rank in spec.reads] for spec in specs]
-    found = [_pathway(SCORES, scores, heads), _pathway(VALUES, values, heads)]
+    pathways = [_pathway(SCORES, scores, heads), _pathway(VALUES, values, heads)]
     pairs = family.mlp(model)
     if pairs:
-        found.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(tuple(map(_linear, pair)) for pair in pairs)))
-    return tuple(found)
+        pathways.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(tuple(map(_linear, pair)) for pair in pairs)))
+    return tuple(pathways)
 
 
 def _pathway(name: str, rows: Sequence[Sequence[HeadRank]], heads: Sequence[tuple[int, ...]]) -> PathwayRanks:
     """Arranges the parts by the original index of their head; missing heads are marked as pruned."""
-    columns = 1 + max((head for own in heads for head in own), default=0)
+    columns = 1 + max((head for indices in heads for head in indices), default=0)
     most = max((part.full for row in rows for part in row), default=0)
     layers = []
-    for row, own in zip(rows, heads, strict=True):
-        if len(row) == 1 and len(own) != 1:  # shared by all heads
+    for row, indices in zip(rows, heads, strict=True):
+        # A single entry of a layer with a single head is that of the head.
+        if len(row) == 1 and len(indices) != 1:  # shared by all heads
             layers.append(tuple(row))
         else:
-            by_head = dict(zip(own, row, strict=True))
+            by_head = dict(zip(indices, row, strict=True))
             layers.append(tuple(by_head.get(head, HeadRank(None, most)) for head in range(columns)))
     return PathwayRanks(name, tuple(f"head {head}" for head in range(columns)), tuple(layers))
 
@@ -129,7 +134,7 @@ def _staying(layer: LayerPrescription, ranks: Sequence[int], full: Sequence[int]
 
 def _mlp(layers: Sequence[LayerPrescription]) -> Iterator[tuple[HeadRank, ...]]:
     sides = {name: [layer.outputs[name] for layer in layers if name in layer.outputs] for name in LINEAR_MAPS}
-    full = {name: max((own.strength.shape[1] for own in side), default=0) for name, side in sides.items()}
+    full = {name: max((decision.strength.shape[1] for decision in side), default=0) for name, side in sides.items()}
     for layer in layers:
         row = []
         for name in LINEAR_MAPS:

@@ -41,6 +41,7 @@ def sample_attention(
         )
     original = next(iter(models.values()))
     family = family_of(original)
+    # Heads have their index in the original, so its largest one sets the columns of all models.
     heads = max(max(layer.spec.heads, default=0) for layer in family.attention(original)) + 1
     maps = {name: _received(model, images, heads) for name, model in models.items()}
     return AttentionSamples(_in_unit_range(images, family, original), maps, labels)
@@ -54,12 +55,14 @@ def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "im
 
     def observe(layer: int, observation: Observation) -> None:
         received = observation.attention[..., prefix:, prefix:].sum(-2).double().cpu()
+        # Without the prefix tokens, whose attention is not on the picture: the patches alone sum to 1.
         received = received / received.sum(-1, keepdim=True)
         by_head = received.new_full((received.shape[0], heads, received.shape[-1]), torch.nan)
         by_head[:, list(layers[layer].spec.heads)] = received
         maps[layer] = by_head
 
     weight = next(model.parameters())
+    # All images in one forward pass, because a report shows a few of them.
     with evaluating([model]), observing(model, family, observe):
         model(images.to(weight.device, weight.dtype))
     tokens = max(by_head.shape[-1] for by_head in maps.values())
@@ -69,6 +72,7 @@ def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "im
 
 def _in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
     """Undoes the normalization of images and clips to [0, 1]."""
+    # [channels, 1, 1]
     mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
     return (images.cpu().float() * std + mean).clamp(0, 1)
 
@@ -118,6 +122,7 @@ def _by_source(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
     """Returns the rows and columns of the grid of square patches of an image of this size."""
+    # Square patches: rows * columns = patches and rows / columns = height / width.
     rows = round((patches * height / width) ** 0.5)
     if rows < 1 or patches % rows:
         raise InvalidInput(
@@ -141,10 +146,10 @@ class _StageRecords:
         """Returns the relevance at every stage, NaN at stages that keep every patch; None without relevance."""
         if not self.relevance:
             return None
-        given = torch.full(left.shape, torch.nan, dtype=torch.float64)
-        for stage, found in self.relevance.items():
-            given[:, stage] = torch.cat(found)
-        return given
+        per_stage = torch.full(left.shape, torch.nan, dtype=torch.float64)
+        for stage, parts in self.relevance.items():
+            per_stage[:, stage] = torch.cat(parts)
+        return per_stage
 
     def groups(
         self, left: Bool[Tensor, "images stages patches"], trail: list[Tensor]
@@ -155,10 +160,12 @@ class _StageRecords:
         """
         if not self.goals:
             return None
+        # Follows every patch through the stages: the patch that stands for it, then the patch that stands for that one.
         group, after = torch.arange(left.shape[2]).expand(len(left), -1), []
         for stage in range(left.shape[1]):
             if stage in self.goals:
-                before, into = (torch.cat(each) for each in zip(*self.goals[stage], strict=True))
+                # [images, patches before], and for each of them its token after the stage.
+                before, into = (torch.cat(chunks) for chunks in zip(*self.goals[stage], strict=True))
                 goal_of_patch = torch.zeros_like(group).scatter(1, before, trail[stage].cpu().gather(1, into))
                 group = goal_of_patch.gather(1, group)
             after.append(group)
@@ -176,6 +183,8 @@ def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[No
     elif isinstance(original, Merging):
         changes = _recorded_merging(original, records)
     for name, method in changes.items():
+        # Reducers are frozen. An attribute of the copy hides the method of its class; the model's own reducer is
+        # unchanged.
         object.__setattr__(recording, name, method)
     reduction.policy = replace(policy, reducer=recording)
     try:
@@ -186,9 +195,9 @@ def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[No
 
 def _recorded_relevance(original: Selecting, records: _StageRecords, patches: int) -> Callable[..., Tensor]:
     def relevance(state: TokenState, predictor: nn.Module) -> Tensor:
-        found = original.relevance(state, predictor)
-        records.relevance.setdefault(state.stage, []).append(_by_patch(state, found, patches))
-        return found
+        scores = original.relevance(state, predictor)
+        records.relevance.setdefault(state.stage, []).append(_by_patch(state, scores, patches))
+        return scores
 
     return relevance
 
@@ -199,11 +208,12 @@ def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Ca
 
     def tables(state: TokenState) -> dict[str, Tensor]:
         states.append(state)
-        found = original.tables(state)
+        merged_tables = original.tables(state)
         identity = torch.eye(state.patches.shape[1], dtype=state.tokens.dtype, device=state.tokens.device)
-        return {**found, "members": identity.expand(len(state.tokens), -1, -1)}
+        return {**merged_tables, "members": identity.expand(len(state.tokens), -1, -1)}
 
     def finished(tables: dict[str, Tensor], merged: Tensor | None) -> Tensor:
+        # [images, tokens after, patches before]: the row in which a patch has a share. argmax does not take booleans.
         state, into = states.pop(), (tables.pop("members") > 0).to(torch.int8).argmax(1)
         records.goals.setdefault(state.stage, []).append((state.patch_indices.cpu(), into.cpu()))
         return original.finished(tables, merged)
@@ -213,7 +223,8 @@ def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Ca
 
 
 def _by_patch(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
+    # Masked tokens, and tokens that are no patch of the image, go into one more column, which is cut off.
     is_patch = (state.sizes[:, state.prefix :] > 0) & (state.patch_indices >= 0)
     indices = state.patch_indices.where(is_patch, patches)
-    found = torch.full((len(indices), patches + 1), torch.nan, dtype=torch.float64, device=indices.device)
-    return found.scatter(1, indices, relevance.detach().double())[:, :patches].cpu()
+    per_patch = torch.full((len(indices), patches + 1), torch.nan, dtype=torch.float64, device=indices.device)
+    return per_patch.scatter(1, indices, relevance.detach().double())[:, :patches].cpu()

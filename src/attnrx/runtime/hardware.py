@@ -51,6 +51,7 @@ class Measurements:
         self.path = cache_folder() / "measurements.json" if path is None else Path(path)
         self.pinned = pinned
         self._named = path is not None
+        # The version too, because another torch may have other kernels, and so other latencies.
         self._machine = f"{device_name(device)}, torch {torch.__version__}"
         if pinned and not self.path.exists():
             raise CheckpointError(f"{self.path} does not exist, so it has no measurements to use; measure first.")
@@ -82,11 +83,12 @@ class Measurements:
         if not self.path.exists():
             return {}
         try:
-            found = read_json(self.path)
-            check_schema(found, KIND, SCHEMA, self.path)
-            if not _is_nested(found.get("machines"), 3):
+            content = read_json(self.path)
+            check_schema(content, KIND, SCHEMA, self.path)
+            # Machine, key and record; the fields of a record are checked by `get`.
+            if not _is_nested(content.get("machines"), 3):
                 raise CheckpointError(f"{self.path} holds no records by machine and key; delete it or name another.")
-            return dict(found["machines"])
+            return dict(content["machines"])
         except CheckpointError as error:
             self._ignore(error)
             return {}
@@ -95,7 +97,7 @@ class Measurements:
         """Warns once of damage in the cache folder; raises the error for a file given by `path`."""
         if self._named:
             raise error
-        if not self._warned:
+        if not self._warned:  # the file is read again at every `put`
             warnings.warn(f"{error} It is ignored and measured anew.", CacheWarning, stacklevel=4)
         self._warned = True
 

@@ -28,6 +28,7 @@ LIBRARIES = ("timm", "transformers", "attnrx")
 # than in a new process. It is forked from one that has imported everything, before any threads were started.
 FORKS = sys.platform == "linux"
 
+# The files of a call, and the line that ends its output: it starts with a zero byte, unlike any line of text.
 _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
@@ -64,6 +65,7 @@ class Subprocess:
             with suppress(BrokenPipeError):  # the process has ended: there is no answer below
                 self.process.stdin.write(f"{folder}\n")
                 self.process.stdin.flush()
+            # stdout has the lines that the function prints, as they come; the result is in a file.
             for line in self.process.stdout:
                 if line.rstrip("\n") == _DONE:
                     break
@@ -141,6 +143,7 @@ def serve(imports: list[str]) -> None:
             if not child:
                 _end(_run, folder)
             _, status = os.waitpid(child, 0)
+            # The caller reports this code: it reads no result, and waits for this process.
             if status:
                 sys.exit(os.waitstatus_to_exitcode(status))
         else:
@@ -155,6 +158,7 @@ def _run(folder: Path) -> None:
     torch.set_num_threads(threads)
     try:
         returned = function(*arguments), None
+    # As text, because an exception whose class takes more than a message cannot be unpickled. Others end the process.
     except AttnrxError as error:
         returned = None, str(error)
     (folder / _RETURNED).write_bytes(pickle.dumps(returned))

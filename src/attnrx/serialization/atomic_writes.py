@@ -44,6 +44,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     temporary = _temporary(target)
     try:
         write(temporary)
+        # The rename would give the file the permissions of the temporary one.
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         # In this order: after a power failure the new name must not point to content that is not on disk.
@@ -65,8 +66,8 @@ def require_replaceable(path: Path | str) -> None:
     """Raises InvalidInput for a folder, a device, a pipe or a socket: replacing one would delete it."""
     path = Path(path)
     if path.exists() and not path.is_file():
-        found = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
-        raise InvalidInput(f"{path} cannot be written: it is {found}.")
+        problem = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
+        raise InvalidInput(f"{path} cannot be written: it is {problem}.")
 
 
 @contextmanager
@@ -99,7 +100,9 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
     target = _prepared(Path(folder))
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")
+    # First, so that a folder whose replacement was interrupted exists again for the checks below.
     _restore(target)
+    # Also inside the folder, where files that are added one by one have their temporary folder.
     _remove_leftovers(target, target)
     replaces = target.exists() and any(is_part(each) for each in target.iterdir())
     if replaces:
@@ -109,6 +112,7 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
     try:
         temporary.mkdir()
         yield temporary
+        # The last file is the one that makes the others valid, e.g. a JSON that refers to tensors.
         new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.name))
         require_absent([target / each.name for each in new], is_part)
         for each in new:
@@ -126,6 +130,7 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
             f"cannot write {folder}: {error.strerror or error}. Free some space or choose another place."
         ) from error
     finally:
+        # After an exchange of names this is the old folder.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -140,6 +145,7 @@ def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
 
 def _remove_leftovers(target: Path, folder: Path) -> None:
     """Deletes the temporary files and folders for `target` whose process no longer runs."""
+    # Leftovers only occupy the disk, so a failure to delete them is no reason not to write.
     with suppress(OSError):
         for each in _leftovers(target, folder):
             if each.is_dir() and not each.is_symlink():
@@ -161,6 +167,7 @@ def process_runs(number: int) -> bool:
 
 def _prepared(path: Path) -> Path:
     """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
+    # A rename onto a symbolic link would replace the link, not the file that it names.
     target = Path(os.path.realpath(path))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +178,8 @@ def _prepared(path: Path) -> Path:
 
 
 def _temporary(target: Path, folder: Path | None = None) -> Path:
+    # In the folder of the target, because a rename is atomic only within one file system. By host and process id
+    # leftovers are recognized; the random digits distinguish the writes of one process.
     return (folder or target.parent) / f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
 
 
@@ -181,12 +190,13 @@ def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
 
 def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path]:
     """Returns what processes that no longer run wrote for `target`."""
-    found = [(_names(target, suffix).fullmatch(each.name), each) for each in folder.iterdir()]
-    return [each for match, each in found if match is not None and not process_runs(int(match[1]))]
+    matches = [(_names(target, suffix).fullmatch(each.name), each) for each in folder.iterdir()]
+    return [each for match, each in matches if match is not None and not process_runs(int(match[1]))]
 
 
 def _require_swappable(folder: Path) -> None:
     """Raises CheckpointError for folders that no rename can move: a mount point and the working directory."""
+    # A process whose working directory is in it would stay in the old folder, which is deleted.
     reason = "it is a mount point" if folder.is_mount() else None
     with suppress(OSError):
         if Path.cwd().is_relative_to(folder):
@@ -202,9 +212,10 @@ def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]
     """Links or copies everything that is not replaced, and the permissions, from the old folder to the new one."""
 
     def replaced(folder: str, names: list[str]) -> list[str]:
-        own = names if Path(folder) == target else []
-        return [name for name in own if is_part(target / name) or _names(target).fullmatch(name)]
+        candidates = names if Path(folder) == target else []
+        return [name for name in candidates if is_part(target / name) or _names(target).fullmatch(name)]
 
+    # Hard links: files that are kept take no time and no space, whatever their size.
     shutil.copytree(target, temporary, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -228,6 +239,7 @@ def _swap(temporary: Path, target: Path) -> None:
 def _exchange(first: Path, second: Path) -> bool:
     """Exchanges the names of two folders atomically; returns False if the system has no such call."""
     names = os.fsencode(first), os.fsencode(second)
+    # Python has no function for it, so the C library of this process is called.
     system = ctypes.CDLL(None, use_errno=True)
     # Python audits its own renames; calls by ctypes are audited here.
     sys.audit("os.rename", str(first), str(second), -1, -1)
@@ -244,6 +256,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _rename_twice(temporary: Path, target: Path) -> None:
     """Renames the old folder, then the new one to the target; restores the old one if the second rename fails."""
+    # A suffix of its own, because this folder must be restored, and not deleted, if the process is killed now.
     old = _temporary(target).with_suffix(".old")
     target.rename(old)
     try:

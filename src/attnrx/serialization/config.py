@@ -31,33 +31,35 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
             `where`.
         UnknownName: The registry has no such type.
     """
-    known = {kind.__name__: kind for kind in registry}
+    kinds = {kind.__name__: kind for kind in registry}
     name = record.get("type", "") if isinstance(record, Mapping) else None
     if not isinstance(name, str):
         raise InvalidInput(f"{where or 'the configuration'} is {shown(record)}; it must be an object with a type.")
-    if name not in known:
-        raise UnknownName("type", name, known)
-    fields = {field.name: field for field in dataclasses.fields(known[name]) if field.init}
-    given = {key: value for key, value in record.items() if key != "type"}
-    unknown = sorted(given.keys() - fields.keys())
+    if name not in kinds:
+        raise UnknownName("type", name, kinds)
+    fields = {field.name: field for field in dataclasses.fields(kinds[name]) if field.init}
+    entries = {key: value for key, value in record.items() if key != "type"}
+    unknown = sorted(entries.keys() - fields.keys())
     if unknown:
         raise InvalidInput(f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(fields))}.")
+    # A field without a default has MISSING in both places.
     required = [key for key, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
-    missing = [key for key in required if key not in given]
+    missing = [key for key in required if key not in entries]
     if missing:
         raise InvalidInput(f"{below(where, missing[0])} is missing; {name} needs it.")
-    values = {key: _rich(value, known.values(), below(where, key)) for key, value in given.items()}
+    values = {key: _rich(value, kinds.values(), below(where, key)) for key, value in entries.items()}
     for key, value in values.items():
         if not _fits(value, fields[key].type):
             kind = fields[key].type
             wanted = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-            raise InvalidInput(f"{below(where, key)} is {shown(given[key])}; it must be {wanted}.")
-    return known[name](**values)
+            raise InvalidInput(f"{below(where, key)} is {shown(entries[key])}; it must be {wanted}.")
+    return kinds[name](**values)
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_dict(value)
+    # JSON would read a tuple back as a list, and frozen dataclasses compare and hash tuples.
     if isinstance(value, tuple):
         return {"tuple": [_plain(item) for item in value]}
     if isinstance(value, Mapping):
@@ -83,6 +85,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, each) for each in arguments)
     if origin is Literal:
+        # Of the same type, because 1 == True and 1 == 1.0 in Python.
         return any(value is each or (type(value) is type(each) and value == each) for each in arguments)
     if origin is tuple and isinstance(value, tuple):
         if arguments[-1:] == (Ellipsis,):

@@ -27,6 +27,7 @@ def local_copies_if_unreachable(source: Path | str = "") -> Iterator[str]:
     Otherwise they retry every file for half a minute. The reason is empty if nothing is switched: `source` is a local
     folder, HF_HUB_OFFLINE or a proxy is set, or a connection to the hub could be opened.
     """
+    # The environment variable is read once, when a library is imported; afterwards its module's constant decides.
     problem = "" if source and Path(source).exists() else _connection_problem()
     named = (sys.modules.get(name) for name in ("huggingface_hub.constants", "datasets.config"))
     switched: list[Any] = [module for module in named if problem and module is not None]
@@ -36,6 +37,7 @@ def local_copies_if_unreachable(source: Path | str = "") -> Iterator[str]:
         yield problem
     finally:
         for module in switched:
+            # It was False: where it is set already, there is no problem and nothing is switched.
             module.HF_HUB_OFFLINE = False
 
 
@@ -46,6 +48,7 @@ def _connection_problem() -> str:
     except ModuleNotFoundError:
         return ""
     address = urllib.parse.urlsplit(constants.ENDPOINT)
+    # Behind a proxy a direct connection may fail although the libraries can reach the hub.
     if constants.HF_HUB_OFFLINE or {address.scheme, "all"} & urllib.request.getproxies().keys():
         return ""
     port = address.port or (80 if address.scheme == "http" else 443)
@@ -90,6 +93,7 @@ def download(name: str) -> Path:
     fetch = _hub_for(repository).snapshot_download
     with local_copies_if_unreachable() as unreachable:
         try:
+            # Only the files that attnrx reads: a repository may hold anything, pickles and other weights included.
             return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
         except Exception as error:  # as above
             raise CheckpointError(

@@ -42,18 +42,19 @@ def json_text(record: Mapping[str, Any] | list[Any]) -> str:
 def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
     """Reads JSON; raises CheckpointError for a missing, irregular, too large, too deeply nested or invalid file."""
     path = require_regular(path)
+    # Before reading, so that a wrong file cannot exhaust the memory.
     size = path.stat().st_size
     if size > most_bytes:
         raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
         ) from error
-    if nesting(found) > DEEPEST_JSON:
-        raise CheckpointError(f"{path} nests {nesting(found)} deep; JSON files nest at most {DEEPEST_JSON} deep.")
-    return found
+    if nesting(value) > DEEPEST_JSON:
+        raise CheckpointError(f"{path} nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep.")
+    return value
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
@@ -70,6 +71,7 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
     """Reads safetensors; raises CheckpointError if the file is damaged or its hash differs from `sha256`."""
     path = require_regular(path)
     try:
+        # Hash and tensors are of the same bytes, also if the file is replaced meanwhile.
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
@@ -94,6 +96,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
     """
     path, kind = Path(path), f"{record['kind']} tensors"
     versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
+    # Only tensors of this kind are replaced or deleted; other files of a matching name belong to the user.
     earlier = [each for each in versions if file_kind(each) == kind]
     if tensors:
         content = encode_tensors(_on_cpu(tensors), {"kind": kind})
@@ -101,6 +104,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
+        # The file may be there already, from a write of the same tensors, and may be damaged.
         if file not in earlier or file_sha256(file) != sha256:
             write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
@@ -141,6 +145,8 @@ def file_kind(path: Path | str) -> str | None:
     try:
         with path.open("rb") as handle:
             start = handle.read(1000)
+        # The beginning suffices for cards, pages and safetensors; JSON is parsed as a whole, because its kind may be
+        # anywhere.
         if start.startswith(_CARD):
             return "attnrx model card"
         if _PAGE in start:

@@ -48,6 +48,8 @@ class TextReader:
 
     def _split(self) -> Iterator[Token]:
         """Yields the tokens; raises the language's error for unreadable characters."""
+        # A number must not be followed by a letter or a dot, so that 0.5x or 1.2.3 are errors and not two tokens. A
+        # sign is read as part of a number.
         pattern = re.compile(
             r"\s*(?:(?P<number>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
             rf"|(?P<sign>[{re.escape(self.language.signs)}]))"
@@ -67,9 +69,9 @@ class TextReader:
 
     def take(self, kind: str) -> bool:
         """Consumes the next token if it is of this kind; returns whether it did."""
-        found = self.tokens[self.position].kind == kind
-        self.position += found
-        return found
+        matches = self.tokens[self.position].kind == kind
+        self.position += matches
+        return matches
 
     def expect(self, kind: str, wanted: str) -> Token:
         """Consumes the next token, which must be of this kind, and returns it."""
@@ -104,9 +106,9 @@ class KnobReader(TextReader):
 
     def read_value(self, kinds: Kinds) -> Any:
         """Reads one value: a number, true, false, none or a word."""
-        here = self.tokens[self.position]
+        token = self.tokens[self.position]
         if self.take("number"):
-            return int(here.text) if re.fullmatch(r"[-+]?\d+", here.text) else share(here.text)
+            return int(token.text) if re.fullmatch(r"[-+]?\d+", token.text) else share(token.text)
         word = self.expect("name", "a value: a number, true, false, none or a name")
         return WORDS.get(word.text, word.text)
 
@@ -120,6 +122,7 @@ class KnobReader(TextReader):
             raise self.problem(knob.start, f"{knob.text} is given twice")
         self.expect("=", f"'=' after {knob.text}")
         annotation = knobs[knob.text]
+        # `int | None` allows the types of its parts, `int` is the only one of its own.
         if get_origin(annotation) is not tuple:
             given[knob.text] = self._read_one(name, knob, get_args(annotation) or (annotation,))
             return
@@ -129,11 +132,11 @@ class KnobReader(TextReader):
             given[knob.text] += (self._read_one(name, knob, kinds),)
 
     def _read_one(self, name: Token, knob: Token, kinds: Kinds) -> Any:
-        here = self.tokens[self.position]
+        token = self.tokens[self.position]
         value = self.read_value(kinds)
         if not _is_of(value, kinds):
             wanted = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise self.problem(here.start, f"{knob.text} of {name.text} is {wanted}, not {here.text}")
+            raise self.problem(token.start, f"{knob.text} of {name.text} is {wanted}, not {token.text}")
         return float(value) if isinstance(value, int) and float in kinds and int not in kinds else value
 
 
@@ -141,10 +144,15 @@ def knobs_of(kind: type) -> dict[str, Any]:
     """Returns the annotations of the fields of a dataclass that have a text form."""
     plain = [bool, int, float, str, type(None), Ellipsis]  # a list: arguments of a Callable have no hash
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    return {name: own for name, own in fields.items() if all(one in plain for one in get_args(own) or (own,))}
+    return {
+        name: annotation
+        for name, annotation in fields.items()
+        if all(one in plain for one in get_args(annotation) or (annotation,))
+    }
 
 
 def _is_of(value: Any, kinds: Kinds) -> bool:
     if isinstance(value, bool):
+        # Before the numbers, because a bool is an int in Python.
         return bool in kinds
     return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)

@@ -142,7 +142,7 @@ class Items(Field):
             raise Invalid(where, f"has {len(value)} values; it must be {self.described}")
         for index, item in enumerate(value):
             self.inner.check(item, f"{where}[{index}]")
-        first: dict[Any, int] = {}
+        first: dict[Any, int] = {}  # unique values are texts or numbers, which can be keys
         for index, item in enumerate(value if self.unique else ()):
             if first.setdefault(item, index) != index:
                 raise Invalid(f"{where}[{index}]", f"is {shown(item)}, as {where}[{first[item]}] is; give each once")
@@ -173,6 +173,7 @@ class Record(Field):
         for name in value:
             if name not in self.known and not self.open:
                 raise Invalid(below(where, name), f"is unknown; known are {', '.join(self.known)}")
+        # `then` comes last: it may rely on every field being valid by itself.
         for name in self.known.keys() & value.keys():
             self.known[name].check(value[name], below(where, name))
         if self.then is not None:
@@ -209,6 +210,7 @@ def shown(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    # Writing very long integers takes quadratic time, and Python refuses it from 4,300 digits on.
     if isinstance(value, int) and abs(value) > 10**SHOWN:
         return f"an integer of {value.bit_length()} bits"
     text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
@@ -235,7 +237,7 @@ def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError
             "a socket": stat.S_ISSOCK(mode),
             "a device": stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
         }
-        kind = next((name for name, found in kinds.items() if found), "no regular file")
+        kind = next((name for name, is_kind in kinds.items() if is_kind), "no regular file")
         raise error(f"{path} is {kind}; give a regular file.")
     return path
 

@@ -50,6 +50,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Returns the checkpoints, oldest first."""
+        # By name, which is by step, because every number has eight digits.
         return sorted(self.folder.glob("step-*"))
 
     def path(self, step: int) -> Path:
@@ -63,10 +64,12 @@ class Checkpoints:
             return
         partial = self.folder / f".{path.name}.partial"
         try:
+            # Of a process that was killed while it wrote.
             shutil.rmtree(partial, ignore_errors=True)
             file = write_tensors(partial / "state.safetensors", tensors)
             content = {"kind": KIND, "schema": SCHEMA, "step": step, "sha256": file_sha256(file), **record}
             write_json(partial / "state.json", content)
+            # Both files are complete. Until here the name begins with a dot, so `all` does not list the folder.
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -75,16 +78,17 @@ class Checkpoints:
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Returns the newest checkpoint, or None; a damaged one raises CheckpointError and is never skipped."""
-        found = self.all()
-        if not found:
+        checkpoints = self.all()
+        if not checkpoints:
             return None
-        path = found[-1]
+        # Not skipped in favour of an older one: whether steps are repeated is the user's decision.
+        path = checkpoints[-1]
         try:
             record = read_json(path / "state.json")
             check_schema(record, KIND, SCHEMA, path / "state.json")
             return record, read_tensors(path / "state.safetensors", record.get("sha256"))
         except CheckpointError as error:
-            before = f"from {found[-2].name}" if len(found) > 1 else "from the beginning"
+            before = f"from {checkpoints[-2].name}" if len(checkpoints) > 1 else "from the beginning"
             raise CheckpointError(f"{error} Delete the folder {path} to resume {before}.") from error
 
 
@@ -114,20 +118,22 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     load_optimizer_(learner.model, learner.optimizer, parts.get("optimizer", {}))
     if learner.mean is not None:
         learner.mean.load_(parts["mean"])
+    # The others begin at 0, because the sums of all processes are added up at the end of the epoch.
     if learner.accelerator.is_main_process:
         learner.meter.sums.copy_(parts["meter"]["sums"])
 
 
 def load_whole_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Loads whole tensors into a model that may be sharded."""
-    own = model.state_dict()
-    if own.keys() != tensors.keys():
-        differing = ", ".join(sorted(own.keys() ^ tensors.keys())[:4])
+    state = model.state_dict()
+    if state.keys() != tensors.keys():
+        differing = ", ".join(sorted(state.keys() ^ tensors.keys())[:4])
         raise CheckpointError(f"the checkpoint is of another model: only one of the two has {differing}.")
-    for name, tensor in own.items():
+    for name, tensor in state.items():
         put_(tensor, tensors[name])
 
 
+# They change how a run is stored or distributed, and its result only by rounding.
 HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change when a run is resumed
 
 
@@ -143,6 +149,7 @@ def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[s
 
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path) -> None:
     """Raises CheckpointError if the run differs from the saved one, with a list of the differences."""
+    # Flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before, now = dict(_flat(saved)), dict(_flat(requested))
     differing = [
         f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
@@ -206,4 +213,5 @@ class History:
             self.write()
 
     def write(self) -> None:
+        # Whole and atomically, although only a line is new: an appended line can be cut by a crash.
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

@@ -60,11 +60,13 @@ class Mixing:
         others, partners = batch.images.flip(0), batch.labels.flip(0)
         if not paste:
             return Mixed(torch.lerp(others, batch.images, share), partners, share)
+        # Both sides are scaled by the root, so that the area of the rectangle is 1 - share.
         rows, columns = (_window(side, share, at) for side, at in zip(batch.images.shape[2:], centre, strict=True))
         images = batch.images.clone()
         images[:, :, rows, columns] = others[:, :, rows, columns]
         height, width = batch.images.shape[2:]
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
+        # By the area that was pasted, because a rectangle at the border is clipped.
         return Mixed(images, partners, 1 - area / (height * width))
 
 

@@ -18,7 +18,7 @@ from attnrx.training.step import Learner
 
 Readings = dict[str, list[float]]
 
-IMAGES = 32
+IMAGES = 32  # of the probe, which runs after every epoch
 NOISE = 0.1  # standard deviation of the perturbation, on the model's input scale
 RETAINED = 0.9  # the energy that `retained_rank` directions hold
 
@@ -49,6 +49,7 @@ class Probe:
     def __init__(self, images: ImageSet, device: torch.device):
         count = min(IMAGES, len(images))
         clean = next(images.take(count).batches(count)).images
+        # The seed is fixed, so that the curves over the epochs show changes of the model and not of the noise.
         self._pairs = torch.cat([clean, clean + NOISE * noise_like(clean, first=0, seed=0)]).to(device)
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class Probe:
         with gathered_weights(model):
             family, was_training = family_of(model), model.training
             spectra = [layer.spectrum() if layer.spec.has_norms else None for layer in family.attention(model)]
-            readings = [{} if found is None else _spectral(found.strength, found.used) for found in spectra]
+            readings = [{} if spectrum is None else _spectral(spectrum.strength, spectrum.used) for spectrum in spectra]
 
             def observe(index: int, observation: Observation) -> None:
                 readings[index] |= _geometric(observation)
@@ -71,6 +72,7 @@ class Probe:
 
 def _spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]) -> Readings:
     """Returns the indicators of the strengths; `retained_rank` counts the directions that hold 90 % of the energy."""
+    # The strongest first; a direction counts if those before it hold less than RETAINED.
     shares = energy(strength, used).sort(dim=-1, descending=True).values
     readings: Mapping[str, Tensor] = {
         "entropy": entropy(strength, used),

@@ -25,6 +25,7 @@ def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
     names = dict(model.named_parameters())
     model.requires_grad_(True)
     for pattern in patterns:
+        # Case-sensitive on every system, unlike fnmatch. A pattern of a module stands for all its parameters.
         matches = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
         if not matches:
             examples = ", ".join(list(names)[:: max(1, len(names) // 6)])
@@ -65,6 +66,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     With layer decay or gradual unfreezing every block has its own groups.
     """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
+    # Without both one group per kind suffices, and the optimizer needs fewer kernels.
     by_block = config.layer_decay != 1 or config.joining > 0
     block_indices = parameter_blocks(model, family_of(model)) if by_block else {}
     groups: dict[tuple[str, int], list[Tensor]] = {}
@@ -77,6 +79,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     decay["strengths"] = config.strength_decay
     factor = {"strengths": config.strength_learning_rate}
     factor |= dict.fromkeys(("predictor matrices", "predictor vectors"), config.predictor_learning_rate)
+    # Counted from the logits: the last block has the full rate and begins first.
     last = max(block_indices.values(), default=0)
     parameter_groups = [
         {
@@ -116,6 +119,7 @@ def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors:
         name, _, field = key.rpartition("/")
         if name not in parameters:
             raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which the model does not have.")
+        # The field `step` is a scalar and not of the parameter's shape; `part_like` does not shard it.
         optimizer.state[parameters[name]][field] = part_like(value, parameters[name])
 
 
@@ -135,6 +139,7 @@ def turn_(model: nn.Module) -> None:
     """Moves sign and length of every column of the fusion into the query, so that the projection changes least."""
     for form in _shared_forms(model):
         fusion = form.strength
+        # The sign of the largest value, because the projection sets the values of the other sign to zero.
         peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
         factor = torch.where(peak < 0, -1.0, 1.0) * fusion.norm(dim=0)
         form.query.weight.mul_(factor[:, None])
@@ -145,13 +150,13 @@ def turn_(model: nn.Module) -> None:
 
 def _shared_forms(model: nn.Module) -> list[SharedForm]:
     forms = [layer.scores for layer in family_of(model).attention(model)]
-    found = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
-    if not found:
+    shared = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
+    if not shared:
         raise NotSupported(
             "nonnegative_fusion was requested, but no heads of this model share directions with a strength for each; "
             "omit it, or realize a prescription of the rule shared_rank with form=cp or form=epc first."
         )
-    return found
+    return shared
 
 
 class WeightMean:
@@ -167,6 +172,8 @@ class WeightMean:
         """Updates the mean after `step` steps; the decay is smaller at first, to discard the initial weights."""
         decay = min(self._decay, (1 + step) / (10 + step))
         means, live = ([own(part) for part in parts.values()] for parts in (self.tensors, self._live))
+        # One call for all parameters: a kernel for each would take longer than the arithmetic. Each process updates its
+        # shards.
         torch._foreach_lerp_(means, live, 1 - decay)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
@@ -187,6 +194,7 @@ class WeightMean:
         """Exchanges the mean and the weights of the model."""
         for name, parameter in self._live.items():
             live, mean = own(parameter), own(self.tensors[name])
+            # In place, because the optimizer and the wrapped model refer to these tensors.
             saved = live.clone()
             live.copy_(mean)
             mean.copy_(saved)

@@ -59,6 +59,7 @@ def interruptible() -> Iterator[Interruption]:
             raise KeyboardInterrupt
         interruption.wanted = True
 
+    # Python runs handlers in the main thread, and refuses to install them in another one.
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
@@ -76,9 +77,10 @@ def interruptible() -> Iterator[Interruption]:
 def reproducible() -> Iterator[None]:
     """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end."""
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
-    strict = torch.are_deterministic_algorithms_enabled()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = debugging.fill_uninitialized_memory
+    # Only the device of this process: forking the generators of all devices would initialize them.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
@@ -86,7 +88,7 @@ def reproducible() -> Iterator[None]:
             debugging.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
             yield
         finally:
-            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+            torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
             debugging.fill_uninitialized_memory = fill
 
 
@@ -102,19 +104,19 @@ def require_fit(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spl
         )
     require_ordinary_weights(model)
     family = family_of(model)
-    shape, found = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
-    if shape != found:
+    shape, actual = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
+    if shape != actual:
         raise InvalidInput(
-            f"the model takes images of {shape} (channels, height, width) and {splits.name} has {found}; "
+            f"the model takes images of {shape} (channels, height, width) and {splits.name} has {actual}; "
             "load the data with the model's image_size, or build the model for this data."
         )
     with torch.no_grad():
         parameter = next(model.parameters())
         classes = model.forward(torch.zeros(1, *shape, dtype=parameter.dtype, device=parameter.device)).shape[-1]
-    found = len(splits.class_names)
-    if classes < found or (config.reads_labels and classes != found):
+    actual = len(splits.class_names)
+    if classes < actual or (config.reads_labels and classes != actual):
         raise InvalidInput(
-            f"the model has {classes} classes and {splits.name} has {found}; build the model for this data, or train "
+            f"the model has {classes} classes and {splits.name} has {actual}; build the model for this data, or train "
             "with a teacher only, without the task loss."
         )
     normalization = normalization_of(model)
@@ -163,6 +165,7 @@ def prepare(
     if config.nonnegative_fusion:
         turn_(model)
         constrain_(model)
+    # Before wrapping and before the optimizer, which both take the parameters with gradients.
     freeze_(model.to(accelerator.device), config.frozen)
     wrapped: Callable[[Tensor], Tensor]
     wrapped = accelerator.prepare_model(model) if model is target else shard_(model, accelerator)
@@ -179,6 +182,7 @@ def prepare(
         accelerator=accelerator,
         config=config,
         schedule=Schedule(config, len(splits.train) // config.batch_size),
+        # On the device, so that a step writes it without waiting for the GPU.
         first_bad=torch.tensor(NEVER, device=accelerator.device),
         features=features,
     )

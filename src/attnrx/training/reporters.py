@@ -59,6 +59,7 @@ class PlainLines(Reporter):
 
     def stepped(self, step: int, loss: float) -> None:
         if time.monotonic() - self._spoke >= self._every:
+            # Without the steps of an earlier run, which took none of this time.
             rate = (step - self._outline.step) / (time.monotonic() - self._began)
             left = (self._outline.steps - step) / rate / 60
             self._say(
@@ -90,8 +91,10 @@ class ProgressBars(Reporter):
 
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         description = TextColumn("{task.description}")
+        # On stderr, because stdout is for results.
         self._progress = Progress(description, *columns, console=Console(stderr=True), refresh_per_second=4)
         self._outline = Outline(0, 0, 0)
+        # The number of steps is known only when the run starts.
         self._task = self._progress.add_task("training", total=None)
 
     def started(self, outline: Outline) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
     """Shards the weights of every block, and then all others, over all processes."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    # Blocks first and then the rest: `fully_shard` takes the parameters that no inner call has taken.
     for name in block_names(model, family_of(model)):
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -85,17 +86,20 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def all_whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Returns tensors gathered one by one, on the CPU if they were sharded; empty in processes without `keep`."""
-    found = {}
+    whole_tensors = {}
     for name, tensor in tensors.items():
+        # One by one and then to the CPU: all at once may not fit beside the shards on a device. Every process takes
+        # part, also those that keep nothing.
         gathered = full_tensor(tensor.detach())
         if keep:
-            found[name] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
-    return found
+            whole_tensors[name] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
+    return whole_tensors
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Returns a whole tensor, which every process has, with the sharding and on the device of `like`."""
     tensor = tensor.to(like.device)
+    # State of another shape, such as the optimizer's count of steps, is not sharded.
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     # src_data_rank=None: every process has the whole tensor and cuts its own shard, nothing is sent

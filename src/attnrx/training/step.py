@@ -106,9 +106,11 @@ class Learner:
         values, correct = [], []
         for start in range(0, len(batch), self.micro_size):
             labels = batch.labels[start : start + self.micro_size]
+            # Gradients of all processes are averaged once per step, with the last micro-batch.
             last = start + len(labels) == len(batch)
             with nullcontext() if last else collecting(self.wrapped, self.accelerator):
                 terms, num_correct = self._forward_backward_(mixed, labels, start, step)
+            # A mean over the images, because the last micro-batch can be smaller.
             values.append(terms * (len(labels) / len(batch)))
             correct.append(num_correct)
         release_(self.model)  # the optimizer works on the shards
@@ -129,6 +131,7 @@ class Learner:
         """Runs the micro-batch that begins at image `start` forward and backward; returns every term, their weighted
         sum, and the number of correct labels.
         """
+        # The blocks append to it in every forward pass.
         if self.features is not None:
             self.features.clear()
         config, (process, processes) = self.config, self.shard
@@ -163,6 +166,7 @@ class Learner:
         self.optimizer.step()
         if self.config.nonnegative_fusion:
             constrain_(self.model)
+        # None instead of zeros frees the memory, and spares the next backward pass an addition.
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:
             self.mean.update_(step)
@@ -172,5 +176,6 @@ class Learner:
         # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
         share = 1 / self.shard[1]
         self.meter.add_([*(value * share for value in values), correct, float(images), share])
+        # Without a Python condition, which would wait for the GPU; `_Run._check` looks at the result now and then.
         finite = torch.isfinite(values[-2]) & torch.isfinite(values[-1])
         self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))

@@ -76,19 +76,21 @@ def train(
     requested = identity(model, splits, config)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
         raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
+    # Before the accelerator is created, because a finished run needs no processes.
     finished = _finished(folder, model, requested)
     if finished is not None:
         return finished
+    # Before training, because the model is written at the end of it.
     require_model_folder(folder, ("config.json", "model.safetensors", "training.json"))
     accelerator = make_accelerator(model, config)
     # Sharding a model cannot be undone: a copy is sharded, and its weights are loaded into the model at the end.
     sharded = config.parallel == "fsdp" and accelerator.num_processes > 1
-    own = copy.deepcopy(model) if sharded else model
+    trained_model = copy.deepcopy(model) if sharded else model
     needs_features = any(loss.reads_features for loss in config.losses)
-    recording = recording_blocks(own, family_of(own)) if needs_features else nullcontext()
+    recording = recording_blocks(trained_model, family_of(trained_model)) if needs_features else nullcontext()
     reporter = (reporter or default_reporter()) if accelerator.is_main_process else Silent()
     with reproducible(), recording as features, interruptible() as interruption:
-        learner = prepare(model, own, splits, config, accelerator, features)
+        learner = prepare(model, trained_model, splits, config, accelerator, features)
         return _Run(learner, splits, folder, requested, reporter).complete(interruption)
 
 
@@ -99,6 +101,7 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)
     require_same_run(record["identity"], requested, folder)
+    # Into the caller's model, which a run that trains changes in place too.
     model.load_state_dict(load_model(folder).state_dict())
     history = History(folder)
     history.restore(requested["config"]["epochs"], write=False)
@@ -119,15 +122,16 @@ class _Run:
         self.checkpoints, self.history = Checkpoints(folder), History(folder)
         self.probe = Probe(splits.validation, self.accelerator.device)
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
+        # On a CPU with one process nothing waits, so every step is checked.
         waits = self.accelerator.device.type != "cpu" or learner.shard[1] > 1
         self.check_every = CHECK_EVERY if waits else 1
         self._restore_()
 
     def _restore_(self) -> None:
-        found = self.checkpoints.read()
-        if found is None:
+        checkpoint = self.checkpoints.read()
+        if checkpoint is None:
             return
-        record, tensors = found
+        record, tensors = checkpoint
         require_same_run(record["identity"], self.requested, self.folder)
         load_state_(self.learner, tensors)
         self.step, self.seconds = record["step"], record["seconds"]
@@ -146,6 +150,7 @@ class _Run:
 
     def _run_epoch(self, interruption: Interruption) -> None:
         """Runs the remaining steps of the epoch."""
+        # After a resume the epoch continues at its next step.
         epoch, start = divmod(self.step, self.steps_per_epoch)
         self.learner.model.train()
         batches = self.splits.train.batches(
@@ -173,9 +178,13 @@ class _Run:
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
+        # All processes come here at the same steps, because `_agree` and `_save` block until all have called them.
         first_bad, stop = self._agree(interruption)
+        # First, so that a state with NaN is never written over a good one.
         if first_bad < self.step:
             raise self._diverged(first_bad)
+        # At the end of an epoch its record is written first; the signal is still pending at the next check or at the
+        # end.
         if stop and not ended:
             path = self._save()
             raise TrainingInterrupted(
@@ -198,8 +207,8 @@ class _Run:
         return -first_bad, bool(stop)
 
     def _diverged(self, step: int) -> TrainingDiverged:
-        found = self.checkpoints.all()
-        good = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+        checkpoints = self.checkpoints.all()
+        good = f"the last good checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
         rate = self.learner.schedule.rate(step)
         return TrainingDiverged(
             f"the loss or the gradient was NaN or infinite at step {step}, with a learning rate of {rate:.3g}; {good}. "
@@ -208,10 +217,12 @@ class _Run:
 
     def _end_epoch(self, steps: int, seconds: float) -> None:
         learner = self.learner
+        # Everything reported of an epoch is about the weights that would be saved.
         with learner.mean.in_place() if learner.mean else nullcontext():
             validation_accuracy, validation_loss = evaluate(learner, self.splits.validation)
             layers = self.probe.read(learner.model)
         sums = learner.meter.named(learner.summed(learner.meter.sums))
+        # Before the checkpoint below, which then holds the empty sums of the next epoch.
         learner.meter.sums.zero_()
         record = {
             "epoch": self.step // self.steps_per_epoch,
@@ -236,10 +247,12 @@ class _Run:
 
     def _save(self) -> Path:
         """Writes a checkpoint in the first process, while the others wait."""
+        # In all processes, because sums are reduced and shards are gathered.
         tensors = state_tensors(self.learner, self.learner.summed(self.learner.meter.sums))
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
             self.checkpoints.write(self.step, tensors, {"identity": self.requested, "seconds": seconds})
+        # Otherwise another process could end, or resume, before the files are there.
         self.accelerator.wait_for_everyone()
         return self.checkpoints.path(self.step)
 
@@ -270,6 +283,7 @@ class _Run:
         }
         model = learner.target
         if model is not learner.model:
+            # The caller's model was not sharded; every process loads the gathered weights into its copy.
             load_whole_(model, all_whole(learner.model.state_dict(), keep=True))
         if self.accelerator.is_main_process:
             notes = {"trained_on": self.splits.name, "accuracy": accuracy}

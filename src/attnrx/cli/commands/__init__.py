@@ -31,6 +31,7 @@ CORE = (
 def command_modules() -> Mapping[str, str]:
     """Returns the module name of every command, those of other packages last."""
     plugins = {entry.name: entry.value for entry in entry_points(group="attnrx.commands")}
+    # Sorted, because the order of entry points depends on how the packages were installed.
     return {name: f"attnrx.cli.commands.{name}" for name in CORE} | dict(sorted(plugins.items()))
 
 

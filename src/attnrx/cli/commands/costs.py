@@ -62,6 +62,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if arguments.prescription is not None:
         after = _after(model, arguments)
         smaller = convention.price(after)
+        # "compressed" comes last: it replaces the shorter record of the changes.
         record |= {**_record(costs, price), **cost_changes(price, smaller), "compressed": _record(after, smaller)}
         shown = (_parts_table(price), convention_table(price, smaller), *_token_lines(after))
         return Outcome({**record, "norms": arguments.norms}, shown)
@@ -100,6 +101,7 @@ def _priced_forms(
     """Computes the costs of a compressed form."""
     family = rx.models.family_of(model)
     specs = [layer.spec for layer in family.attention(model)]
+    # Costs follow from the shapes, so no compressed model is built.
     wanted = tuple(compression.spec(spec) for spec in specs)
     after = family.costs(model, wanted, compression.mlp_ranks(specs), policy)
     original, price = convention.price(family.costs(model)), convention.price(after)
@@ -130,6 +132,7 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
     if Path(arguments.model).exists():  # a name has no weights, so the prescription of any model of its shape fits
         prescription.require(rx.models.model_fingerprint(model))
     specs = [layer.spec for layer in rx.models.family_of(model).attention(model)]
+    # A name has no fingerprint, so at least the shapes must agree.
     shapes = [(len(spec.heads), max(spec.ranks, default=0)) for spec in specs]
     requested = [tuple(layer.qk.keep.shape) for layer in prescription.layers]
     if shapes != requested:
@@ -160,6 +163,7 @@ def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, 
 def _parts_table(price: "rx.costs.Price") -> Table:
     """Returns the table of the parts with nonzero costs, and their sum."""
     parts = [(name.replace("_", " "), part) for name, part in price.parts.items() if part.params or part.macs]
+    # The price of the whole model has the same two numbers as that of a part.
     rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", price))]
     return Table(("part", "parameters", "MACs"), tuple(rows))
 

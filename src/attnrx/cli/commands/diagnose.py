@@ -45,6 +45,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = chosen_images(splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
+    # The default diagnostics depend on the norms of the layers.
     spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
     diagnostics = tuple(
         replace(each, kind=arguments.perturbation) if isinstance(each, rx.diagnostics.PerturbationResponse) else each
@@ -67,6 +68,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _table(diagnosis: "rx.Diagnosis") -> Table:
+    # Which readings there are depends on the form of attention.
     names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
     rows = tuple(
         (

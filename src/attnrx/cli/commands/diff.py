@@ -45,6 +45,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 def _diagnoses(arguments: Namespace) -> Outcome:
     changes = rx.diagnostics.compare_diagnoses(rx.Diagnosis.load(arguments.before), rx.Diagnosis.load(arguments.after))
     record = {
+        # None, of a head or a reading that one side lacks, differs from 0 too.
         "same": not any(change.difference != 0 for change in changes),
         "changes": [{**vars(change), "difference": change.difference} for change in changes],
     }
@@ -66,6 +67,7 @@ def _diagnoses(arguments: Namespace) -> Outcome:
 
 def _mean_row(reading: str, changes: "list[rx.diagnostics.Change]") -> tuple[str, ...]:
     """Returns the means of a reading over the heads that both models have, and the head that differs most."""
+    # Heads of one side only have no counterpart, and would shift its mean.
     both = [change for change in changes if change.difference is not None]
     if not both:
         return ()
@@ -121,18 +123,21 @@ def _prescriptions(arguments: Namespace) -> Outcome:
 def _same_tokens(before: "TokenPrescription | None", after: "TokenPrescription | None") -> bool:
     if before is None or after is None:
         return before is after
+    # Predictors that are not stored are drawn from the seed.
     old, new = before.predictors or {}, after.predictors or {}
     same_weights = old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
     return before.policy == after.policy and before.seed == after.seed and same_weights
 
 
 def _differs(head: dict[str, Any]) -> bool:
+    # As many directions on both sides, all of which both keep, are the same directions.
     same_directions = head["ranks"][0] == head["ranks"][1] == head["both_keep"]
     return not same_directions or head["stays"][0] != head["stays"][1] or head["strength_moves"] > 0
 
 
 def _evidences(arguments: Namespace) -> Outcome:
     both = [rx.Evidence.load(path) for path in (arguments.before, arguments.after)]
+    # Findings are matched by their claims, whatever their order and the other checks.
     before, after = ({(finding.check, finding.claim): finding for finding in each.findings} for each in both)
     claims = [
         {"check": key[0], "claim": key[1], "before": _described(before.get(key)), "after": _described(after.get(key))}

@@ -46,6 +46,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         model,
         splits_argument(model, arguments),
         arguments.out,
+        # One of the three was given; the others are None.
         faster=arguments.faster or (),
         macs=arguments.macs or (),
         params=arguments.params or (),

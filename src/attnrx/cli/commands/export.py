@@ -39,18 +39,21 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     form = _format(arguments)
+    if arguments.against is not None and arguments.features:
+        raise InvalidInput("--against compares the logits of two files; omit --features.")
+    # A runtime for the CPU is compared with the model on the CPU.
     device = arguments.device if form.on_cuda else "cpu"
     model = model_argument(arguments.model, device, arguments.weights, arguments.trust)
     splits = None if arguments.data is None else splits_argument(model, arguments)
     calibration = None if splits is None else splits.train
+    # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
     options = {"batch": arguments.batch, "precision": arguments.precision, "features": arguments.features}
     exported = rx.export(model, arguments.out, form, **options, calibration=calibration, class_names=names)
+    # The dictionary of the file: the comparison below adds the speeds to it.
     facts, speeds = exported.facts, ()
     if arguments.against is not None:
-        if arguments.features:
-            raise InvalidInput("--against times the answers of two files; omit --features.")
         log(f"timing it beside {arguments.against} in the same runtime")
         original = model_argument(arguments.against, device, arguments.weights, arguments.trust)
         speeds = rx.exporting.compare_with_original(

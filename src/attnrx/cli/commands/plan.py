@@ -48,10 +48,12 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
+    # Before the model is loaded, so that a typing error is reported at once.
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
     settings = replace(_settings(arguments), log=log)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
+    # Training images for the plan and others for its predictions, which would be too good on images it was chosen by.
     images = splits.train.take(arguments.images or min(settings.effort.images, len(splits.train)))
     others = splits.validation.take(min(arguments.other_images, len(splits.validation)))
     plan = rx.plan(model, _diagnosis(arguments, model, images), target, images, others, settings=settings)
@@ -73,6 +75,7 @@ def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
         arguments.batch, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall")
     )
     axes = rx.planning.AXES if arguments.axes is None else tuple(arguments.axes.split(","))
+    # The effort sets what the options leave open.
     preset = rx.planning.PlanSettings.of(
         arguments.effort, timing, axes=axes, reducer=arguments.reducer, batch_size=arguments.batch_size
     )
@@ -84,13 +87,14 @@ def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
 
 def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageSet") -> "rx.Diagnosis":
     if arguments.diagnosis is None:
+        # With moments, which the plan needs for values and MLP.
         return rx.diagnose(
             model, images, moments=True, images=min(DIAGNOSED, len(images)), batch_size=arguments.batch_size
         )
-    found = rx.Diagnosis.load(arguments.diagnosis)
-    if found.fingerprint != rx.models.model_fingerprint(model):
+    diagnosis = rx.Diagnosis.load(arguments.diagnosis)
+    if diagnosis.fingerprint != rx.models.model_fingerprint(model):
         raise InvalidInput(f"--diagnosis {arguments.diagnosis} is of another model; diagnose this one, or omit it.")
-    return found
+    return diagnosis
 
 
 def _cost_text(plan: "rx.planning.Plan", cost: float) -> str:

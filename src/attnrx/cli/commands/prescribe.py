@@ -54,6 +54,7 @@ def add(parser: Parser) -> None:
         "--macs",
         type=SHARE,
         metavar="SHARE",
+        # argparse formats help texts with %, so a percent sign is written twice.
         help="the largest share of the original's MACs after pruning: 0.7, 70%%",
     )
     budget.add_argument(
@@ -73,8 +74,10 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Prescribes and saves the prescription."""
+    # Here, because it imports torch, which --help does not need.
     from attnrx.rules import Template
 
+    # The shell splits the rules at spaces, and a rule may contain some.
     template = Template.parse(" ".join(arguments.rules or ()))
     if not template.texts and arguments.predictors is None:
         raise InvalidInput("prescribe needs --rules, e.g. --rules qk=total_rank:0.5, or --predictors.")
@@ -140,6 +143,7 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
         return rx.prescribe_within(outline(arguments.model, arguments.trust), diagnosis, template, budget)
     if isinstance(diagnosis, rx.Diagnosis):
         raise InvalidInput("--macs needs the model of the diagnosis: give --model NAME or a saved folder.")
+    # A model that was given in place of a diagnosis is also the one whose MACs count.
     return rx.prescribe_within(diagnosis, diagnosis, template, budget)
 
 
@@ -160,5 +164,6 @@ def _spent(budget: Mapping[str, Any]) -> str:
 
 
 def _span(values: list[float]) -> str:
+    # Equal ends, as written, become one.
     ends = dict.fromkeys(f"{100 * value:.4g} %" for value in (min(values), max(values)))
     return " to ".join(ends)

@@ -57,6 +57,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
+    # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)
     if arguments.form is not None:
         return _converted(arguments)
@@ -80,14 +81,14 @@ def _converted(arguments: Namespace) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     train = splits_argument(model, arguments).train
     images = train.take(min(arguments.calibration_images, len(train)))
-    found = rx.to_svda(model, images)
+    converted = rx.to_svda(model, images)
     record: dict[str, Any] = {"form": arguments.form, "repair": arguments.repair}
     if arguments.repair:
         from attnrx.realization.repair import Repair
 
-        repaired = rx.repair(found, model, images, Repair(arguments.repair))
-        found, record["errors"] = repaired.model, {"before": repaired.before, "after": repaired.after}
-    folder = rx.save(found, arguments.out)
+        repaired = rx.repair(converted, model, images, Repair(arguments.repair))
+        converted, record["errors"] = repaired.model, {"before": repaired.before, "after": repaired.after}
+    folder = rx.save(converted, arguments.out)
     return Outcome({"model": str(folder), **record}, (f"model: {folder}",))
 
 
@@ -95,9 +96,11 @@ def _calibration(
     model: "nn.Module", prescription: "rx.Prescription", arguments: Namespace
 ) -> "rx.data.ImageSet | None":
     fits = [name for name in ("--refine", "--repair") if getattr(arguments, name.removeprefix("--"))]
+    # A mask keeps the norms of the model, so it refits nothing.
     fits += ["--norms refit"] * (arguments.by == "compress" and arguments.norms == "refit")
     if prescription.tokens is not None and prescription.tokens.policy.must_be_calibrated:
         fits.append(str(prescription.tokens.policy))
+    # Data that nothing is fitted on are not loaded.
     if not fits:
         return None
     if arguments.data is None:

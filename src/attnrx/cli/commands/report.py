@@ -50,6 +50,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     name = arguments.candidate
     candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
     evidence = _part(rx.Evidence, arguments.evidence, name, "evidence.json")
+    # Evidence of another model beside this candidate's maps would be wrong without any sign of it.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     prescription = _part(rx.Prescription, arguments.prescription, name, "prescription.json")
@@ -61,6 +62,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     about = {option: value for option, value in named.items() if value}
     content = rx.reports.ReportContent(
         title=arguments.title or f"attnrx: {subject}",
+        # Fields of the evidence have precedence, because they are about its numbers.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=prescription,
         diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
@@ -69,6 +71,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         attention=attention,
         tokens=tokens,
         history=_history(arguments.training) if arguments.training else (),
+        # The ranks of a prescription are shown by the report itself.
         ranks=() if prescription is not None or candidate is None else _ranks(candidate),
         comparison=_part(rx.reports.ComparisonRecord, arguments.comparison),
         front=_part(rx.reports.PlanFront, arguments.plan),
@@ -80,6 +83,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 def _part(kind: Any, given: str | None, candidate: str | None = None, name: str = "") -> Any:
     """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
+    # A file that is named must exist; those of the candidate are optional.
     if given is None and candidate is not None and (Path(candidate) / name).exists():
         return kind.load(Path(candidate) / name)
     return None if given is None else kind.load(given)
@@ -87,9 +91,9 @@ def _part(kind: Any, given: str | None, candidate: str | None = None, name: str 
 
 def _ranks(candidate: "nn.Module") -> "tuple[rx.reports.PathwayRanks, ...]":
     """Reads the ranks from a candidate without prescription; none if only its tokens are reduced."""
-    found = rx.reports.model_ranks(candidate)
-    full = all(pathway.kept == pathway.full for pathway in found)
-    return () if full and rx.models.reduction_of(candidate) is not None else found
+    pathways = rx.reports.model_ranks(candidate)
+    full = all(pathway.kept == pathway.full for pathway in pathways)
+    return () if full and rx.models.reduction_of(candidate) is not None else pathways
 
 
 def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
@@ -105,6 +109,7 @@ def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
 def _point(path: str) -> "rx.reports.TradeOffPoint":
     evidence = rx.Evidence.load(path)
     text, kind = (evidence.about.get("rules") or {}).get("qk"), evidence.about.get("realization")
+    # Only some rules have rho, the axis of the chart.
     rho = None if text is None else getattr(rx.parse_rule(text), "rho", None)
     if rho is None or kind is None:
         raise InvalidInput(
@@ -126,10 +131,10 @@ def _point(path: str) -> "rx.reports.TradeOffPoint":
 
 def _finding(evidence: "rx.Evidence", path: str, check: str, quantity: str) -> "rx.Finding":
     """Returns the first finding of a quantity, which is the candidate against the reference in every check."""
-    found = [finding for finding in evidence.of(check) if finding.details.get("quantity") == quantity]
-    if not found:
+    findings = [finding for finding in evidence.of(check) if finding.details.get("quantity") == quantity]
+    if not findings:
         raise InvalidInput(f"--trade-off {path}: there is no {quantity} in it; verify with the check {check} too.")
-    return found[0]
+    return findings[0]
 
 
 def _interval(finding: "rx.Finding") -> tuple[float, float] | None:
@@ -168,6 +173,8 @@ def _shown(model: "nn.Module", arguments: Namespace) -> "tuple[torch.Tensor, tup
     """Returns the first test images, normalized for the model, and their class names."""
     splits = splits_argument(model, arguments)
     shown = splits.test.take(min(arguments.samples, len(splits.test)))
+    # As large as the number of images, so it is the only batch.
     batch = next(iter(shown.batches(arguments.samples)))
+    # Datasets without names number their classes.
     names = (splits.class_names[label] for label in batch.labels.tolist())
     return batch.images, tuple(f"class {name}" if name.isdigit() else name for name in names)

@@ -60,7 +60,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
-    found = rx.shrink(
+    shrunk = rx.shrink(
         model,
         splits,
         faster=arguments.faster,
@@ -76,23 +76,24 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         seed=arguments.seed,
         log=log,
     )
+    # A model with tokens by image has no fixed shapes, so it cannot be exported.
     onnx = not (arguments.no_onnx or arguments.by_image)
     log("writing the folder and model.onnx" if onnx else "writing the folder")
-    folder = found.save(arguments.out, onnx=onnx)
+    folder = shrunk.save(arguments.out, onnx=onnx)
     exported = None
     if arguments.to is not None:
         log(f"writing and verifying the file as {arguments.to}")
-        given = {"batch": arguments.batch, "threads": arguments.threads}
-        exported = found.save_exported(arguments.out, arguments.to, model, splits, **given)
+        timing = {"batch": arguments.batch, "threads": arguments.threads}
+        exported = shrunk.save_exported(arguments.out, arguments.to, model, splits, **timing)
     record = {
-        "summary": found.summary(),
+        "summary": shrunk.summary(),
         "folder": str(folder),
-        "prescription": None if found.prescription is None else str(found.prescription),
-        "evidence": found.evidence.to_record(),
+        "prescription": None if shrunk.prescription is None else str(shrunk.prescription),
+        "evidence": shrunk.evidence.to_record(),
         "evidence_exported": None if exported is None else exported.to_record(),
     }
-    lines = [found.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
+    lines = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
     if exported is not None:
         lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
-    failed = [evidence for evidence in (found.evidence, exported) if evidence is not None and evidence.failures]
+    failed = [evidence for evidence in (shrunk.evidence, exported) if evidence is not None and evidence.failures]
     return Outcome(record, tuple(lines), code=1 if failed else 0)

@@ -79,6 +79,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         config = replace(config, batch_size=size)
         log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
+        # Before training, because predictors are trained with the model.
         model = _reducing(model, policy, config, log)
     reporter = rx.training.default_reporter()
     if arguments.tensorboard:
@@ -96,17 +97,19 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
     """Returns the given arguments of TrainingConfig; the others keep their defaults."""
+    # Options that were not given are None, so that every default is stated once, in TrainingConfig.
     names = [*(name for name, _, _ in KNOBS), "precision", "parallel"]
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    chosen = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
+    # Otherwise the default losses are those of TrainingConfig, with label smoothing.
     if arguments.losses or shared or arguments.no_task:
-        given["losses"] = parse_losses(arguments.losses or (), shared, not arguments.no_task)
+        chosen["losses"] = parse_losses(arguments.losses or (), shared, not arguments.no_task)
     if arguments.frozen:
-        given["frozen"] = tuple(arguments.frozen)
+        chosen["frozen"] = tuple(arguments.frozen)
     if arguments.mixup is not None or arguments.cutmix is not None:
-        given["mixing"] = rx.training.Mixing(mixup=arguments.mixup or 0.0, cutmix=arguments.cutmix or 0.0)
-    return {**given, "compile": arguments.compile, "nonnegative_fusion": arguments.nonnegative_fusion}
+        chosen["mixing"] = rx.training.Mixing(mixup=arguments.mixup or 0.0, cutmix=arguments.cutmix or 0.0)
+    return {**chosen, "compile": arguments.compile, "nonnegative_fusion": arguments.nonnegative_fusion}
 
 
 def _reducing(
@@ -126,6 +129,7 @@ def _reducing(
 
 def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
     """Returns model and data: data normalized for a trained model, or a new model with the data's shape and scale."""
+    # A new model is built twice: this one states the image size that the data are loaded with.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     if Path(arguments.model).exists() or arguments.model.partition(":")[0] in rx.models.LIBRARIES:
         return model, splits_argument(model, arguments)

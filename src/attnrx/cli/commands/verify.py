@@ -69,6 +69,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         masked = None if prescription is None else rx.realize(reference, prescription, by="mask")
     splits = splits_argument(reference, arguments)
     images = chosen_images(splits, arguments)
+    # Functions: inputs are prepared, and missing ones are an error, only for a check that was requested.
     inputs: Mapping[str, Callable[[], dict[str, Any]]] = {
         "accuracy": lambda: {} if arguments.most_drop is None else {"most_drop": arguments.most_drop},
         "controls": lambda: _controls(arguments, reference, prescription, diagnosis, how, splits.train),
@@ -91,6 +92,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         together=count > 1,
     )
     if arguments.out is not None:
+        # One process writes; the others wait for it.
         processes.from_first(lambda: evidence.save(arguments.out))
     for note in evidence.about["notes"]:
         log(f"warning: {note}")
@@ -106,8 +108,8 @@ def _requested(arguments: Namespace) -> "list[rx.checks.RequestedCheck]":
     if arguments.checks is not None:
         requested = list(rx.checks.parse_checks(arguments.checks))
     else:
-        known = rx.checks.all_checks().items()
-        requested = [rx.checks.RequestedCheck(name) for name, check in known if not check.on_request]
+        checks = rx.checks.all_checks().items()
+        requested = [rx.checks.RequestedCheck(name) for name, check in checks if not check.on_request]
     if arguments.controls and "controls" not in [one.name for one in requested]:
         requested.append(rx.checks.RequestedCheck("controls"))
     return requested
@@ -117,6 +119,7 @@ def _prescription(arguments: Namespace) -> "tuple[rx.Prescription | None, dict[s
     """Returns the given prescription or that of the candidate's folder, and the settings that realized the latter."""
     path = Path(arguments.candidate) / "prescription.json"
     recorded = rx.Prescription.load(path) if path.exists() else None
+    # Controls are realized like the candidate, so its own record counts, also with another --prescription.
     how = {} if recorded is None else dict(recorded.about.get("realized", {}))
     return (rx.Prescription.load(arguments.prescription) if arguments.prescription else recorded), how
 
@@ -158,15 +161,16 @@ def _findings_table(evidence: "rx.Evidence") -> Table:
 
 def _robustness_tables(evidence: "rx.Evidence") -> list[Table]:
     """Returns one table per severity: both accuracies for each corruption, and their means."""
-    found = [finding for finding in evidence.of("robustness") if "reference_accuracy" in finding.details]
-    severities = sorted({finding.details["severity"] for finding in found if "severity" in finding.details})
+    findings = [finding for finding in evidence.of("robustness") if "reference_accuracy" in finding.details]
+    severities = sorted({finding.details["severity"] for finding in findings if "severity" in finding.details})
+    # Title, severity (None for the table of all), and the severities that its means are over.
     parts = [(f"accuracy on images corrupted at severity {each}, in %", each, [each]) for each in severities]
     if len(severities) > 1:
         parts.append(("over all severities", None, severities))
     tables = []
     for title, severity, averaged in parts:
-        single = [one for one in found if severity is not None and one.details.get("severity") == severity]
-        means = [one for one in found if one.details.get("severities") == averaged]
+        single = [one for one in findings if severity is not None and one.details.get("severity") == severity]
+        means = [one for one in findings if one.details.get("severities") == averaged]
         tables.append(Table(CORRUPTED, tuple(map(_corrupted, (*single, *means))), title))
     return tables
 

@@ -21,25 +21,27 @@ NOUGHT = 1e-6  # nats: smaller divergences are rounding errors of zero
 
 def comparison(content: ReportContent) -> Section | None:
     """Returns one chart per measure over the MACs, one curve per method, and the table of all trials."""
-    found = content.comparison
-    if found is None:
+    record = content.comparison
+    if record is None:
         return None
-    charts = [_speed_chart(found), *(_chart(found, *measure) for measure in MEASURES)]
+    charts = [_speed_chart(record), *(_chart(record, *measure) for measure in MEASURES)]
+    # A quantity that no trial has, e.g. a speed that was not measured, has no chart.
     charts = [chart for chart in charts if chart.curves]
     legend = {name: picture for chart in charts for picture, name in chart.legend}
     figures = [Figure(chart.draw(), chart.title, "logarithmic" if chart.logarithmic else "") for chart in charts]
     data = {
         "figures": figures,
         "legend": [(picture, name) for name, picture in legend.items()],
-        "record": found,
-        "notes": any(not trial.reached or trial.note for trial in found.trials),
-        "measured": _settings(found),
+        "record": record,
+        "notes": any(not trial.reached or trial.note for trial in record.trials),
+        "measured": _settings(record),
     }
     return Section("comparison", "Comparison", data)
 
 
 def _settings(found: ComparisonRecord) -> list[tuple[str, str]]:
     """Returns the settings of the trials that the file records."""
+    # `about` is a free record, so a field may be missing or of any type.
     about, accuracy = found.about, found.accuracy
     top_1 = quantity(accuracy.value, "%", accuracy.low, accuracy.high)
     pairs = [
@@ -72,6 +74,7 @@ def _speed_chart(found: ComparisonRecord) -> Chart:
 
 def _chart_of(curves: list[Curve], field: str, title: str, across: str, label: str, logarithmic: bool) -> Chart:
     values = [point.y for curve in curves for point in curve.points]
+    # A logarithmic axis needs positive values, and helps only where they differ much.
     suits = logarithmic and bool(values) and min(values) > NOUGHT and max(values) > LEAST_SPREAD * min(values)
     level = 0.0 if field == "change" else None
     return Chart(title, across, label, tuple(curves), suits, level, band=True)
@@ -84,8 +87,10 @@ def method_curves(found: ComparisonRecord, field: str, unit: str, by: str = "mac
     """
     curves = []
     for index, name in enumerate(found.methods, first):
-        own = (_point(trial, getattr(trial, field), unit, by) for trial in found.trials if trial.method == name)
-        points = sorted((point for point in own if point is not None), key=lambda point: point.x)
+        trial_points = (
+            _point(trial, getattr(trial, field), unit, by) for trial in found.trials if trial.method == name
+        )
+        points = sorted((point for point in trial_points if point is not None), key=lambda point: point.x)
         if points:
             # After six methods the colours repeat, with other markers.
             curves.append(Curve(name, tuple(points), f"style-{index % STYLES}", index + index // STYLES))
@@ -112,6 +117,7 @@ def trade_off(content: ReportContent) -> Section | None:
         return None
     across = "% of directions removed"
     changes, discrepancies = _trade_off_curves(points, "accuracy_change"), _trade_off_curves(points, "discrepancy")
+    # At rho = 1 nothing is removed and the discrepancy may be 0, which has no logarithm.
     positive = all(point.discrepancy > 0 for point in points)
     charts = (
         Chart("Change of accuracy over removed directions", across, "accuracy change in points", changes, level=0.0),

@@ -43,15 +43,17 @@ def change(old: int, new: int) -> str:
 def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
     """Returns the rows of the table: every part that costs anything before or after, and the whole model."""
     zero = dict.fromkeys(UNITS, 0)
+    # Parts of both models, because compression adds some, e.g. predictors of tokens.
     pairs = {name: (before.get(name, zero), after.get(name, zero)) for name in (*before, *after)}
     shown = [(name, *pair) for name, pair in pairs.items() if any(part[unit] for part in pair for unit in UNITS)]
-    whole, smaller = ({unit: total(record, unit) for unit in UNITS} for record in (before, after))
+    total_before, total_after = ({unit: total(record, unit) for unit in UNITS} for record in (before, after))
     rows = []
-    for name, old, new in (*shown, ("whole model", whole, smaller)):
+    for name, old, new in (*shown, ("whole model", total_before, total_after)):
         cells = [
             text for unit in UNITS for text in (number(old[unit]), number(new[unit]), change(old[unit], new[unit]))
         ]
-        share = round(old["macs"] / max(whole["macs"], 1), 4)
+        # Of the original's MACs, for the bar of the row; four digits, because it is part of the page.
+        share = round(old["macs"] / max(total_before["macs"], 1), 4)
         title = NAMES.get(name, name.replace("_", " "))
-        rows.append({"name": title, "cells": cells, "share": share, "total": old is whole})
+        rows.append({"name": title, "cells": cells, "share": share, "total": old is total_before})
     return rows

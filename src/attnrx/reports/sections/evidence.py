@@ -25,10 +25,11 @@ def findings(content: ReportContent) -> Section | None:
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
     """Separates the findings about one corruption at one severity: there are too many of them for the main table."""
-    found: tuple[list[Finding], list[Finding]] = [], []
+    separated: tuple[list[Finding], list[Finding]] = [], []
     for finding in evidence.findings:
-        found[{"corruption", "severity"} <= finding.details.keys()].append(finding)
-    return found
+        # False and True are the indices of the two lists.
+        separated[{"corruption", "severity"} <= finding.details.keys()].append(finding)
+    return separated
 
 
 def _grouped(shown: list[Finding]) -> dict[str, list[Row]]:
@@ -43,12 +44,12 @@ def _grouped(shown: list[Finding]) -> dict[str, list[Row]]:
 def controls(content: ReportContent) -> Section | None:
     """Returns plots of values with intervals, one axis per unit."""
     findings = content.evidence.of("controls") if content.evidence is not None else ()
-    found = [finding for finding in findings if known(finding.value) is not None]
-    if not found:
+    comparisons = [finding for finding in findings if known(finding.value) is not None]
+    if not comparisons:
         return None
-    by_unit = sorted(found, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
+    by_unit = sorted(comparisons, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
     plots = [_plot(unit, list(group)) for unit, group in groupby(by_unit, key=lambda finding: finding.unit)]
-    summary = f"{len(found)} comparisons with matched controls"
+    summary = f"{len(comparisons)} comparisons with matched controls"
     return Section("controls", "Controls", {"plots": plots}, summary)
 
 
@@ -56,6 +57,7 @@ def _plot(unit: str, group: list[Finding]) -> dict[str, Any]:
     rows = [
         IntervalRow(own.claim, own.value, known(own.low), known(own.high), _advantages(own), own.limit) for own in group
     ]
+    # A common axis, so that the rows can be compared; with 0, where control and candidate are equal.
     axis = span((value for row in rows for value in row.values()), include=(0.0,), room=0.08)
     lines = [(finding, row.draw(axis)) for finding, row in zip(group, rows, strict=True)]
     return {"unit": unit, "rows": lines, "axis": axis_picture(axis, f"axis in {unit}" if unit else "axis")}
@@ -73,11 +75,11 @@ def _advantages(finding: Finding) -> list[float]:
 
 
 def robustness(content: ReportContent) -> Section | None:
-    found = by_severity(content.evidence)[1] if content.evidence else []
-    if not found:
+    single_corruptions = by_severity(content.evidence)[1] if content.evidence else []
+    if not single_corruptions:
         return None
     by_name: dict[str, list[CurvePoint]] = {}
-    for finding in found:
+    for finding in single_corruptions:
         points = by_name.setdefault(finding.details["corruption"], [])
         if known(finding.value) is not None:
             tip = f"{finding.claim}: {number(finding.value)} {interval(finding.low, finding.high)}".rstrip()
@@ -89,5 +91,5 @@ def robustness(content: ReportContent) -> Section | None:
         if points
     )
     chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
-    data = {"figure": Figure.of(chart, with_legend=True), "groups": _grouped(found)}
+    data = {"figure": Figure.of(chart, with_legend=True), "groups": _grouped(single_corruptions)}
     return Section("robustness", "Robustness", data, f"Accuracy under {len(curves)} corruptions")

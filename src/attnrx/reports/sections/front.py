@@ -11,6 +11,7 @@ from attnrx.reports.sections.comparison import method_curves
 from attnrx.reports.sections.section import Figure, Section
 
 STEPS = 200  # positions of the slider
+# No cost saved, no divergence, the same predictions, and all of the MACs, parameters and speed.
 ORIGINAL = FrontPoint(1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 AXES = {"latency": "speed, times the original's", "macs": "% fewer MACs", "params": "% fewer parameters"}
 
@@ -54,44 +55,50 @@ COSTS = (
 
 def front(content: ReportContent) -> Section | None:
     """Returns the charts of accuracy and divergence, the table of the plans, and the data of the slider."""
-    found = content.front
-    if found is None:
+    plan_front = content.front
+    if plan_front is None:
         return None
-    points = sorted((ORIGINAL, *found.points), key=lambda point: _place(found, point))
-    chosen = points.index(found.points[-1])
-    of_latency = found.spend == "latency"
-    measured = (CHANGE, AGREEMENTS[found.outputs], DIVERGENCES[found.outputs], *COSTS)
+    points = sorted((ORIGINAL, *plan_front.points), key=lambda point: _place(plan_front, point))
+    chosen = points.index(plan_front.points[-1])
+    of_latency = plan_front.spend == "latency"
+    measured = (CHANGE, AGREEMENTS[plan_front.outputs], DIVERGENCES[plan_front.outputs], *COSTS)
     readings = [SPEED] * of_latency + [
-        own for own in measured if any(own.of(point) is not None for point in found.points)
+        reading for reading in measured if any(reading.of(point) is not None for point in plan_front.points)
     ]
-    charts = [_chart(content, found, points, own) for own in (CHANGE, DIVERGENCES[found.outputs]) if own in readings]
+    charts = [
+        _chart(content, plan_front, points, reading)
+        for reading in (CHANGE, DIVERGENCES[plan_front.outputs])
+        if reading in readings
+    ]
+    # Charts share their curves, so the page has one legend for all of them.
     legend = {name: picture for chart in charts for picture, name in chart.legend}
-    names = [_name(found, point, index == chosen) for index, point in enumerate(points)]
+    names = [_name(plan_front, point, index == chosen) for index, point in enumerate(points)]
     data = {
         "figures": [Figure.of(chart) for chart in charts],
         "legend": [(picture, name) for name, picture in legend.items()],
         "readings": readings,
         "rows": [
-            (name, [_cell(own, found, point) for own in readings], point.description)
+            (name, [_cell(reading, plan_front, point) for reading in readings], point.description)
             for name, point in zip(names, points, strict=True)
         ],
-        "images": found.images,
-        "predicted": any(_is_predicted(found, point) for point in points),
+        "images": plan_front.images,
+        "predicted": any(_is_predicted(plan_front, point) for point in points),
         "chosen": chosen,
         "steps": STEPS,
         "explorer": {
             "names": names,
             "chosen": chosen,
-            "sources": [_source(found, point) for point in points],
-            "at": [_position(found, points, point) for point in points],
+            "sources": [_source(plan_front, point) for point in points],
+            "at": [_position(plan_front, points, point) for point in points],
             "readings": [
                 {
-                    "values": [None if (value := own.of(point)) is None else round(value, 4) for point in points],
-                    "unit": own.unit,
-                    "decimals": own.decimals,
-                    "signed": own.signed,
+                    # Four decimals, because the page shows at most three.
+                    "values": [None if (value := reading.of(point)) is None else round(value, 4) for point in points],
+                    "unit": reading.unit,
+                    "decimals": reading.decimals,
+                    "signed": reading.signed,
                 }
-                for own in readings
+                for reading in readings
             ],
             "places": [_places(chart) for chart in charts],
         },
@@ -106,6 +113,7 @@ def _place(found: PlanFront, point: FrontPoint) -> float:
 
 def _position(found: PlanFront, points: list[FrontPoint], point: FrontPoint) -> int:
     first, last = _place(found, points[0]), _place(found, points[-1])
+    # The slider has whole positions, proportional to speed or cost, so plans are as far from each other as on the axis.
     return round(STEPS * (_place(found, point) - first) / (last - first)) if last > first else 0
 
 
@@ -115,6 +123,7 @@ def _places(chart: Chart) -> list[tuple[float, float]]:
 
 
 def _name(found: PlanFront, point: FrontPoint, is_chosen: bool) -> str:
+    # By identity, because a plan may have the same numbers.
     if point is ORIGINAL:
         return "original"
     value = _place(found, point)
@@ -138,7 +147,7 @@ def _cell(reading: Reading, found: PlanFront, point: FrontPoint) -> str:
 
 def _chart(content: ReportContent, found: PlanFront, points: list[FrontPoint], reading: Reading) -> Chart:
     shown = [(point, value) for point in points if (value := reading.of(point)) is not None]
-    own = tuple(
+    curve_points = tuple(
         CurvePoint(_place(found, point), value, tip=f"{_name(found, point, False)}: {reading.text(point)}")
         for point, value in shown
     )
@@ -146,7 +155,11 @@ def _chart(content: ReportContent, found: PlanFront, points: list[FrontPoint], r
     if reading is not CHANGE:
         label = f"{reading.label} in {reading.unit}" if reading.unit else reading.label
     title = "Change of accuracy" if reading is CHANGE else "Divergence from the original"
-    curves = [Curve("plans, on the images of the plan", own, "style-0", 0), *_verified(content, found, reading)]
+    curves = [
+        Curve("plans, on the images of the plan", curve_points, "style-0", 0),
+        *_verified(content, found, reading),
+    ]
+    # A front of MACs has the saved share as its axis, and the curves of methods have the remaining one.
     if content.comparison is not None and found.spend == "latency":
         field = "change" if reading is CHANGE else "divergence"
         curves += method_curves(content.comparison, field, reading.unit, by="speed", first=2)

@@ -82,28 +82,29 @@ def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
 
 def changes(content: ReportContent) -> Section | None:
     """Returns what was removed, in words, and one heat map per pathway that lost ranks."""
-    prescription, found = content.prescription, content.ranks
-    if not found and prescription is not None:
-        found = prescribed_ranks(prescription, content.diagnosis)
+    prescription, pathways = content.prescription, content.ranks
+    if not pathways and prescription is not None:
+        pathways = prescribed_ranks(prescription, content.diagnosis)
     if prescription is not None:
-        found = (*found, *prescribed_units(prescription))
-    found = tuple(pathway for pathway in found if pathway.kept < pathway.full)
+        pathways = (*pathways, *prescribed_units(prescription))
+    # A pathway that lost nothing would be a map of a single colour.
+    pathways = tuple(pathway for pathway in pathways if pathway.kept < pathway.full)
     tokens = None if prescription is None else prescription.tokens
-    if not found and tokens is None:
+    if not pathways and tokens is None:
         return None
-    words = [[[_words(part) for part in layer] for layer in pathway.layers] for pathway in found]
+    words = [[[_words(part) for part in layer] for layer in pathway.layers] for pathway in pathways]
     spectra = _spectra_of(content)
-    facts = [fact for pathway in found for fact in _facts(pathway)]
+    facts = [fact for pathway in pathways for fact in _facts(pathway)]
     if tokens is not None:
         stages = len(tokens.policy.layers)
         facts.append(("Tokens", f"{tokens.policy.reducer} before {number(stages)} layer{'s' * (stages != 1)}"))
     data = {
         "facts": facts,
-        "figures": [_rank_figure(pathway, texts, spectra) for pathway, texts in zip(found, words, strict=True)],
-        "tables": list(zip(found, words, strict=True)),
+        "figures": [_rank_figure(pathway, texts, spectra) for pathway, texts in zip(pathways, words, strict=True)],
+        "tables": list(zip(pathways, words, strict=True)),
         "steps": range(LEVELS),
-        "dense": any(len(pathway.columns) >= DENSE for pathway in found),
-        "inspects": any(key.startswith(KEYS[pathway.name]) for key in spectra for pathway in found),
+        "dense": any(len(pathway.columns) >= DENSE for pathway in pathways),
+        "inspects": any(key.startswith(KEYS[pathway.name]) for key in spectra for pathway in pathways),
     }
     return Section("changes", "What changed", data)
 
@@ -169,6 +170,7 @@ def _reading_figures(diagnosis: Diagnosis, spectra: Collection[str]) -> dict[str
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in layers
     ]
+    # Only readings of all layers, because a map needs a row for every layer.
     names = set.intersection(*shared) if shared else set()
     most = max((layer.spectrum.strength.shape[1] for layer in layers), default=1)
     columns = 1 + max((head for layer in layers for head in layer.spectrum.heads), default=0)
@@ -221,8 +223,10 @@ class HeadSpectrum:
         used: Bool[Tensor, "directions"],
     ) -> "HeadSpectrum":
         """Sorts the used directions of one unit."""
+        # The same order for energies and mask; stable, so that equal energies stay in the order of the file.
         energy, keep = energy[used], keep[used]
         order = energy.argsort(descending=True, stable=True)
+        # A head without energy has shares of 0 and not NaN.
         shares = energy[order] / energy.sum().clamp_min(1e-300)
         return cls(title, tuple(shares.tolist()), tuple(keep[order].tolist()))
 
@@ -236,13 +240,13 @@ def spectra(content: ReportContent) -> Section | None:
     """Returns one panel per head, grouped by layer: the directions by decreasing energy, and the cut if prescribed."""
     if content.diagnosis is None:
         return None
-    found = _spectra_of(content)
+    by_key = _spectra_of(content)
     layers = [
-        [_panel(head, found[f"qk-{index}-{head}"]) for head in layer.spectrum.heads]
+        [_panel(head, by_key[f"qk-{index}-{head}"]) for head in layer.spectrum.heads]
         for index, layer in enumerate(content.diagnosis.layers)
     ]
     is_open = sum(len(layer) for layer in layers) <= OPEN_PANELS
-    cut = any(not all(own.keep) for key, own in found.items() if key.startswith("qk"))
+    cut = any(not all(spectrum.keep) for key, spectrum in by_key.items() if key.startswith("qk"))
     data = {"layers": layers, "open": len(layers) if is_open else 1, "cut": cut}
     return Section("spectra", "Spectra", data, f"The directions of {number(sum(map(len, layers)))} heads")
 
@@ -255,14 +259,14 @@ def explored_spectra(content: ReportContent) -> dict[str, dict[str, Any]]:
     """Returns the spectra that the page shows for the heads, as JSON-ready records by their key."""
     return {
         key: {
-            "title": own.title,
-            "note": own.note,
+            "title": spectrum.title,
+            "note": spectrum.note,
             # Relative to the strongest direction; three digits are a tenth of a pixel.
-            "energy": [float(f"{energy / max(own.energy[0], 1e-300):.3g}") for energy in own.energy],
-            "keep": "".join("1" if keep else "0" for keep in own.keep),
+            "energy": [float(f"{energy / max(spectrum.energy[0], 1e-300):.3g}") for energy in spectrum.energy],
+            "keep": "".join("1" if keep else "0" for keep in spectrum.keep),
         }
-        for key, own in _spectra_of(content).items()
-        if own.energy
+        for key, spectrum in _spectra_of(content).items()
+        if spectrum.energy
     }
 
 
@@ -279,23 +283,25 @@ def _cell_keys(map_key: str, widths: Sequence[int], spectra: Collection[str]) ->
 def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
     """Returns the spectra of the heads and maps by key, "qk-LAYER-HEAD"; the MLP maps have one unit, 0."""
     diagnosis, prescription = content.diagnosis, content.prescription
-    found: dict[str, HeadSpectrum] = {}
+    by_key: dict[str, HeadSpectrum] = {}
+    # First the diagnosed directions, all of them kept. A prescription then replaces those that it decides on.
     for index, layer in enumerate(() if diagnosis is None else diagnosis.layers):
         own = layer.spectrum
         for head, energy, used in zip(own.heads, own.energy, own.used, strict=True):
-            found[f"qk-{index}-{head}"] = HeadSpectrum.of(f"Layer {index}, head {head}", energy, used, used)
+            by_key[f"qk-{index}-{head}"] = HeadSpectrum.of(f"Layer {index}, head {head}", energy, used, used)
     for index, layer in enumerate(() if prescription is None else prescription.layers):
         diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
         heads = range(len(layer.heads)) if diagnosed is None else diagnosed.heads
         for name, strength, keep in _decided(layer):
+            # Padding has the strength 0; a kept direction may have it too.
             energies, used = strength.square(), (strength > 0) | keep
             if diagnosis is not None and name == "qk":
                 energies, used = _score_energies(diagnosis.layers[index], layer.qk)
             is_linear = name in (*LINEAR_MAPS, HIDDEN)
             for unit, *own in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
                 title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
-                found[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *own)
-    return found
+                by_key[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *own)
+    return by_key
 
 
 def _score_energies(diagnosis: LayerDiagnosis, decision: ScoreDecision) -> tuple[Tensor, Tensor]:
@@ -309,6 +315,7 @@ def _score_energies(diagnosis: LayerDiagnosis, decision: ScoreDecision) -> tuple
     keep, strength = decision.keep, decision.strength
     for name, reading in diagnosis.readings.items():
         if name.startswith("strength_") and reading.shape == strength.shape:
+            # The metric of the rule is recognized by its strengths, because the decision does not name it.
             if torch.allclose(reading.double()[keep], strength[keep], rtol=1e-4):
                 return reading.double().square(), reading > 0
     return strength.square(), torch.ones_like(keep)
@@ -317,9 +324,9 @@ def _score_energies(diagnosis: LayerDiagnosis, decision: ScoreDecision) -> tuple
 def _decided(layer: LayerPrescription) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields the maps with the strengths and the kept directions of their units; shared directions are one unit."""
     yield "qk", layer.qk.strength, layer.qk.keep & layer.heads[:, None]
-    for name, own in layer.outputs.items():
+    for name, decision in layer.outputs.items():
         # The kept directions are the strongest ones.
-        order = own.strength.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        yield name, own.strength, order < torch.tensor(own.ranks)[:, None]
+        order = decision.strength.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        yield name, decision.strength, order < torch.tensor(decision.ranks)[:, None]
     if layer.hidden is not None:
         yield HIDDEN, layer.hidden.strength[None], layer.hidden.keep[None]

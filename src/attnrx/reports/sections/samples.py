@@ -107,16 +107,18 @@ def tokens(content: ReportContent) -> Section | None:
 
 
 def _token_points(counts: tuple[int, ...]) -> tuple[CurvePoint, ...]:
-    return tuple(CurvePoint(layer, own, tip=f"layer {layer}: {own} tokens") for layer, own in enumerate(counts, 1))
+    return tuple(
+        CurvePoint(layer, count, tip=f"layer {layer}: {count} tokens") for layer, count in enumerate(counts, 1)
+    )
 
 
 def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
     label, shown = _label(samples, index), f"tokens-{index}"
     all_patches = torch.ones(samples.grid, dtype=torch.bool)
     # The picture is stored once, with the image itself; every stage refers to it.
-    whole = patch_picture(label, shown, all_patches, as_uri(samples.images[index].double().cpu()))
+    unreduced = patch_picture(label, shown, all_patches, as_uri(samples.images[index].double().cpu()))
     note = f"{number(all_patches.numel())} patches"
-    stages = [{"title": "image", "picture": whole, "note": note, "given": ""}]
+    stages = [{"title": "image", "picture": unreduced, "note": note, "given": ""}]
     colours = None if samples.groups is None else _patch_colours(samples.images[index], samples.grid)
     for stage, layer in enumerate(samples.policy.layers):
         left = samples.left[index, stage].view(samples.grid)
@@ -175,10 +177,11 @@ def _where(left: Tensor) -> str:
 
 def _given(given: Float[Tensor, "rows columns"]) -> str:
     """Draws the remaining patches coloured by the rank of their relevance; empty without relevance."""
-    known = ~given.isnan()
-    if not bool(known.any()):
+    has_relevance = ~given.isnan()
+    if not bool(has_relevance.any()):
         return ""
+    # By rank, because a few large values would leave the others without contrast.
     order = torch.full_like(given, torch.nan)
-    order[known] = given[known].argsort().argsort().double()
-    coloured = colour(order, 0.0, float(max(int(known.sum()) - 1, 1)))
-    return as_uri(torch.cat([coloured, known[None].to(coloured.dtype)]))  # the fourth channel is the opacity
+    order[has_relevance] = given[has_relevance].argsort().argsort().double()
+    coloured = colour(order, 0.0, float(max(int(has_relevance.sum()) - 1, 1)))
+    return as_uri(torch.cat([coloured, has_relevance[None].to(coloured.dtype)]))  # the fourth channel is the opacity

@@ -63,6 +63,7 @@ def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, st
         name = inside + str(key).replace("_", " ")
         if isinstance(value, Mapping):
             pairs += described(value, f"{name} · ")
+        # A list of records, such as diagnostics with their options, would be unreadable on one line.
         elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
             pairs += [_entry(name, index, item) for index, item in enumerate(value)]
         elif value is not None:

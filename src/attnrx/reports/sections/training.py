@@ -21,6 +21,7 @@ def training(content: ReportContent) -> Section | None:
     history = list(zip(epochs, content.history, strict=True))
     scalars = [figure for figure in (_scalars(history, *kind) for kind in SCALARS) if figure is not None]
     layers = [layer for record in content.history for layer in record.get("layers", ())]
+    # dict.fromkeys: names once, in the order of the records.
     charts = [_indicator(history, name) for name in dict.fromkeys(name for layer in layers for name in layer)]
     if not scalars and not charts:
         return None
@@ -45,7 +46,10 @@ def _scalars(history: Sequence[tuple[float, Record]], word: str, title: str) -> 
         return None
     # Records use bare names for training values.
     names = [name.replace("_", " ") if "_" in name else f"training {name}" for name in points]
-    curves = [Curve.numbered(index, *own) for index, own in enumerate(zip(names, points.values(), strict=True))]
+    curves = [
+        Curve.numbered(index, *named_points)
+        for index, named_points in enumerate(zip(names, points.values(), strict=True))
+    ]
     chart = Chart(f"{title} over the epochs", "epoch", "", tuple(curves))
     return Figure(chart.draw(), title, legend=chart.legend if len(curves) > 1 else ())
 
@@ -56,6 +60,7 @@ def _indicator(history: Sequence[tuple[float, Record]], name: str) -> Chart:
     points: list[list[CurvePoint]] = [[] for _ in range(depth)]
     for epoch, record in history:
         for index, layer in enumerate(record.get("layers", ())):
+            # JSON has null in place of NaN.
             heads = [value for value in layer.get(name, ()) if value is not None]
             if heads:
                 mean, low, high = fmean(heads), min(heads), max(heads)
@@ -64,9 +69,9 @@ def _indicator(history: Sequence[tuple[float, Record]], name: str) -> Chart:
                 points[index].append(CurvePoint(epoch, mean, low, high, tip))
     marker = None if len(history) > FEW else 0
     curves = []
-    for layer, own in enumerate(points):
+    for layer, layer_points in enumerate(points):
         # The palest steps are not visible on the page.
         step = LEVELS - 1 if depth < 2 else 3 + round(layer * (LEVELS - 4) / (depth - 1))
-        if own:
-            curves.append(Curve(f"layer {layer}", tuple(own), f"level-{step}", marker))
+        if layer_points:
+            curves.append(Curve(f"layer {layer}", tuple(layer_points), f"level-{step}", marker))
     return Chart(name.replace("_", " ").capitalize(), "epoch", "", tuple(curves), band=True)

@@ -35,6 +35,7 @@ class BarPair:
 def verdict(content: ReportContent) -> Section:
     evidence, answer = content.evidence, summary_parts(content)
     words = sentence(evidence)
+    # A page of a comparison alone has no candidate to verify.
     if evidence is None and content.comparison is not None:
         words = _compared(content.comparison)
     data = {
@@ -58,17 +59,17 @@ def sentence(evidence: Evidence | None) -> str:
     failing, undecided, reported = len(evidence.failures), len(evidence.undecided), len(evidence.findings) - limited
     claims = "claim" if limited == 1 else "claims"
     if failing:
-        found = f"{failing} of {limited} {claims} {'does' if failing == 1 else 'do'} not hold."
+        outcome = f"{failing} of {limited} {claims} {'does' if failing == 1 else 'do'} not hold."
     elif undecided:
         are = "is" if undecided == 1 else "are"
-        found = f"None of {limited} {claims} fails; {undecided} {are} undecided on so few images."
+        outcome = f"None of {limited} {claims} fails; {undecided} {are} undecided on so few images."
     elif not limited:
-        found = "No claim has a limit to hold."
+        outcome = "No claim has a limit to hold."
     else:
-        found = "The one claim holds." if limited == 1 else f"All {limited} claims hold."
+        outcome = "The one claim holds." if limited == 1 else f"All {limited} claims hold."
     if not reported:
-        return found
-    return f"{found} {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
+        return outcome
+    return f"{outcome} {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
 
 
 def _compared(found: ComparisonRecord) -> str:
@@ -91,12 +92,13 @@ def _bars(content: ReportContent) -> Iterator[BarPair]:
     """Yields latency, accuracy, parameters and MACs, each if it was measured."""
     if measured := speeds(content):
         yield _latency_bars(measured[0])
-    if (found := accuracies(content)) is not None:
-        before, after = (_accuracy_bar(own) for own in found)
+    if (both_accuracies := accuracies(content)) is not None:
+        before, after = (_accuracy_bar(own) for own in both_accuracies)
         yield BarPair("Top-1 accuracy", "%", before, after)
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
         if (totals := cost_totals(content, unit)) is not None:
             old, new = totals
+            # One unit for both models, so that the numbers can be compared without converting.
             scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
             saved = 100 * (new - old) / old if old else 0.0
             note = "unchanged" if old == new else with_unit(fixed(saved, 1, signed=True), "%")
@@ -106,7 +108,9 @@ def _bars(content: ReportContent) -> Iterator[BarPair]:
 
 
 def _latency_bars(speed: MeasuredSpeed) -> BarPair:
+    # The longer bar fills the track: the original's, or that of a candidate that is slower.
     longest = max(1.0, 1 / speed.value)
+    # A latency is 1 / speed, so the higher end of the speed is the lower end of the bar.
     ends = [None if end is None else 1 / end / longest for end in (speed.high, speed.low)]
     amounts = "100", number(100 / speed.value)
     unit = "% of the original"
