@@ -1,5 +1,6 @@
 """Prescriptions: the pruning plan of a model with its reasons, as plain data that can be reviewed and stored."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.serialization.storage import (
     check_schema,
+    json_text,
     read_json,
     read_tensors_of,
     require_finite_tensors,
@@ -372,7 +374,14 @@ class Prescription(Displayed):
 
         Bases, output decisions and predictor weights are written to a safetensors file in the same folder
         (`storage.write_with_tensors`).
+
+        Raises:
+            InvalidInput: `about` has a plan or settings that `load` would refuse.
         """
+        try:
+            ABOUT.check(json.loads(json_text(dict(self.about))), "about")
+        except Invalid as error:
+            raise InvalidInput(f"{error}: correct `about` of the prescription, whose file could not be read.") from None
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -620,7 +629,8 @@ PLAN = Record(
     },
     open=True,
 )
-# The options of `attnrx realize`, which are used for the matched controls too.
+# The options of `attnrx realize`, which are used for the matched controls too, and the classes into which the original
+# puts the images of the repair, for the check `shift`.
 REALIZED = Record(
     {
         "by": Choice(("compress", "mask")),
@@ -628,17 +638,18 @@ REALIZED = Record(
         "refine": Integer(0, 10**6),
         "calibration_images": Integer(1),
     },
-    {"repair": Integer(0, 10**6)},
+    {"repair": Integer(0, 10**6), "classes": Items(Integer(0, 2**31 - 1))},
 )
 
-# `about` is open: it has whatever the diagnosis and the plan recorded, of which the two fields below are read again.
+# Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.
+ABOUT = Record(more={"plan": PLAN, "realized": REALIZED}, open=True)
 RECORD: Field = Record(
     {
         "kind": Choice((KIND,)),
         "schema": Choice((SCHEMA,)),
         "fingerprint": Text(),
         "rules": Record(more={**dict.fromkeys(LAYER_MAPS, Text()), TOKENS: Text(parse_policy)}),
-        "about": Record(more={"plan": PLAN, "realized": REALIZED}, open=True),
+        "about": ABOUT,
         "removed_share": Number(0.0, 1.0),
         "layers": Items(LAYER, 0, MOST_LAYERS),
     },

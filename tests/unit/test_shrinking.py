@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,12 @@ def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
     assert ("tokens" in sections) == (prescription.tokens is not None)
     assert found.summary() == summary_of(evidence) and "fewer MACs" in page.partition("</p>")[2]
     assert model_fingerprint(rx.load(folder)) == model_fingerprint(slim)
+    stored = rx.Prescription.load(folder / "prescription.json")
+    assert stored.about["realized"]["classes"] and stored.rules == prescription.rules
+    unreadable = replace(prescription, about={"realized": {**stored.about["realized"], "colour": 1}})
+    with pytest.raises(InvalidInput, match=r"about\.realized\.colour is unknown"):
+        unreadable.save(tmp_path / "unreadable.json")
+    assert not (tmp_path / "unreadable.json").exists()
 
 
 def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -> None:
