@@ -38,7 +38,8 @@ def main() -> None:
     print(f"{len(images)} images, torch {torch.__version__}")
     print("| budget | own plan: MACs, KL | from the other sizes: MACs, KL | KL relative to the own plan |")
     print("|---|---|---|---|")
-    for size in stored:
+    # Nothing is stored below the smallest size, whose budget the others may not reach.
+    for size in stored[1:-1] if given.keep is None else stored:
         own = rx.load(made.folder / size.name)
         if given.keep is None:
             others = tuple(each for each in made.sizes if each.name != size.name)
