@@ -244,6 +244,8 @@ def coherence(
     rotations = torch.complex(positions.cos[0].double(), positions.sin[0].double()).movedim(1, 0)
     rotations = rotations if len(rotations) == 1 else rotations[list(heads)]
     weights = attention[:, :, positions.prefix :, positions.prefix :].double()
-    weights = weights / weights.sum(-1, keepdim=True)  # without the attention to tokens before the patches
+    # Without the attention to tokens before the patches. A patch that attends to those alone has coherence 0, with
+    # which a pair counts as rotating.
+    weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
     differences = (weights.to(rotations.dtype) @ rotations) * rotations.conj()
     return differences.real.mean((0, 2)).cpu()

@@ -31,8 +31,10 @@ CORE = (
 def command_modules() -> Mapping[str, str]:
     """Returns the module name of every command, those of other packages last."""
     plugins = {entry.name: entry.value for entry in entry_points(group="attnrx.commands")}
-    # Sorted, because the order of entry points depends on how the packages were installed.
-    return {name: f"attnrx.cli.commands.{name}" for name in CORE} | dict(sorted(plugins.items()))
+    # Sorted, because the order of entry points depends on how the packages were installed. No other package replaces a
+    # command of attnrx.
+    others = {name: module for name, module in sorted(plugins.items()) if name not in CORE}
+    return {name: f"attnrx.cli.commands.{name}" for name in CORE} | others
 
 
 def command_module(name: str) -> ModuleType:
