@@ -7,13 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from attnrx.api import adapt_preprocessing, diagnose, export, load, realize, repair, save, verify
 from attnrx.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
 from attnrx.checks.outputs import output_kind_of
-from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
+from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, TargetMet
@@ -23,6 +22,7 @@ from attnrx.model_data import splits_for
 from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
 from attnrx.planning.effort import effort_of
+from attnrx.planning.plan_timing import final_protocol, final_speeds, rounds_of
 from attnrx.planning.target import DROP, target_of
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.progress import Log, no_log
@@ -35,7 +35,6 @@ from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSED, PREDICTED = 128, 96
-ROUNDS, SMALL = 8, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
@@ -102,7 +101,7 @@ class Shrunk:
         # Beside model.onnx, which is in float32: a folder may have several formats.
         path = Path(folder) / f"model-{form.name}{form.suffix}"
         file = export(self.model, path, to=form, calibration=calibration, class_names=names)
-        protocol = _final_protocol(Conditions(threads=threads), batch)
+        protocol = final_protocol(Conditions(threads=threads), batch)
         speed = 1 / self.target.most if self.target.of == "latency" else None
         checks = _with_accuracy(tested, Fidelity(), Latency(batch, protocol, speed, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}
@@ -228,9 +227,14 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     with shared_subprocess() if kind == "faster" else nullcontext():
         work = _Work.of(model, data, False, batch, threads, effort, False, weights, columns, folder, seed, log)
         about = {"fingerprint": model_fingerprint(work.original), "effort": effort, "seed": seed}
-        # Only a speed depends on the batch.
-        stated = {**about, "batch": batch} if kind == "faster" else about
-        missing = {name: target for name, target in targets.items() if not _is_made(folder / name, stated, target)}
+        stated = {"reference": about["fingerprint"], "effort": effort, "seed": seed}
+        if kind == "faster":  # only a speed depends on the batch
+            stated["batch"] = batch
+        missing = {
+            name: target
+            for name, target in targets.items()
+            if not _is_made(folder / name, {**stated, "target": str(target)})
+        }
         # A size at a time is planned, verified and saved, so an interrupted call continues with the next. A generator
         # that has raised is finished: after a target that is met, the loop makes another for the rest.
         while missing:
@@ -253,14 +257,12 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     return elastic_model
 
 
-def _is_made(folder: Path, about: Mapping[str, Any], target: Target) -> bool:
+def _is_made(folder: Path, expected: Mapping[str, Any]) -> bool:
     """Returns whether a size is in its folder; raises InvalidInput if it is that of another call."""
     # A folder is saved atomically with its evidence: it is complete or absent.
     if not (folder / "evidence.json").exists():
         return False
     stored = Evidence.load(folder / "evidence.json").about
-    expected = {"reference": about["fingerprint"], "target": str(target), **about}
-    del expected["fingerprint"]
     for name, value in expected.items():
         if stored.get(name) != value:
             raise InvalidInput(f"{folder} was made with {name} {stored.get(name)}, not {value}; choose another folder.")
@@ -335,17 +337,6 @@ class _Work:
             seed,
         )
 
-    def _speeds(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
-        """Returns the speeds of models, timed in turns, relative to the original in its own library."""
-        timing = self.settings.timing
-        protocol = _final_protocol(timing.conditions, timing.batch)
-        family = family_of(self.original)
-        shape = timing.batch, *family.input_shape(self.original)
-        # Latency does not depend on the values of the pixels.
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        comparisons = compare_latencies(models, family.library_model(self.original), images, protocol)
-        return {name: comparison.faster.value for name, comparison in comparisons.items()}
-
     def shrunk(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
         """Yields the smaller model of every target."""
         arguments = self.original, self.diagnosis, targets, self.planned, self.others
@@ -368,7 +359,7 @@ class _Work:
         """Returns the original, with the evidence of its speed relative to its own library."""
         self.settings.log("verifying the unchanged model")
         timing = self.settings.timing
-        speed = Latency(timing.batch, _final_protocol(timing.conditions, timing.batch), library=True)
+        speed = Latency(timing.batch, final_protocol(timing.conditions, timing.batch), library=True)
         return self._verified(self.original, target, None, None, speed)
 
     def _verified(
@@ -398,7 +389,9 @@ class _Work:
     def sizes(self, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
         """Returns the costs of the stored sizes, all timed in turns."""
         models = {name: load(folder / name) for name in names}
-        original, speeds = family_of(self.original).costs(self.original), self._speeds(models)
+        family = family_of(self.original)
+        original, reference = family.costs(self.original), family.library_model(self.original)
+        speeds = final_speeds(models, self.original, reference, self.settings.timing)
         measured = []
         for name, model in models.items():
             costs, path = family_of(model).costs(model), folder / name / "evidence.json"
@@ -435,15 +428,6 @@ def _repaired(
 def _with_accuracy(images: ImageSet, *checks: Check) -> tuple[Check, ...]:
     """Returns the checks, preceded by that of the accuracy if the images have labels."""
     return (Accuracy(None), *checks) if images.has_labels else checks  # reported, without a limit
-
-
-def _final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
-    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False)
-
-
-def rounds_of(batch: int) -> int:
-    """Returns the rounds of a final latency measurement, more for few images."""
-    return ROUNDS * max(SMALL // batch, 1)
 
 
 def _classes(model: nn.Module, images: ImageSet) -> list[int]:

@@ -120,7 +120,8 @@ def _class_names(folder: Path) -> tuple[str, ...] | None:
     if not path.exists():
         return None
     try:
-        return tuple(require_regular(path, DataError).read_text(encoding="utf-8").removesuffix("\n").split("\n"))
+        lines = require_regular(path, DataError).read_text(encoding="utf-8").split("\n")
+        return tuple(lines if lines[-1] else lines[:-1])  # the last line may have no newline; an empty file no class
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); write one class name a line.") from error
 

@@ -127,7 +127,7 @@ class AOTInductor(Program):
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         from torch._inductor import aoti_compile_and_package, config
 
-        # The candidates of torch's compiler; None among them stands for a compiler that conda would download.
+        # The candidates of torch's compiler; None among them represents a compiler that conda would download.
         compilers = [name for name in config.cpp.cxx if name]
         if not any(shutil.which(name) for name in compilers):
             raise NotSupported(f"aotinductor compiles C++, and there is no compiler ({', '.join(compilers)}): get g++.")

@@ -30,7 +30,7 @@ class PackedMap:
         # The last panel may be one vector wide (`padded_outputs`): `split` makes it smaller than the others.
         panels = F.pad(weight.detach(), (0, 0, 0, missing)).split(_widths()[0])
         self.weight = torch.cat([panel.T.flatten() for panel in panels])
-        # An empty tensor stands for no bias, because the lists of an operator have no optional elements.
+        # An empty tensor means no bias, because the lists of an operator have no optional elements.
         self.bias = weight.new_zeros(0) if bias is None else F.pad(bias.detach(), (0, missing))
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
 
-from attnrx.costs import LatencyProtocol, compare_latencies, compare_latency
+from attnrx.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
 from attnrx.data import ImageSet
 from attnrx.exporting import export, parse_format
 from attnrx.models import family_of
@@ -25,8 +26,31 @@ from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 # Plans that are adjusted to their latency are timed on a part of the batch, in MORE times the rounds: at least CHUNK
 # images, and as many as take WORK multiply-accumulates, because below that calls of operations dominate.
 CHUNK, WORK, MORE = 8, 1e10, 4
-# Files are timed on whole batches, for so many rounds, or as many times more as a batch is smaller than CHUNK.
-FILE_ROUNDS = 8
+# The rounds of a final measurement, as many times more as a batch is smaller than CHUNK.
+ROUNDS = 8
+
+
+def rounds_of(batch: int) -> int:
+    """Returns the rounds of a final latency measurement, more for few images."""
+    return ROUNDS * max(CHUNK // batch, 1)
+
+
+def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
+    """Returns the protocol of results: whole batches, wall clock."""
+    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False)
+
+
+def final_speeds(
+    models: Mapping[str, nn.Module], original: nn.Module, reference: nn.Module, timing: TimingSettings
+) -> dict[str, float]:
+    """Returns how much faster models are than the `reference`, the original's library model, timed in turns.
+
+    In this process, because the runtime of a file allocates its memory itself.
+    """
+    shape = timing.batch, *family_of(original).input_shape(original)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    speeds = compare_latencies(models, reference, images, final_protocol(timing.conditions, timing.batch))
+    return {name: speed.faster.value for name, speed in speeds.items()}
 
 
 class PlanTimer:
@@ -95,12 +119,13 @@ class PlanTimer:
     def of_file(self, model: nn.Module) -> float:
         """Returns how much faster the file of a model is than the library's model."""
         with self._file(model) as file:
-            return self._file_speeds({"file": file})["file"]
+            return final_speeds({"file": file}, self.space.model, self.library_model, self.requested)["file"]
 
     def unchanged(self) -> tuple[float, float]:
         """Returns the speeds of the unchanged model, in attnrx and as a file of the format."""
         with self._file(self.space.model) as file:
-            speeds = self._file_speeds({"model": self.space.model, "file": file})
+            models = {"model": self.space.model, "file": file}
+            speeds = final_speeds(models, self.space.model, self.library_model, self.requested)
         self.log(f"unchanged: {speeds['model']:.2f}x in attnrx, {speeds['file']:.2f}x as {self.to}")
         return speeds["model"], speeds["file"]
 
@@ -113,10 +138,3 @@ class PlanTimer:
         with TemporaryDirectory() as folder:  # the runtime reads the file while it is timed
             calibration = self.images.take(min(form.wanted, len(self.images)))
             yield export(model, Path(folder) / f"model{form.suffix}", to=form, calibration=calibration)
-
-    def _file_speeds(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
-        """Times models in turns, in this process, because a runtime allocates its memory itself."""
-        timing = self.requested
-        protocol = LatencyProtocol(timing.conditions, FILE_ROUNDS * max(CHUNK // timing.batch, 1), 2, kernels=False)
-        speeds = compare_latencies(models, self.library_model, timing.images(self.space), protocol)
-        return {name: speed.faster.value for name, speed in speeds.items()}

@@ -252,37 +252,38 @@ class Planner:
         largest = LARGEST * self.cost_table.total(Choices.nothing(self.space.depth))
         allowed = most if self.settings.to is None else min(most * self._gain_of_format(), largest)
         allowed *= MARGIN if self.effort.adjusts else 1.0  # few attempts follow to correct a miss
-        ratios, best, trial = [], None, None
-        timings: list[tuple[Trial, float]] = []
+        best, trial = None, None
+        timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
         limit = most * self.effort.far
         for attempt in range(self.effort.attempts):
             trial = self._attempt(attempt, allowed, trial)
-            ratios.append(1 / self._timed(trial))
+            ratio = 1 / self._timed(trial)
             what = "" if self.settings.to is None else f" as {self.settings.to}"
-            self.log(f"measured {1 / ratios[-1]:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
-            timings.append((trial, allowed))
-            if ratios[-1] <= limit and (best is None or trial.divergence < best[0].divergence):
+            self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
+            timings.append((trial, allowed, ratio))
+            if ratio <= limit and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
             # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
             searched = attempt or self.settings.search.trials < 2
-            if self.effort.near * most <= ratios[-1] <= limit and searched:
+            if self.effort.near * most <= ratio <= limit and searched:
                 break
             # From the predicted cost of the plan itself, which may be below the allowed one.
-            allowed = min(trial.step.cost * CARE * most / ratios[-1], largest)
-        near = [timed for timed, ratio in zip(timings, ratios, strict=True) if ratio <= MISSED * most]
+            allowed = min(trial.step.cost * CARE * most / ratio, largest)
+        near = [timed for timed in timings if timed[2] <= MISSED * most]
         if self.effort.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
             # A plan that is fast enough but answers far worse is of less use than one that nearly is.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
-                self.log(f"the target was missed: the plan does not reach {1 / most:.2f}x")
+                self.log(f"the target was missed: {1 / best[2]:.2f}x faster instead of {1 / most:.2f}x")
         if best is None:
+            measured = ", ".join(f"{1 / ratio:.2f}x" for *_, ratio in timings)
             raise NotSupported(
                 f"{self.target} cannot be promised: plans of a predicted {1 / most:.2f}x faster were measured at "
-                f"{', '.join(f'{1 / ratio:.2f}x' for ratio in ratios)}. Measure on an idle machine, or request less."
+                f"{measured}. Measure on an idle machine, or request less."
             )
         self.promised = self._record(best[0])
-        return best
+        return best[0], best[1]
 
     def _gain_of_format(self) -> float:
         """Returns how much faster the unchanged model is as a file of the requested format than in attnrx."""

@@ -173,12 +173,13 @@ def realize_fitted(
 
     `given` are arguments of `realize`.
     """
-    prescription.require(model_fingerprint(model))
     # Fits compare tokens one by one with those of the original, so they need all of them.
     ranks, tokens = replace(prescription, tokens=None), prescription.tokens
-    # With tokens alone there are no ranks to realize, only a copy to make.
-    changed = ranks.rules or prescription.tokens is None
-    realized = realize(model, ranks, **given) if changed else copy.deepcopy(model)
+    if ranks.rules or tokens is None:
+        realized = realize(model, ranks, **given)
+    else:  # no ranks to realize, only a copy to make
+        prescription.require(model_fingerprint(model))
+        realized = copy.deepcopy(model)
     for fit in fits:
         realized = fit(realized)
     if tokens is not None:

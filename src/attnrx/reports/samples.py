@@ -160,7 +160,7 @@ class _StageRecords:
         """
         if not self.goals:
             return None
-        # Follows every patch through the stages: the patch that stands for it, then the patch that stands for that one.
+        # Follows every patch through the stages: the patch that represents it, then the patch that represents that one.
         group, after = torch.arange(left.shape[2]).expand(len(left), -1), []
         for stage in range(left.shape[1]):
             if stage in self.goals:

@@ -25,7 +25,7 @@ def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
     names = dict(model.named_parameters())
     model.requires_grad_(True)
     for pattern in patterns:
-        # Case-sensitive on every system, unlike fnmatch. A pattern of a module stands for all its parameters.
+        # Case-sensitive on every system, unlike fnmatch. A pattern of a module names all its parameters.
         matches = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
         if not matches:
             examples = ", ".join(list(names)[:: max(1, len(names) // 6)])
