@@ -28,35 +28,40 @@ def main() -> None:
     parser.add_argument("--calibration-images", type=int, default=256)
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    reference = model_argument(given.model, "cpu", given.weights, given.trust).eval()
-    splits = splits_argument(reference, given)
-    calibration = splits.train.take(given.calibration_images)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    reference = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
+    splits = splits_argument(reference, arguments)
+    calibration = splits.train.take(arguments.calibration_images)
     models = {"original": reference}
-    for policy in given.policies:
+    for policy in arguments.policies:
         prescription = rx.prescribe(reference, f"tokens={policy}")
         models[policy] = rx.realize(reference, prescription, calibration=calibration).eval()
-    images = torch.cat([batch.images for batch in splits.test.take(given.images).batches(50)])
+    images = torch.cat([batch.images for batch in splits.test.take(arguments.images).batches(50)])
+    # A first pass over other images: a policy by image has other numbers of tokens for other images, and for each of
+    # them the attention is planned and weights are padded and packed once.
     warm = torch.cat([batch.images for batch in calibration.take(min(100, len(calibration))).batches(50)])
-    measured(models, warm)  # plans for every number of tokens, packed weights
-    logits, seconds = measured(models, images)
+    measure(models, warm)
+    logits, seconds = measure(models, images)
     report(models, images, logits, seconds)
 
 
 @torch.no_grad()
-def measured(models: dict[str, nn.Module], images: torch.Tensor) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+def measure(models: dict[str, nn.Module], images: torch.Tensor) -> tuple[dict[str, torch.Tensor], np.ndarray]:
     """Returns the logits and the CPU seconds [model, image] of every model."""
-    seconds, found = np.zeros((len(models), len(images))), {name: [] for name in models}
+    seconds, logits = np.zeros((len(models), len(images))), {name: [] for name in models}
     names = list(models)
     for index, image in enumerate(images):
+        # Another model is first for every image: what the one before leaves in the caches affects all of them.
         for turn in range(len(names)):
             name = names[(index + turn) % len(names)]
+            # CPU time, which other processes of the machine hardly change.
             started = time.process_time()
-            answer = models[name](image[None])
+            output = models[name](image[None])
             seconds[names.index(name), index] = time.process_time() - started
-            found[name].append(answer)
-    return {name: torch.cat(parts).double() for name, parts in found.items()}, seconds
+            logits[name].append(output)
+    # float64: the divergence of nearly equal models is a small difference of logarithms.
+    return {name: torch.cat(parts).double() for name, parts in logits.items()}, seconds
 
 
 def report(
@@ -70,9 +75,9 @@ def report(
     for row, (name, model) in enumerate(models.items()):
         divergence = (reference.exp() * (reference - logits[name].log_softmax(-1))).sum(-1).numpy()
         macs = np.array([each.macs / whole for each in costs_by_image(model, family_of(model), images)])
-        draws = generator.integers(0, len(images), (2000, len(images)))
+        draws = generator.integers(0, len(images), (2000, len(images)))  # bootstrap over the images
         low, high = np.quantile(divergence[draws].mean(1), [0.025, 0.975])
-        ratios = seconds[0] / seconds[row]
+        ratios = seconds[0] / seconds[row]  # of every image, paired; the original has row 0
         slow, fast = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
         print(
             f"| `{name}` | {100 * macs.mean():.1f} % ({100 * macs.std():.1f}) | {divergence.mean():.4f} "

@@ -46,12 +46,13 @@ class Case:
         shape = self.heads, self.inner, self.width
         left, right = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
         falling = torch.exp(-torch.arange(self.inner, dtype=torch.float64) / self.inner)[:, None]
+        # Of equal heads the start by water-filling could be a saddle, at which no sweep moves a term.
         strength = torch.linspace(0.5, 1.5, self.heads, dtype=torch.float64)[:, None, None]
         return FactoredTensor(left * falling * strength, right * falling)
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     """One backend of tensorly beside ours."""
 
     backend: str
@@ -67,7 +68,7 @@ class Result:
     case: Case
     timing: Timing
     error: float
-    baselines: tuple[Peer, ...]
+    baselines: tuple[Baseline, ...]
 
     @property
     def disagreement(self) -> float:
@@ -87,7 +88,7 @@ class Result:
 
 
 def parafac(tensorly: ModuleType, backend: str, tensor: FactoredTensor, start: Canonical, sweeps: int) -> Callable:
-    """Gives a function that runs tensorly from the start and returns its factors."""
+    """Returns a function that runs tensorly from the start and returns its factors."""
     from tensorly.cp_tensor import CPTensor
     from tensorly.decomposition import parafac as run
 
@@ -97,15 +98,17 @@ def parafac(tensorly: ModuleType, backend: str, tensor: FactoredTensor, start: C
     dense, factors = to_backend(tensor.dense()), [to_backend(factor) for factor in start.factors]
 
     def decompose() -> list[torch.Tensor]:
-        tensorly.set_backend(backend)
+        tensorly.set_backend(backend)  # a global setting, and the backends take turns
+        # Copies, so that every run starts from the same factors whatever the last one did with them.
         begin = CPTensor((None, [tensorly.copy(factor) for factor in factors]))
-        found = run(dense, start.rank, n_iter_max=sweeps, init=begin, tol=0)
-        return [torch.as_tensor(factor) for factor in found.factors]
+        # Without a tolerance it takes all sweeps, as ours does.
+        result = run(dense, start.rank, n_iter_max=sweeps, init=begin, tol=0)
+        return [torch.as_tensor(factor) for factor in result.factors]
 
     return decompose
 
 
-def measure(tensorly: ModuleType, case: Case, requested: argparse.Namespace) -> Result:
+def measure(tensorly: ModuleType, case: Case, arguments: argparse.Namespace) -> Result:
     """Times ours and each backend in turn, after one run of each whose errors are compared."""
     tensor = case.tensor()
     start = starting_terms(tensor, case.rank, case.start, seed=0)
@@ -113,17 +116,20 @@ def measure(tensorly: ModuleType, case: Case, requested: argparse.Namespace) -> 
     def ours() -> Canonical:
         return als(tensor, case.rank, start=start, sweeps=case.sweeps, tolerance=0.0)
 
-    theirs = {name: parafac(tensorly, name, tensor, start, case.sweeps) for name in requested.backends}
+    # The dense tensor is formed here, once and untimed; ours works on the factors of the heads.
+    theirs = {name: parafac(tensorly, name, tensor, start, case.sweeps) for name in arguments.backends}
     error = tensor.relative_error(*ours().factors)
     errors = {name: tensor.relative_error(*run()) for name, run in theirs.items()}
-    seconds = interleave({"ours": ours, **theirs}, rounds=requested.rounds, warmup=0, clock=requested.clock)
+    # Without a warm-up, because each has run once above.
+    seconds = interleave({"ours": ours, **theirs}, rounds=arguments.rounds, warmup=0, clock=arguments.clock)
     baselines = (
-        Peer(name, Timing.of(seconds[name]), Ratio.of(seconds[name], seconds["ours"]), errors[name]) for name in theirs
+        Baseline(name, Timing.of(seconds[name]), Ratio.of(seconds[name], seconds["ours"]), errors[name])
+        for name in theirs
     )
     return Result(case, Timing.of(seconds["ours"]), error, tuple(baselines))
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["384x6x64:96", "384x6x64:192", "768x12x64:168"])
@@ -135,34 +141,35 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch and of the BLAS of numpy")
     parser.add_argument("--agreement", type=float, default=1e-10, help="largest difference of the relative errors")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the results")
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
 
 
-def read_case(text: str, requested: argparse.Namespace) -> Case:
+def read_case(text: str, arguments: argparse.Namespace) -> Case:
     """Reads WIDTHxHEADSxINNER:RANK."""
     try:
         shape, rank = text.split(":")
         width, heads, inner = (int(size) for size in shape.split("x"))
-        return Case(width, heads, inner, int(rank), requested.sweeps, requested.start)
+        return Case(width, heads, inner, int(rank), arguments.sweeps, arguments.start)
     except ValueError:
         sys.exit(f"case {text!r} is not WIDTHxHEADSxINNER:RANK, e.g. 384x6x64:96")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    requested = parse(arguments)
-    cases = [read_case(text, requested) for text in requested.cases]
+    arguments = parse(words)
+    cases = [read_case(text, arguments) for text in arguments.cases]
     try:
         import tensorly
     except ImportError:
         sys.exit("this benchmark compares with tensorly, which is not installed: pip install tensorly==0.10.0")
-    torch.set_num_threads(requested.threads)
-    with threadpool_limits(requested.threads):
+    torch.set_num_threads(arguments.threads)
+    # NumPy's BLAS has threads of its own, which torch does not set.
+    with threadpool_limits(arguments.threads):
         about = {
             "hardware": device_name("cpu"),
             "threads": {"torch": torch.get_num_threads()}
             | {pool["internal_api"]: pool["num_threads"] for pool in threadpool_info()},
-            "clock": requested.clock,
+            "clock": arguments.clock,
             "torch": torch.__version__,
             "tensorly": tensorly.__version__,
         }
@@ -170,14 +177,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(HEADER)
         results = []
         for case in cases:
-            results.append(measure(tensorly, case, requested))
+            results.append(measure(tensorly, case, arguments))
             print(results[-1], flush=True)
-    if requested.out:
+    if arguments.out:
         record = {"benchmark": "decomposition", **about, "results": [asdict(result) for result in results]}
-        print(f"written to {write_json(requested.out, record)}")
+        print(f"written to {write_json(arguments.out, record)}")
     worst = max(result.disagreement for result in results)
     print(f"largest difference of the errors: {worst:.1e}")
-    return int(worst > requested.agreement)
+    return int(worst > arguments.agreement)  # different errors mean different computations, so no ratio of their times
 
 
 if __name__ == "__main__":

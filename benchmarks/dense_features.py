@@ -32,18 +32,20 @@ SHARES: dict[str, Callable[[int, int], float]] = {
 
 def restorations(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the features of all patches by every restoration."""
-    found, source = {"attnrx": patch_features(model, images)}, model.source
+    # "attnrx" are the features of the package, which must be those of "depth" below.
+    features, source = {"attnrx": patch_features(model, images)}, model.source
     restoration = reduction_of(model).run.restoration
     for name, share in SHARES.items():
         patches = restoration.present[:, restoration.prefix :]
+        # From the last stage to the first: the patches after a stage are those before the next one.
         for stage in reversed(restoration.stages):
             part = share(stage.layer, len(source.blocks))
             patches = gathered_rows(patches - part * stage.remaining, stage.sources) + part * stage.before
-        found[name] = source.norm(patches).double()
-    return found
+        features[name] = source.norm(patches).double()
+    return features
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser, "a model of timm")
@@ -52,17 +54,20 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
-    own = parser.parse_args(given)
-    torch.set_num_threads(1)
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)  # the CPU time of several threads includes their waiting
     torch.set_grad_enabled(False)
-    original = model_argument(own.model, "cpu", own.weights, own.trust).eval()
-    batches = [batch.images for batch in splits_argument(original, own).test.take(own.images).batches(own.batch)]
+    original = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
+    batches = [
+        batch.images
+        for batch in splits_argument(original, arguments).test.take(arguments.images).batches(arguments.batch)
+    ]
     library = family_of(original).library_model(original).eval()
-    models = {text: copy.deepcopy(original) for text in own.policies}
+    models = {text: copy.deepcopy(original) for text in arguments.policies}
     for text, model in models.items():
         attach_tokens_(model, family_of(model), parse_policy(text))
         model.eval()
-    seconds = speeds({"library": library, "original": original, **models}, batches[0], own.rounds)
+    seconds = speeds({"library": library, "original": original, **models}, batches[0], arguments.rounds)
     print(f"{'policy':30} {'copy':>7} {'whole':>7} {'depth':>7} {'attnrx':>7}  features  answers")
     print(f"{'original':30} {'':31}  {seconds['original'][0]:7.2f}x {seconds['original'][1]:7.2f}x")
     for text, model in models.items():
@@ -85,8 +90,9 @@ def speeds(models: dict[str, nn.Module], images: torch.Tensor, rounds: int) -> d
             for kind, run in (("features", model.forward_features), ("answers", model)):
                 start = time.process_time()
                 run(images)
-                taken = time.process_time() - start
-                least[name, kind] = min(taken, least.get((name, kind), taken))
+                seconds = time.process_time() - start
+                # The least: other processes and interrupts only add to a time.
+                least[name, kind] = min(seconds, least.get((name, kind), seconds))
     base = next(iter(models))
     return {
         name: (least[base, "features"] / least[name, "features"], least[base, "answers"] / least[name, "answers"])

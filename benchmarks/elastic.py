@@ -27,45 +27,50 @@ def main() -> None:
     add_data(parser, "whose test images are used")
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--keep", nargs="*", default=None, help="names of the sizes that stay, for all others at once")
-    given = parser.parse_args()
-    made = Elastic.read(given.folder)
-    original = rx.load(made.folder / ORIGINAL).eval()
-    splits = splits_argument(original, given)
-    images = torch.cat([batch.images for batch in splits.test.take(given.images).batches(50)])
+    arguments = parser.parse_args()
+    elastic_model = Elastic.read(arguments.folder)
+    original = rx.load(elastic_model.folder / ORIGINAL).eval()
+    splits = splits_argument(original, arguments)
+    images = torch.cat([batch.images for batch in splits.test.take(arguments.images).batches(50)])
     reference = log_probabilities(original, images)
     whole = family_of(original).costs(original).macs
-    stored = [size for size in made.sizes if size.name != ORIGINAL]
+    stored = [size for size in elastic_model.sizes if size.name != ORIGINAL]
     print(f"{len(images)} images, torch {torch.__version__}")
     print("| budget | own plan: MACs, KL | from the other sizes: MACs, KL | KL relative to the own plan |")
     print("|---|---|---|---|")
     # Nothing is stored below the smallest size, whose budget the others may not reach.
-    for size in stored[1:-1] if given.keep is None else stored:
-        own = rx.load(made.folder / size.name)
-        if given.keep is None:
-            others = tuple(each for each in made.sizes if each.name != size.name)
+    for size in stored[1:-1] if arguments.keep is None else stored:
+        stored_model = rx.load(elastic_model.folder / size.name)
+        if arguments.keep is None:
+            others = tuple(each for each in elastic_model.sizes if each.name != size.name)
         else:
-            others = tuple(each for each in made.sizes if each.name in (ORIGINAL, *given.keep))
+            others = tuple(each for each in elastic_model.sizes if each.name in (ORIGINAL, *arguments.keep))
         cells = []
         divergences = []
-        for model in (own, replace(made, sizes=others).load("macs", size.macs)):
-            found = (reference.exp() * (reference - log_probabilities(model, images))).sum(-1).numpy()
-            divergences.append(found)
+        for model in (stored_model, replace(elastic_model, sizes=others).load("macs", size.macs)):
+            divergence = (reference.exp() * (reference - log_probabilities(model, images))).sum(-1).numpy()
+            divergences.append(divergence)
             share = 100 * family_of(model).costs(model).macs / whole
-            cells.append(f"{share:.1f} %, {found.mean():.4f} [{', '.join(f'{end:.4f}' for end in interval(found))}]")
+            cells.append(
+                f"{share:.1f} %, {divergence.mean():.4f} [{', '.join(f'{end:.4f}' for end in interval(divergence))}]"
+            )
         ratio = divergences[1].mean() / divergences[0].mean()
+        # Paired: both means are over the same images in every resample.
         draws = np.random.default_rng(0).integers(0, len(images), (2000, len(images)))
         low, high = np.quantile(divergences[1][draws].mean(1) / divergences[0][draws].mean(1), [0.025, 0.975])
         print(f"| {size.name} | {cells[0]} | {cells[1]} | {ratio:.2f} [{low:.2f}, {high:.2f}] |", flush=True)
+    # From the smallest size to nearly the original: a budget of 1 would load the original itself.
     seconds = []
     for most in np.linspace(stored[-1].macs, 0.95, 20):
         started = time.perf_counter()
-        rx.load(made.folder, macs=float(most))
+        rx.load(elastic_model.folder, macs=float(most))
         seconds.append(time.perf_counter() - started)
     print(f"loading a budget: median {np.median(seconds):.2f} s, most {max(seconds):.2f} s (20 budgets)")
 
 
 def log_probabilities(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
+        # float64: the divergence of nearly equal models is a small difference of logarithms.
         return torch.cat([model(part) for part in images.split(50)]).double().log_softmax(-1)
 
 

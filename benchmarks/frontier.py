@@ -45,7 +45,7 @@ SHARES = (0.9, 0.8, 0.7)  # of the MACs
 FASTER = (1.3, 1.6, 1.9)  # the targets of the plans, at the batch size and threads of the chart
 CHART_BATCH, CHART_THREADS = 32, 1
 BATCHES, THREADS = (1, 8, 32, 64), (1, 2)
-CALIBRATION, DIAGNOSED = 192, 64
+CALIBRATION, DIAGNOSED = 192, 64  # training images; the diagnosis is made on some of them
 LOWEST = -12.0  # points of accuracy; larger losses are in the table only
 COLOURS = ("#1f6fb4", "#b35a14", "#2a7a4b", "#7a4fa3", "#8a8578", "#b0305c")
 
@@ -63,9 +63,9 @@ def models(model: nn.Module, splits: rx.data.Splits, folder: Path) -> Iterator[t
     for name, text in BASELINES.items():
         compressor = bench.compressor(Method.parse(f"{name}={text}"))
         for share in SHARES:
-            for kept in torch.arange(1.0, 0.1, -0.02).tolist():
-                if compressor.costs(kept).macs <= share * before:
-                    yield name, f"{100 * share:.0f} % of the MACs", compressor.make(kept)
+            for kept_share in torch.arange(1.0, 0.1, -0.02).tolist():
+                if compressor.costs(kept_share).macs <= share * before:
+                    yield name, f"{100 * share:.0f} % of the MACs", compressor.make(kept_share)
                     break
     for faster in FASTER:
         yield "plan", f"target {faster:g}x", planned(model, splits, faster, folder / f"plan-{faster:g}")
@@ -79,18 +79,19 @@ def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Pat
         images = splits.train.take(CALIBRATION)
         diagnosis = rx.diagnose(model, images, moments=True, images=DIAGNOSED, batch_size=32)
         target = rx.planning.Target("latency", 1 / faster)
-        found: Plan = rx.plan(model, diagnosis, target, images, splits.validation.take(64), settings=settings)
-        found.save(folder)
+        # The predictions of a plan are measured on images that it was not made on.
+        plan: Plan = rx.plan(model, diagnosis, target, images, splits.validation.take(64), settings=settings)
+        plan.save(folder)
     return rx.realize(model, rx.Prescription.load(folder / "prescription.json"))
 
 
 def quality(model: nn.Module, candidate: nn.Module, splits: rx.data.Splits) -> dict[str, Any]:
     """Returns the paired change of accuracy in points and the divergence on the test images, with intervals."""
     compared = Comparison(candidate, model, splits.test, batch_size=32)
-    found = {finding.details["quantity"]: finding for finding in (*Accuracy(None)(compared), *Fidelity()(compared))}
+    findings = {finding.details["quantity"]: finding for finding in (*Accuracy(None)(compared), *Fidelity()(compared))}
     return {
-        name: {"value": own.value, "low": own.low, "high": own.high, "n": own.n}
-        for name, own in (("change", found["accuracy change"]), ("divergence", found["divergence"]))
+        name: {"value": finding.value, "low": finding.low, "high": finding.high, "n": finding.n}
+        for name, finding in (("change", findings["accuracy change"]), ("divergence", findings["divergence"]))
     }
 
 
@@ -101,14 +102,15 @@ def speeds(
     library_model, shape = family_of(model).library_model(model), family_of(model).input_shape(model)
     images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
     protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2, kernels=False)
-    found = run_in_subprocess(compare_latencies, candidates, library_model, images, protocol, on_line=log)
+    # In a fresh process: the speed of memory allocation depends on what this one has done.
+    comparisons = run_in_subprocess(compare_latencies, candidates, library_model, images, protocol, on_line=log)
     return {
         name: {
-            "batch": batch, "threads": threads, "rounds": rounds, "milliseconds": 1000 * own.candidate.median,
-            "library_milliseconds": 1000 * own.reference.median, "hardware": own.hardware, "torch": own.torch_version,
-            "faster": own.faster.value, "low": own.faster.low, "high": own.faster.high,
+            "batch": batch, "threads": threads, "rounds": rounds, "milliseconds": 1000 * each.candidate.median,
+            "library_milliseconds": 1000 * each.reference.median, "hardware": each.hardware,
+            "torch": each.torch_version, "faster": each.faster.value, "low": each.faster.low, "high": each.faster.high,
         }
-        for name, own in found.items()
+        for name, each in comparisons.items()
     }  # fmt: skip
 
 
@@ -118,12 +120,14 @@ def log(line: str) -> None:
 
 def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str, Any]:
     """Measures what is not in the folder yet, and returns everything."""
+    # After an interruption models are made again, from saved plans; numbers are read back.
     path = folder / "frontier.json"
     record: dict[str, Any] = read_json(path) if path.exists() else {"quality": {}, "speed": {}}
-    made: dict[str, nn.Module] = {"unchanged, attnrx": model}
+    # The kernels of attnrx alone, without any compression, are a part of every speed-up.
+    candidates: dict[str, nn.Module] = {"unchanged, attnrx": model}
     for method, point, candidate in models(model, splits, folder):
         name = f"{method}, {point}"
-        made[name] = candidate
+        candidates[name] = candidate
         if name not in record["quality"]:
             log(f"accuracy of {name}")
             record["quality"][name] = quality(model, candidate, splits)
@@ -133,8 +137,8 @@ def measure(model: nn.Module, splits: rx.data.Splits, folder: Path) -> dict[str,
             cell = f"batch {batch}, {threads} threads"
             if cell not in record["speed"]:
                 log(f"speed at {cell}")
-                rounds = max(6, min(40, 200 // batch))
-                record["speed"][cell] = speeds(made, model, batch, threads, rounds)
+                rounds = max(6, min(40, 200 // batch))  # fewer for large batches, whose rounds take longer
+                record["speed"][cell] = speeds(candidates, model, batch, threads, rounds)
                 write_json(path, record)
     return record
 
@@ -144,8 +148,9 @@ def table(record: Mapping[str, Any]) -> str:
     cells = list(record["speed"])
     rows = []
     for name in record["speed"][cells[0]]:
-        own = record["quality"].get(name)
-        values = ["-", "-"] if own is None else [_value(own["change"], "+.1f"), f"{own['divergence']['value']:.3f}"]
+        values = ("-", "-")
+        if (measures := record["quality"].get(name)) is not None:  # the unchanged model has none
+            values = (_value(measures["change"], "+.1f"), f"{measures['divergence']['value']:.3f}")
         fast = [record["speed"][cell][name] for cell in cells]
         rows.append(
             (name, *values, *(f"{each['faster']:.2f}x [{each['low']:.2f}, {each['high']:.2f}]" for each in fast))
@@ -153,27 +158,27 @@ def table(record: Mapping[str, Any]) -> str:
     return markdown_table(("model", "accuracy, points", "KL", *cells), rows)
 
 
-def _value(found: Mapping[str, Any], form: str) -> str:
-    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+def _value(estimate: Mapping[str, Any], form: str) -> str:
+    return f"{estimate['value']:{form}} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
 
 
 def chart(record: Mapping[str, Any]) -> str:
     """Returns the chart as a stand-alone SVG."""
     speed = record["speed"][f"batch {CHART_BATCH}, {CHART_THREADS} threads"]
     methods: dict[str, list[CurvePoint]] = {}
-    for name, own in record["quality"].items():
-        change, method = own["change"], name.partition(",")[0]
-        if change["value"] < LOWEST:
+    for name, measures in record["quality"].items():
+        change, method = measures["change"], name.partition(",")[0]
+        if change["value"] < LOWEST:  # it would compress the axis of all others
             continue
         point = CurvePoint(speed[name]["faster"], change["value"], change["low"], change["high"], name)
         methods.setdefault(method, []).append(point)
-    order = sorted(methods, key=lambda method: method != "plan")
+    order = sorted(methods, key=lambda method: method != "plan")  # ours has the first colour
     curves = tuple(
         Curve.numbered(index, method, sorted(methods[method], key=lambda point: point.x))
         for index, method in enumerate(order)
     )
     labels = "times faster than the library's model", "change of accuracy, points"
-    drawn = Chart("accuracy against speed", *labels, curves, dodged=False)
+    drawing = Chart("accuracy against speed", *labels, curves, dodged=False)
     colours = "".join(f".style-{index}{{color:{colour}}}" for index, colour in enumerate(COLOURS))
     style = (
         "<style>text{font:11px system-ui,sans-serif;fill:#57606a}.grid{stroke:#8884;stroke-width:.6}"
@@ -185,7 +190,8 @@ def chart(record: Mapping[str, Any]) -> str:
         f'<path class="marker" d="M-4 0h8v3h-8z"/><text x="9" y="4">{curve.name}</text></g>'
         for index, curve in enumerate(curves)
     )
-    svg = drawn.draw().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    # A file of its own, so that a README can show it: with the namespace, the style, and room for a legend.
+    svg = drawing.draw().replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     svg = svg.replace('viewBox="0 0 360 230"', 'viewBox="0 0 460 230"').replace(
         'width="360" height="230"', 'width="690" height="345"'
     )

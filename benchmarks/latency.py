@@ -3,9 +3,8 @@
     python benchmarks/latency.py --ranks 48 32 16 --batches 1 64 256 --precisions float32 bfloat16 --out latency.json
 
 Both models take turns in one run; a speed is the median over rounds of the time of the original over that of the
-candidate, with its 95 % interval.
-Weights are random: latency does not depend on them. `uniform` ranks are the same in every head, `ragged` ones spread
-around the same mean, as an energy rule leaves them.
+candidate, with its 95 % interval. Weights are random: latency does not depend on them. `uniform` ranks are the same in
+every head, `ragged` ones spread around the same mean, as those of an energy rule do.
 """
 
 import argparse
@@ -35,7 +34,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Result:
-    """What the arithmetic promised, and what time and memory say."""
+    """The ratio of the MACs, and the measured ratios of time and memory."""
 
     rank: int
     pattern: str
@@ -58,39 +57,41 @@ def compressed(config: ViTConfig, rank: int, pattern: str) -> ViTConfig:
     """The configuration with `rank` directions a head, in every head or on average, heads sorted by falling rank."""
     full = config.attention[0]
     heads = len(full.heads)
-    # Evenly spaced around the mean, so that the mean and with it the MACs stay the same.
+    # Evenly spaced around the mean, so that the mean and with it the MACs stay the same; at most half of the way to
+    # rank 0 and to the full rank, so that every head has directions and none more than before.
     reach = min(rank, full.original_rank - rank) // 2 if pattern == "ragged" else 0
     ranks = tuple(rank + round(reach * (1 - 2 * head / max(heads - 1, 1))) for head in range(heads))
     return replace(config, attention=tuple(spec.with_ranks(ranks, spec.heads, spec.norms) for spec in config.attention))
 
 
-def settings(requested: argparse.Namespace) -> Iterator[tuple[int, str, int, LatencyProtocol]]:
+def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, str, int, LatencyProtocol]]:
     """Every requested combination."""
-    for mode in requested.modes:
-        for precision in requested.precisions:
-            conditions = Conditions(requested.device, precision, requested.threads, mode == "compiled")
-            protocol = LatencyProtocol(conditions, rounds=requested.rounds, clock=requested.clock)
-            for batch in requested.batches:
-                for rank in requested.ranks:
-                    for pattern in requested.patterns:
+    for mode in arguments.modes:
+        for precision in arguments.precisions:
+            conditions = Conditions(arguments.device, precision, arguments.threads, mode == "compiled")
+            protocol = LatencyProtocol(conditions, rounds=arguments.rounds, clock=arguments.clock)
+            for batch in arguments.batches:
+                for rank in arguments.ranks:
+                    for pattern in arguments.patterns:
                         yield rank, pattern, batch, protocol
 
 
 def measure(config: ViTConfig, rank: int, pattern: str, batch: int, protocol: LatencyProtocol) -> Result:
     """Compares the smaller model with the original."""
     smaller = compressed(config, rank, pattern)
+    # Both from scratch: a compressed layer has the shapes of its configuration, whatever weights it was made from.
     original, candidate = (initialize_(VisionTransformer(shape), seed=0) for shape in (config, smaller))
     images = torch.randn(batch, config.channels, config.image_size, config.image_size)
     return Result(
         rank,
         pattern,
-        smaller.costs().macs / config.costs().macs,
+        smaller.costs().macs / config.costs().macs,  # what the measured ratios are compared with
         compare_latency(candidate, original, images, protocol),
         compare_memory(candidate, original, images, protocol.conditions),
     )
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", default="cifar10", help="configuration, e.g. cifar10 or food101")
@@ -104,21 +105,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads; all that torch takes if not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    requested = parse(arguments)
-    config = named_config("svda", requested.scenario)
+    arguments = parse(words)
+    config = named_config("svda", arguments.scenario)
     results = []
     print(HEADER)
-    for setting in settings(requested):
+    for setting in settings(arguments):
         results.append(measure(config, *setting))
         print(results[-1], flush=True)
-    if requested.out:
+    if arguments.out:
         record = {"benchmark": "latency", "results": [asdict(result) for result in results]}
-        print(f"written to {write_json(requested.out, record)}")
+        print(f"written to {write_json(arguments.out, record)}")
     return 0
 
 

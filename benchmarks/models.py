@@ -47,7 +47,7 @@ and `fc2`) and `tokens`. A model of any other library is read by a `Reader`
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found of one architecture: its class, and the axes that work or why it is refused."""
+    """The class of one architecture, and the axes that work or the reason why it is refused."""
 
     kind: str
     axes: tuple[str, ...]
@@ -60,8 +60,10 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
     try:
         adopted = family.outline(model)
     except AttnrxError as error:
+        # Only the reason: the page has a column for the class.
         message = str(error).partition(" is not supported: ")[2] or str(error)
         return Outcome(kind, (), message.partition(". ")[0].removesuffix("."))  # without the remedies
+    # An axis works if it does in every layer.
     specs = [layer.spec for layer in family.attention(adopted)]
     works = {
         "qk": not any(spec.fixes_scores for spec in specs),
@@ -75,8 +77,10 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
 def of_timm() -> Iterator[tuple[int, Outcome]]:
     """Yields every architecture with pretrained weights that has attention, with the number of its weight files."""
     timm: Any = importlib.import_module("timm")
+    # Names are ARCHITECTURE.TAG, one for each file of weights.
     tags = Counter(name.partition(".")[0] for name in timm.list_models(pretrained=True))
     for module in timm.list_modules():
+        # By the source first, so that the many architectures of timm without attention are not created.
         if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
             continue
         for name in set(timm.list_models(module=module)) & tags.keys():
@@ -91,6 +95,7 @@ def of_transformers() -> Iterator[tuple[int, Outcome]]:
     readers = importlib.import_module("attnrx.models.huggingface_readers").READERS
     for name in (*readers, *OTHER_CLASSES):
         kind = getattr(transformers, name)
+        # The masking of MAE removes patches at random, and a hybrid DPT has a convolutional backbone.
         changes = {"mask_ratio": 0.0} if name == "ViTMAEModel" else {}
         config = kind.config_class(**changes)
         if name == "DPTForDepthEstimation":
@@ -114,8 +119,8 @@ def of_open_clip() -> Iterator[tuple[int, Outcome]]:
         if trunk is None:
             yield 1, outcome_of(LIBRARIES["open_clip"], tower)
         else:
-            found = outcome_of(LIBRARIES["timm"], trunk)
-            yield 1, Outcome(f"{found.kind} of timm (visual.trunk)", found.axes, found.reason)
+            outcome = outcome_of(LIBRARIES["timm"], trunk)
+            yield 1, Outcome(f"{outcome.kind} of timm (visual.trunk)", outcome.axes, outcome.reason)
 
 
 SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[tuple[int, Outcome]]]]] = {
@@ -126,12 +131,12 @@ SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[tuple[int, Outcome]]]]]
 }
 
 
-def section(library: str, package: str, unit: str, found: list[tuple[int, Outcome]]) -> str:
+def section(library: str, package: str, unit: str, outcomes: list[tuple[int, Outcome]]) -> str:
     """Returns the section of one library: its counts, and a table of its classes."""
-    total = sum(count for count, _ in found)
-    adopted = sum(count for count, outcome in found if not outcome.reason)
+    total = sum(count for count, _ in outcomes)
+    adopted = sum(count for count, outcome in outcomes if not outcome.reason)
     rows: dict[Outcome, int] = defaultdict(int)
-    for count, outcome in found:
+    for count, outcome in outcomes:
         rows[outcome] += count
     lines = [
         f"## {library}",
@@ -141,6 +146,7 @@ def section(library: str, package: str, unit: str, found: list[tuple[int, Outcom
         f"| class | {unit} | {' | '.join(AXES)} | refused because |",
         f"|---|--:|{':-:|' * len(AXES)}---|",
     ]
+    # Supported classes first, then by name.
     for outcome, count in sorted(rows.items(), key=lambda row: (bool(row[0].reason), row[0].kind, -row[1])):
         marks = " | ".join("yes" if axis in outcome.axes else "" for axis in AXES)
         lines.append(f"| {outcome.kind} | {count} | {marks} | {outcome.reason} |")

@@ -1,10 +1,11 @@
-"""What plans should be compared by: how well few images say which plans diverge least on many others.
+"""By which measure plans should be compared: how well it ranks them by their divergence on many other images.
 
     python benchmarks/plan_measures.py timm:vit_tiny_patch16_224 --data imagenette --target 0.6 --plans 24 --images 1024
 
-Makes plans at one share of the MACs, each for other weights of the damages, and measures all on the same images. Over
-random halves, told are the rank correlation between the mean of a measure over some images of one half and the mean
-divergence over the other half, and by how many nats the plan that the measure finds best there is worse than the best.
+Makes plans at one share of the MACs, each for other weights of the sensitivities, and measures all on the same images.
+For random halves of the images it prints the rank correlation between the mean of a measure over some images of one
+half and the mean divergence over the other half, and the regret: by how many nats the plan that is best by the measure
+is worse than the best.
 """
 
 import argparse
@@ -26,39 +27,42 @@ from attnrx.planning.space import Choices, Space
 from attnrx.tokens import parse_reducer
 
 Measured = Mapping[str, torch.Tensor]
-FOR_SENSITIVITIES, BATCH, ATTEMPTS = 96, 32, 50
+FOR_SENSITIVITIES, BATCH = 96, 32  # images
+ATTEMPTS = 50  # draws of weights for every plan that is requested
 
 
-def made(space: Space, answers: Answers, most: float, count: int, seed: int) -> list[Choices]:
-    """Makes different plans, the closed form of even damages first."""
+def make_plans(space: Space, answers: Answers, most: float, count: int, seed: int) -> list[Choices]:
+    """Makes different plans; the first is that of even weights."""
     cost_table = exact_cost_table(space, "macs")
     sensitivities = measure_sensitivities(space, answers.first(FOR_SENSITIVITIES), print)["softened"]
-    random, found = np.random.default_rng(seed), {}
+    random, plans = np.random.default_rng(seed), {}
     knobs: dict[str, float] = {}
+    # Different weights may lead to the same plan.
     for _ in range(ATTEMPTS * count):
-        if len(found) == count:
+        if len(plans) == count:
             break
         step = Frontier(space, cost_table, sensitivities, weights_of(space, knobs)).at(most)
-        found.setdefault(step.choices, step)
+        plans.setdefault(step.choices, step)  # the first knobs are empty: weights of 1
         knobs = {name: float(random.uniform(-span, span)) for name, span in search_ranges(space).items()}
-    return list(found)
+    return list(plans)
 
 
 def told(measured: Measured, images: int, splits: int, seed: int) -> dict[str, tuple[float, float]]:
-    """Gives, by measure, the mean rank correlation and the mean regret in nats."""
-    truth, found = measured["divergence"], {}
+    """Returns the mean rank correlation and the mean regret in nats, by measure."""
+    divergence, quality = measured["divergence"], {}
     generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(truth.shape[1], generator=generator) for _ in range(splits)]
-    half = truth.shape[1] // 2
-    for name, own in measured.items():
-        pairs = [(own[:, order[:images]].mean(1), truth[:, order[half:]].mean(1)) for order in orders]
-        agree = [float(spearmanr(one, other).statistic) for one, other in pairs]
-        regret = [float(other[one.argmin()] - other.min()) for one, other in pairs]
-        found[name] = float(np.mean(agree)), float(np.mean(regret))
-    return found
+    # Disjoint halves: a plan that is best by chance on its own images has no advantage on the others.
+    orders = [torch.randperm(divergence.shape[1], generator=generator) for _ in range(splits)]
+    half = divergence.shape[1] // 2
+    for name, values in measured.items():
+        pairs = [(values[:, order[:images]].mean(1), divergence[:, order[half:]].mean(1)) for order in orders]
+        correlations = [float(spearmanr(means, divergences).statistic) for means, divergences in pairs]
+        regrets = [float(divergences[means.argmin()] - divergences.min()) for means, divergences in pairs]
+        quality[name] = float(np.mean(correlations)), float(np.mean(regrets))
+    return quality
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser)
@@ -70,8 +74,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--few", type=int, nargs="+", default=[96, 256], help="at most half of the images")
     parser.add_argument("--splits", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     if max(arguments.few) > arguments.images // 2:
+        # Only the first half of an order is measured by.
         parser.error(f"--few {max(arguments.few)} of {arguments.images} images: the other half must be others.")
     model = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
     images = splits_argument(model, arguments).train.take(arguments.images)
@@ -79,15 +84,17 @@ def main(given: Sequence[str] | None = None) -> None:
     space = Space(model, diagnosis, parse_reducer(arguments.reducer))
     answers = Answers.of(model, images, BATCH)
     rows = []
-    for choices in made(space, answers, arguments.target, arguments.plans, arguments.seed):
-        found = answers.measure(rx.realize(model, space.prescription(choices)))
-        rows.append({"divergence": found.divergence, "softened": found.softened, "disagreement": 1 - found.agrees})
-        print(f"plan {len(rows)}: {found.mean:.4f} nats, softened {found.softened.mean():.4f}", flush=True)
+    for choices in make_plans(space, answers, arguments.target, arguments.plans, arguments.seed):
+        deviation = answers.measure(rx.realize(model, space.prescription(choices)))
+        rows.append(
+            {"divergence": deviation.divergence, "softened": deviation.softened, "disagreement": 1 - deviation.agrees}
+        )
+        print(f"plan {len(rows)}: {deviation.mean:.4f} nats, softened {deviation.softened.mean():.4f}", flush=True)
     measured = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     print(f"{len(rows)} plans, {len(answers)} images, {arguments.splits} splits, torch {torch.__version__}")
     for count in arguments.few:
-        for name, (agree, regret) in told(measured, count, arguments.splits, arguments.seed).items():
-            print(f"{count:5d} images  {name:14s} rank correlation {agree:.3f}  regret {regret:.4f} nats")
+        for name, (correlation, regret) in told(measured, count, arguments.splits, arguments.seed).items():
+            print(f"{count:5d} images  {name:14s} rank correlation {correlation:.3f}  regret {regret:.4f} nats")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from attnrx.runtime.hardware import device_name
 
 def product(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
     features, weight, bias = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-    own, reordered = PackedMap(weight, bias), torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    packed_map, reordered = PackedMap(weight, bias), torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    # The operator that torch.compile uses for frozen weights on a CPU, which have oneDNN's own layout.
     onednn = torch.ops.mkldnn._linear_pointwise.default
     return {
         "PyTorch": lambda: F.linear(features, weight, bias),
         "oneDNN, packed": lambda: onednn(features, reordered, bias, "none", [], ""),
-        "attnrx": lambda: native_maps(features, (own,), (False,)),
+        "attnrx": lambda: native_maps(features, (packed_map,), (False,)),
     }
 
 
@@ -61,11 +62,13 @@ def main() -> None:
     with torch.inference_mode():
         for width in arguments.width:
             for tokens in arguments.tokens:
+                # One product for queries, keys and values, as the layers run it.
                 shapes = {"query, key, value": (width, 3 * width), "output": (width, width)}
                 rows = {name: product(tokens, *shape) for name, shape in shapes.items()} | {"MLP": mlp(tokens, width)}
                 for name, sides in rows.items():
                     seconds = interleave(sides, rounds=arguments.rounds, warmup=3, clock="wall")
-                    cells = [f"{1e6 * float(own.quantile(0.25)):.0f}" for own in seconds.values()]
+                    # The lower quartile: other processes only add to a time, and the least is a single round.
+                    cells = [f"{1e6 * float(times.quantile(0.25)):.0f}" for times in seconds.values()]
                     print("| " + " | ".join((str(width), str(tokens), name, *cells)) + " |")
 
 

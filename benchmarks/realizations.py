@@ -72,12 +72,13 @@ def logits(model: nn.Module, images: "rx.data.ImageSet") -> Tensor:
 
 def effective_rank(diagnosis: Diagnosis) -> float:
     """Mean over the heads of exp(entropy) of the squared strengths."""
+    # Eqs. 22 to 24 of the SVDA paper.
     energy = torch.cat([layer.spectrum.strength.double().square() for layer in diagnosis.layers])
     share = energy / energy.sum(-1, keepdim=True)
     return float(torch.special.entr(share).sum(-1).exp().mean())
 
 
-def measured(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Trains one model, or finds it, and measures it at every rho."""
     folder = Path(arguments.out) / f"start-{start.strength:g}-{start.factor:g}" / f"seed-{seed}"
     path = folder / "measured.json"
@@ -92,7 +93,7 @@ def measured(start: Start, seed: int, arguments: argparse.Namespace) -> list[dic
         learning_rate=4e-3,
         weight_decay=0.0,
         losses=(rx.losses.Task(0.0),),
-        augmentation=rx.data.Augmentation(padding=0, flip=False),
+        augmentation=rx.data.Augmentation(padding=0, flip=False),  # a mirrored digit is not a digit
         strength_init=float(start.strength),
         strength_learning_rate=float(start.factor),
         precision="fp32",
@@ -100,7 +101,7 @@ def measured(start: Start, seed: int, arguments: argparse.Namespace) -> list[dic
     )
     rx.train(fresh, splits, config, folder / "train", reporter=Silent())
     model = rx.load(folder / "train")
-    diagnosis = rx.diagnose(model, splits.validation)
+    diagnosis = rx.diagnose(model, splits.validation)  # not of the test images, on which the distances are measured
     calibration = splits.train.take(min(arguments.images, len(splits.train)))
     reference = logits(model, splits.test)
     labels = torch.cat([batch.labels for batch in splits.test.batches(128)])
@@ -109,9 +110,9 @@ def measured(start: Start, seed: int, arguments: argparse.Namespace) -> list[dic
     for rho in arguments.rhos:
         try:
             prescription = rx.prescribe(diagnosis, EnergyRetention(rho))
-        except NoOpPrescription:
+        except NoOpPrescription:  # every direction is needed for this share of the energy
             continue
-        found = {
+        logits_of = {
             kind: logits(
                 rx.realize(model, prescription, by="mask")
                 if kind == "mask"
@@ -121,11 +122,13 @@ def measured(start: Start, seed: int, arguments: argparse.Namespace) -> list[dic
             for kind in KINDS
         }
         removed = 100 * prescription.removed_share
-        distances = {kind: float((own - reference).norm() / reference.norm()) for kind, own in found.items()}
-        divergences = {kind: divergence(reference, own) for kind, own in found.items()}
+        distances = {
+            kind: float((candidate - reference).norm() / reference.norm()) for kind, candidate in logits_of.items()
+        }
+        divergences = {kind: divergence(reference, candidate) for kind, candidate in logits_of.items()}
         rank = effective_rank(diagnosis)
         rows.append(asdict(Measured(str(start), seed, rho, rank, accuracy, removed, distances, divergences)))
-    write_json(path, {"rows": rows})
+    write_json(path, {"rows": rows})  # last: an interrupted training continues, and is measured anew
     return rows
 
 
@@ -144,14 +147,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "|" + "---|" * (len(KINDS) + 5),
     ]
     for start, rho in dict.fromkeys((row["start"], row["rho"]) for row in rows):
-        own = [row for row in rows if (row["start"], row["rho"]) == (start, rho)]
-        ratios = [row["distance"]["refit"] / row["distance"]["renormalized"] for row in own]
-        cells = [start, f"{fmean(row['effective_rank'] for row in own):.1f}", f"{rho:.2f}"]
-        cells += [f"{fmean(row['removed'] for row in own):.1f} %"]
-        cells += [
-            f"{spread([row['distance'][kind] for row in own], 4)}; {fmean(row['divergence'][kind] for row in own):.1e}"
-            for kind in KINDS
-        ]
+        group = [row for row in rows if (row["start"], row["rho"]) == (start, rho)]
+        # Paired by seed: of the same model and prescription.
+        ratios = [row["distance"]["refit"] / row["distance"]["renormalized"] for row in group]
+        cells = [start, f"{fmean(row['effective_rank'] for row in group):.1f}", f"{rho:.2f}"]
+        cells += [f"{fmean(row['removed'] for row in group):.1f} %"]
+        for kind in KINDS:
+            distance = spread([row["distance"][kind] for row in group], 4)
+            cells.append(f"{distance}; {fmean(row['divergence'][kind] for row in group):.1e}")
         lines.append("| " + " | ".join([*cells, spread(ratios, 2)]) + " |")
     return "\n".join(lines)
 
@@ -164,7 +167,7 @@ def spread(values: Sequence[float], decimals: int) -> str:
     return f"{over.value:.{decimals}f} [{over.low:.{decimals}f}, {over.high:.{decimals}f}]"
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=Start.of, nargs="+", default=[Start(1, 1), Start(8, 20), Start(8, 100)])
@@ -174,14 +177,14 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=int, default=256, help="for refit (256)")
     parser.add_argument("--out", default="runs/realizations", metavar="FOLDER")
     parser.add_argument("--tiny", action="store_true", help="one short training and few images: shows that it runs")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     if arguments.tiny:
         arguments.starts, arguments.seeds, arguments.rhos = [Start(4, 100)], arguments.seeds[:1], [0.9]
         arguments.epochs, arguments.images = 1, 16
     rows = []
     for start in arguments.starts:
         for seed in arguments.seeds:
-            rows += measured(start, seed, arguments)
+            rows += measure(start, seed, arguments)
             print(f"start {start}, seed {seed}: {rows[-1]['accuracy']:.1f} % correct", flush=True)
     text = table(rows)
     write_json(Path(arguments.out) / "realizations.json", {"rows": rows, "tiny": arguments.tiny})

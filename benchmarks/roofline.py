@@ -37,29 +37,32 @@ class Shape:
     tokens: int
 
     def operations(self) -> dict[str, tuple[int, Callable[[], object]]]:
-        """Names every operation, with its MACs (0 for what multiplies no matrices) and what runs it."""
+        """Returns by name the MACs of every operation (0 without matrix products) and a function that runs it."""
         spec, rows = self.spec, self.batch * self.tokens
+        # One product for queries, keys and values, as the libraries have it.
         projected = 2 * sum(spec.ranks) + sum(spec.reads)
-        found = {"qkv": self._product(spec.width, projected), "output": self._product(sum(spec.reads), spec.width)}
+        operations = {"qkv": self._product(spec.width, projected), "output": self._product(sum(spec.reads), spec.width)}
         rank, reads, heads = max(spec.ranks), max(spec.reads), len(spec.heads)
         q, k = (torch.randn(self.batch, heads, self.tokens, rank) for _ in range(2))
         v = torch.randn(self.batch, heads, self.tokens, reads)
+        # The fused kernels need one width of queries, keys and values; PyTorch is slow without them.
         attend = partial(F.scaled_dot_product_attention, q, k, v) if rank == reads else partial(_unfused, q, k, v)
-        found["attention"] = (self.batch * heads * self.tokens**2 * (rank + reads), attend)
+        operations["attention"] = (self.batch * heads * self.tokens**2 * (rank + reads), attend)
         for name, sides in (("fc1", (spec.width, self.hidden)), ("fc2", (self.hidden, spec.width))):
             if self.mlp is None:
-                found[name] = self._product(*sides)
+                operations[name] = self._product(*sides)
             else:
-                found[f"{name} first"] = self._product(sides[0], self.mlp)
-                found[f"{name} second"] = self._product(self.mlp, sides[1])
+                operations[f"{name} first"] = self._product(sides[0], self.mlp)
+                operations[f"{name} second"] = self._product(self.mlp, sides[1])
         hidden, wide = torch.randn(rows, self.hidden), torch.randn(rows, spec.width)
         norm = nn.LayerNorm(spec.width)
-        found["gelu"] = (0, partial(F.gelu, hidden))
-        found["norms and sums"] = (0, lambda: (norm(wide), norm(wide), wide + wide, wide + wide))
-        return found
+        operations["gelu"] = (0, partial(F.gelu, hidden))
+        # Two norms and two residual sums per layer.
+        operations["norms and sums"] = (0, lambda: (norm(wide), norm(wide), wide + wide, wide + wide))
+        return operations
 
     def layer(self, backend: str) -> Callable[[], object]:
-        """Gives what runs the whole layer, with our attention."""
+        """Returns a function that runs the whole layer, with the attention of attnrx."""
         attention = Attention(self.spec, backend_of(backend)).eval()
         first, second = self._map(self.spec.width, self.hidden), self._map(self.hidden, self.spec.width)
         norms = nn.LayerNorm(self.spec.width), nn.LayerNorm(self.spec.width)
@@ -90,7 +93,7 @@ class Operation:
 
     name: str
     seconds: float
-    gflops: float | None
+    gflops: float | None  # two per MAC
 
 
 @dataclass(frozen=True)
@@ -121,25 +124,27 @@ def measure(original: Shape, compressed: Shape, backend: str, rounds: int, clock
     """Runs everything in turns."""
     shapes = {"original": original, "compressed": compressed}
     operations = {which: shape.operations() for which, shape in shapes.items()}
-    runs = {f"{which}/{name}": run for which, own in operations.items() for name, (_, run) in own.items()}
+    runs = {f"{which}/{name}": run for which, of_shape in operations.items() for name, (_, run) in of_shape.items()}
+    # The whole layers among their operations, so that all have the same load of the machine.
     runs |= {which: shape.layer(backend) for which, shape in shapes.items()}
     with torch.inference_mode():
-        taken = interleave(runs, rounds=rounds, warmup=3, clock=clock)
-    told = {
+        seconds_of = interleave(runs, rounds=rounds, warmup=3, clock=clock)
+    timed_operations = {
         which: tuple(
             Operation(name, seconds, 2 * macs / seconds / 1e9 if macs else None)
-            for name, (macs, _) in own.items()
-            for seconds in [float(taken[f"{which}/{name}"].median())]
+            for name, (macs, _) in of_shape.items()
+            for seconds in [float(seconds_of[f"{which}/{name}"].median())]
         )
-        for which, own in operations.items()
+        for which, of_shape in operations.items()
     }
+    # Over the operations of a layer: the MACs that are timed here, not those of the whole model.
     macs = [sum(count for count, _ in operations[which].values()) for which in shapes]
-    sums = [sum(each.seconds for each in told[which]) for which in shapes]
-    reached = float((taken["original"] / taken["compressed"]).median())
-    return Roofline(original.batch, *told.values(), macs[0] / macs[1], sums[0] / sums[1], reached)
+    sums = [sum(each.seconds for each in timed_operations[which]) for which in shapes]
+    reached = float((seconds_of["original"] / seconds_of["compressed"]).median())
+    return Roofline(original.batch, *timed_operations.values(), macs[0] / macs[1], sums[0] / sums[1], reached)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a name whose first layer is taken, e.g. timm:vit_tiny_patch16_224")
@@ -153,41 +158,42 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a machine that is busy")
     parser.add_argument("--threads", type=int, help="CPU threads; all that torch takes if not given")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    requested = parse(arguments)
-    with torch.device("meta"):
-        model = build_model(requested.model)
+    arguments = parse(words)
+    with torch.device("meta"):  # only its shapes
+        model = build_model(arguments.model)
     family = family_of(model)
     full = family.attention(model)[0].spec
+    # All layers of a plain ViT have one shape, so the first stands for the model.
     hidden = getattr(family.mlp(model)[0][0], "out_features")  # noqa: B009, a module's attributes have no types
-    heads = (requested.ranks,) * len(full.heads)
-    reads = (requested.values or full.head_dim,) * len(full.heads)
-    less = AttentionSpec(
+    heads = (arguments.ranks,) * len(full.heads)
+    reads = (arguments.values or full.head_dim,) * len(full.heads)
+    smaller = AttentionSpec(
         "dense", full.width, full.head_dim, heads, full.heads, full.scale, full.original_rank, value_ranks=reads
     )
-    found = []
-    with Conditions(threads=requested.threads).held():
-        for batch in requested.batches:
+    rooflines = []
+    with Conditions(threads=arguments.threads).held():
+        for batch in arguments.batches:
             shapes = (
-                Shape(full, hidden, None, batch, requested.tokens),
-                Shape(less, hidden, requested.mlp, batch, requested.tokens),
+                Shape(full, hidden, None, batch, arguments.tokens),
+                Shape(smaller, hidden, arguments.mlp, batch, arguments.tokens),
             )
-            found.append(measure(*shapes, requested.backend, requested.rounds, requested.clock))
-            print(found[-1], flush=True)
+            rooflines.append(measure(*shapes, arguments.backend, arguments.rounds, arguments.clock))
+            print(rooflines[-1], flush=True)
         threads = torch.get_num_threads()
-    if requested.out:
+    if arguments.out:
         about = {
             "hardware": device_name("cpu"),
             "threads": threads,
             "torch": torch.__version__,
-            "clock": requested.clock,
+            "clock": arguments.clock,
         }
-        record = {"benchmark": "roofline", "about": about, "results": [asdict(each) for each in found]}
-        print(f"written to {write_json(requested.out, record)}")
+        record = {"benchmark": "roofline", "about": about, "results": [asdict(each) for each in rooflines]}
+        print(f"written to {write_json(arguments.out, record)}")
     return 0
 
 

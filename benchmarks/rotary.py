@@ -27,7 +27,7 @@ from attnrx.models.timm_family import TimmFamily
 from attnrx.realization.refinement import Refinement
 from attnrx.rules.rotary import COHERENCE
 
-CALIBRATION = 48
+CALIBRATION = 48  # images of the diagnosis
 REFINED = Refinement(steps=60, batch=4)
 
 
@@ -35,11 +35,14 @@ def twin_of(file: Path) -> nn.Module:
     """Returns the adopted twin, normalized as its teacher."""
     model = timm.create_model(NAME, **ARGUMENTS)
     model.load_state_dict(load_file(file))
+    # It was distilled on images normalized for its teacher; timm's configuration of the architecture has other
+    # statistics.
     return TimmFamily().adopt(model.eval(), mean=(0.5,) * 3, std=(0.5,) * 3).eval()
 
 
 def without_slow_pairs(diagnosis: Diagnosis) -> Diagnosis:
     """Returns the diagnosis as if every pair rotated fast, so that pairs are kept or removed whole."""
+    # Pairs below the least coherence are never stored without rotation (`attnrx.rules.rotary`).
     layers = (
         replace(layer, readings={**layer.readings, COHERENCE: torch.zeros_like(layer.reading(COHERENCE))})
         for layer in diagnosis.layers
@@ -53,6 +56,7 @@ def logits(model: nn.Module, images: rx.data.ImageSet) -> torch.Tensor:
 
 
 def score_macs(model: nn.Module) -> int:
+    # The projections of queries and keys, and their products: what prescriptions of `qk` change.
     return sum(layer.query_key.macs + layer.scores.macs for layer in family_of(model).costs(model).layers)
 
 
@@ -75,21 +79,21 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--twin", type=Path, required=True)
     add_data(parser, "training images for the calibration, test images for the measurement")
-    given = parser.parse_args()
-    teacher = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
-    splits = splits_argument(teacher, given)
-    pair = {"teacher": teacher, "twin": twin_of(given.twin)}
-    answers = {name: logits(model, splits.test) for name, model in pair.items()}
-    same = (answers["twin"].argmax(1) == answers["teacher"].argmax(1)).double().mean()
+    arguments = parser.parse_args()
+    teacher = rx.load("timm:vit_tiny_patch16_224", weights=arguments.weights)
+    splits = splits_argument(teacher, arguments)
+    pair = {"teacher": teacher, "twin": twin_of(arguments.twin)}
+    outputs = {name: logits(model, splits.test) for name, model in pair.items()}
+    same = (outputs["twin"].argmax(1) == outputs["teacher"].argmax(1)).double().mean()
     print(f"the twin agrees with its teacher on {100 * same:.1f} % of {len(splits.test)} images", flush=True)
     print("| model | prescription | score MACs | KL | same class |\n|---|---|---|---|---|", flush=True)
     for name, model in pair.items():
         for rule, small in models(model, splits.train, rotary=name == "twin"):
-            found, whole = logits(small, splits.test), answers[name]
-            kl = (whole.softmax(-1) * (whole.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
-            error, kept = kl.std() / len(kl) ** 0.5, (found.argmax(1) == whole.argmax(1)).double().mean()
+            answer, whole = logits(small, splits.test), outputs[name]
+            kl = (whole.softmax(-1) * (whole.log_softmax(-1) - answer.log_softmax(-1))).sum(-1)
+            error, same_class = kl.std() / len(kl) ** 0.5, (answer.argmax(1) == whole.argmax(1)).double().mean()
             share = score_macs(small) / score_macs(model)
-            print(f"| {name} | {rule} | {share:.3f} | {kl.mean():.4f} ± {error:.4f} | {kept:.3f} |", flush=True)
+            print(f"| {name} | {rule} | {share:.3f} | {kl.mean():.4f} ± {error:.4f} | {same_class:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

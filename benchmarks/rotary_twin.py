@@ -42,31 +42,35 @@ def started(weights: Path) -> nn.Module:
     """Returns the twin with the teacher's weights."""
     twin = timm.create_model(NAME, **ARGUMENTS)
     missing, unexpected = twin.load_state_dict(load_file(weights), strict=False)
+    # LayerScale alone is new; its first value of 1 changes nothing.
     assert not unexpected and all("gamma" in name for name in missing), (missing, unexpected)
     return twin
 
 
 def fit_layers_(twin: nn.Module, teacher: nn.Module, images: torch.Tensor) -> None:
     """Fits query and key of every layer of the twin to the teacher's attention on the teacher's inputs."""
-    embedding = twin.rope.get_embed(shape=(14, 14))
+    embedding = twin.rope.get_embed(shape=(14, 14))  # patches of a side at 224 x 224
     for index, (block, original) in enumerate(zip(twin.blocks, teacher.blocks, strict=True)):
-        found: list[torch.Tensor] = []
-        handle = original.attn.register_forward_pre_hook(lambda _, given, found=found: found.append(given[0]))
+        captured: list[torch.Tensor] = []
+        handle = original.attn.register_forward_pre_hook(lambda _, args, captured=captured: captured.append(args[0]))
         with torch.no_grad():
             teacher(images)
         handle.remove()
-        inputs = found[0]
+        inputs = captured[0]
         with torch.no_grad():
             target = attention_of(original.attn, inputs, None)
         parameters = [block.attn.qkv.weight, block.attn.qkv.bias]
         optimizer = torch.optim.Adam(parameters, lr=2e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
         for step in range(FIT_STEPS):
-            chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(step))[:FIT_BATCH]
-            logs = attention_of(block.attn, inputs[chosen], embedding).clamp_min(1e-12).log()
-            loss = F.kl_div(logs, target[chosen], reduction="sum") / logs[..., 0].numel()
+            # The inputs of the teacher, so that the layers are independent of each other's errors.
+            batch = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(step))[:FIT_BATCH]
+            # KL(teacher || twin) of every row of the maps, in the mean.
+            logs = attention_of(block.attn, inputs[batch], embedding).clamp_min(1e-12).log()
+            loss = F.kl_div(logs, target[batch], reduction="sum") / logs[..., 0].numel()
             optimizer.zero_grad()
             loss.backward()
+            # Query, key and value are one map.
             width = block.attn.qkv.weight.shape[1]
             block.attn.qkv.weight.grad[2 * width :] = 0  # the values stay
             block.attn.qkv.bias.grad[2 * width :] = 0
@@ -85,18 +89,21 @@ def attention_of(attention: nn.Module, inputs: torch.Tensor, embedding: torch.Te
 
 
 def rotated(rows: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    # The class token is not rotated, as in timm.
     patches = timm.layers.apply_rot_embed_cat(rows[:, :, 1:], embedding, half=True)
     return torch.cat([rows[:, :, :1], patches], dim=2)
 
 
 def outputs(model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Returns the logits and the outputs of the blocks."""
-    found: list[torch.Tensor] = []
-    handles = [block.register_forward_hook(lambda *given: found.append(given[2])) for block in model.blocks]
+    block_outputs: list[torch.Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda _, args, output: block_outputs.append(output)) for block in model.blocks
+    ]
     logits = model(images)
     for handle in handles:
         handle.remove()
-    return logits, found
+    return logits, block_outputs
 
 
 @torch.no_grad()
@@ -113,20 +120,25 @@ class Training:
         self.file, self.record, self.test = folder / "twin.safetensors", folder / "twin.json", test
         self.teacher = timm.create_model("vit_tiny_patch16_224").eval().requires_grad_(False)
         self.teacher.load_state_dict(load_file(weights))
-        self.twin, self.done = started(weights).eval(), -1
+        self.twin, self.done = started(weights).eval(), -1  # -1: the layers are not fitted yet
         if self.record.is_file():
             self.twin.load_state_dict(load_file(self.file))
             self.done = json.loads(self.record.read_text())["steps"]
 
     def save(self, steps: int) -> None:
         save_file(self.twin.state_dict(), self.file)
-        found = {"steps": steps, "agreement": agreement(self.twin, self.teacher, self.test), "images": len(self.test)}
-        self.record.write_text(json.dumps({**found, "name": NAME, "arguments": ARGUMENTS}))
-        print(found, flush=True)
+        evaluation = {
+            "steps": steps,
+            "agreement": agreement(self.twin, self.teacher, self.test),
+            "images": len(self.test),
+        }
+        self.record.write_text(json.dumps({**evaluation, "name": NAME, "arguments": ARGUMENTS}))
+        print(evaluation, flush=True)
 
     def run(self, train: rx.data.ImageSet, steps: int) -> None:
         """Trains all weights to the teacher's logits and block outputs."""
         optimizer = torch.optim.AdamW(self.twin.parameters(), lr=RATE, weight_decay=0.0)
+        # AdamW's moments are not stored: after an interruption they start again, with another warm-up of 30 steps.
         generator = torch.Generator().manual_seed(self.done)
         batches: Iterator[rx.data.Batch] = iter(())
         for step in range(self.done, steps):
@@ -147,8 +159,9 @@ class Training:
     def loss(self, images: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             target, hidden = outputs(self.teacher, images)
-        logits, own = outputs(self.twin, images)
-        errors = [F.mse_loss(a, b) / b.square().mean() for a, b in zip(own, hidden, strict=True)]
+        logits, twin_hidden = outputs(self.twin, images)
+        # Relative to the energy of each block's output, so that all blocks count the same.
+        errors = [F.mse_loss(a, b) / b.square().mean() for a, b in zip(twin_hidden, hidden, strict=True)]
         divergence = F.kl_div(logits.log_softmax(-1), target.softmax(-1), reduction="batchmean")
         return divergence + HIDDEN * torch.stack(errors).mean()
 
@@ -159,18 +172,18 @@ def main() -> None:
     add_data(parser, "training images for the training, test images for the measurement")
     parser.add_argument("--out", type=Path, default=Path("runs/rotary_twin"))
     parser.add_argument("--steps", type=int, default=150)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.manual_seed(0)
-    teacher = rx.load("timm:vit_tiny_patch16_224", weights=given.weights)
-    splits = splits_argument(teacher, given)
+    teacher = rx.load("timm:vit_tiny_patch16_224", weights=arguments.weights)
+    splits = splits_argument(teacher, arguments)
     test = torch.cat([batch.images for batch in splits.test.batches(100)])
-    training = Training(given.out, given.weights, test)
+    training = Training(arguments.out, arguments.weights, test)
     if training.done < 0:
         images = torch.cat([batch.images for batch in splits.train.take(IMAGES).batches(IMAGES)])
         fit_layers_(training.twin, training.teacher, images)
         training.done = 0
         training.save(0)
-    training.run(splits.train, given.steps)
+    training.run(splits.train, arguments.steps)
 
 
 if __name__ == "__main__":

@@ -30,26 +30,30 @@ def main() -> None:
     )
     parser.add_argument("--calibration-images", type=int, default=512)
     parser.add_argument("--images", type=int, default=500)
-    given = parser.parse_args()
-    original = model_argument(given.model, "cpu", given.weights, given.trust).eval()
-    splits = splits_argument(original, given)
-    tested, test_labels = stacked(splits.test.take(min(given.images, len(splits.test))))
-    pool, labels = stacked(splits.train.take(min(2 * given.calibration_images, len(splits.train))))
+    arguments = parser.parse_args()
+    original = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
+    splits = splits_argument(original, arguments)
+    tested, test_labels = stacked(splits.test.take(min(arguments.images, len(splits.test))))
+    # Twice as many, of which each half of the classes has about half.
+    pool, labels = stacked(splits.train.take(min(2 * arguments.calibration_images, len(splits.train))))
+    # Of the classes with test images; a head may distinguish many more.
     classes = torch.tensor(sorted(set(test_labels.tolist())))
     first = classes[: len(classes) // 2]
     print(f"{len(tested)} images, halves {first.tolist()} and the others; torch {torch.__version__}")
     print("| prescription | KL, classes of the calibration | KL, other classes | other / own |")
     print("|---|---|---|---|")
     reference = outputs(original, tested)
-    for text in given.rules:
+    for text in arguments.rules:
         rules, _, steps = text.partition(" repair=")
+        # Filled half by half: every image gets both numbers from two models.
         own, others = np.empty(len(tested)), np.empty(len(tested))
         for of_half in (True, False):
-            chosen = torch.isin(labels, first) == of_half
-            images = pairs(pool[chosen][: given.calibration_images], labels[chosen])
+            in_half = torch.isin(labels, first) == of_half
+            images = pairs(pool[in_half][: arguments.calibration_images], labels[in_half])
             model = compressed(original, rules, images, int(steps or 0))
-            found, known = divergences(reference, outputs(model, tested)), torch.isin(test_labels, first) == of_half
-            own[known], others[~known] = found[known], found[~known]
+            divergence = divergences(reference, outputs(model, tested))
+            is_own = torch.isin(test_labels, first) == of_half
+            own[is_own], others[~is_own] = divergence[is_own], divergence[~is_own]
         print(f"| `{text}` | {row(own, others)} |", flush=True)
 
 
@@ -59,7 +63,7 @@ def stacked(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pairs(images: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns batches of a user's own, already normalized."""
+    """Returns batches as a user may pass them instead of a dataset, normalized."""
     return list(zip(images.split(32), labels[: len(images)].split(32), strict=True))
 
 
@@ -67,14 +71,16 @@ def compressed(
     original: nn.Module, rules: str, images: list[tuple[torch.Tensor, torch.Tensor]], steps: int
 ) -> nn.Module:
     prescription = rx.prescribe(rx.diagnose(original, images, moments=True, batch_size=32), rules)
+    # The diagnosis, the realization and the repair use the same images.
     if not steps:
         return rx.realize(original, prescription, calibration=images)
-    fits = [lambda found: rx.repair(found, original, images, Repair(steps)).model]
+    fits = [lambda smaller: rx.repair(smaller, original, images, Repair(steps)).model]
     return realize_fitted(original, prescription, fits, calibration=images)
 
 
 @torch.no_grad()
 def outputs(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    # float64: the divergence of nearly equal models is a small difference of logarithms.
     return torch.cat([model(part) for part in images.split(50)]).double().log_softmax(-1)
 
 

@@ -1,11 +1,11 @@
-"""The table of speeds in docs/results/speed.md: compressed models on the clock, beside the model as timm ships it.
+"""The table of speeds in docs/results/speed.md: latencies of compressed models relative to timm's own model.
 
     python benchmarks/speed_table.py --readme docs/results/speed.md    # make bench
     python benchmarks/speed_table.py --only vit_tiny --rounds 20
 
-Every method keeps so much that its MACs come to the same share of the original's; all take turns with the shipped
-model in one run. Cells that were measured before are read back from the folder, so a run that was stopped goes on.
-Weights are random: latency does not depend on them.
+Every method keeps so much that its MACs come to the same share of the original's; all take turns with timm's model in
+one run. Cells that were measured before are read back from the folder, so a run that was stopped goes on. Weights are
+random: latency does not depend on them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from attnrx.serialization.storage import read_json, write_text
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
 
 STAGES = "4,7,10"
-# Kernels read so many numbers at once; ranks in between take longer than the next multiple.
+# Kernels load this many numbers at once; ranks in between take longer than the next multiple.
 HEADS, MLP = "uniform_rank:{share},multiple=4", "uniform_rank:{share},multiple=16"
 OURS = {
     "ranks": f"qk={HEADS} vo={HEADS} fc1={MLP} fc2={MLP}",
@@ -50,7 +50,6 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Names its file."""
         return f"{self.model}-{self.runtime}"
 
 
@@ -69,8 +68,10 @@ def measure(part: Part, macs: float, rounds: int | None, folder: Path) -> dict[s
     path = folder / f"{part.name}-{macs:g}.json"
     if path.exists():
         return read_json(path)
+    # Any other runtime is a format of `attnrx export`, whose files are timed.
     torch_runs = part.runtime in ("eager", "compiled")
     form = None if torch_runs else rx.exporting.parse_format(part.runtime)
+    # On the CPU in float32, the defaults of the conditions.
     conditions = [Conditions(threads=count, compiled=part.runtime == "compiled") for count in part.threads]
     protocols = tuple(LatencyProtocol(each, rounds or part.rounds, warmup=1) for each in conditions)
     model = build_model(f"timm:{part.model}", seed=0)
@@ -78,17 +79,16 @@ def measure(part: Part, macs: float, rounds: int | None, folder: Path) -> dict[s
     rates = Rates(part.batches, protocols, macs=(macs,), runtime=form)
     partial = path.with_suffix(".partial.json")  # what `compare_speeds` saves after every batch size is not the whole
     compare_speeds(noise_bench(model), methods, rates, log, partial)
-    partial.rename(path)
+    partial.rename(path)  # only a complete part has its name
     return read_json(path)
 
 
-def log(told: str) -> None:
-    """Tells what is going on beside the table."""
-    print(told, file=sys.stderr, flush=True)
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def table(measured: dict[Part, dict[str, Any]]) -> str:
-    """Gives one line for every model, runtime, batch size and number of threads; a column for every method."""
+    """Returns one line for every model, runtime, batch size and number of threads; a column for every method."""
     names = ["attnrx", *OURS, *OTHERS]
     head = ["model", "runs in", "batch", "threads", "timm, ms", *("unchanged" if n == "attnrx" else n for n in names)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -96,9 +96,11 @@ def table(measured: dict[Part, dict[str, Any]]) -> str:
         cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
         for speed in record["speeds"]:
             latency = speed["latency"]
+            # A record lists the methods one after the other; a line has all of one batch size and number of threads.
             cells.setdefault((latency["threads"], latency["batch"]), {})[speed["method"]] = speed
-        for (threads, batch), found in cells.items():
-            library_model = next(iter(found.values()))["latency"]["reference"]["median"]
+        for (threads, batch), speeds in cells.items():
+            # All methods of a cell were timed beside the same runs of the reference.
+            library_model = next(iter(speeds.values()))["latency"]["reference"]["median"]
             row = [
                 part.model.partition("_patch")[0],
                 part.runtime,
@@ -106,7 +108,7 @@ def table(measured: dict[Part, dict[str, Any]]) -> str:
                 str(threads),
                 f"{1000 * library_model:.1f}",
             ]
-            lines.append("| " + " | ".join([*row, *(_cell(found.get(name)) for name in names)]) + " |")
+            lines.append("| " + " | ".join([*row, *(_cell(speeds.get(name)) for name in names)]) + " |")
     return "\n".join(lines)
 
 
@@ -117,8 +119,8 @@ def _cell(speed: dict[str, Any] | None) -> str:
     return f"{value:.2f}x [{low:.2f}, {high:.2f}], {100 * speed['of_ideal']:.0f} %"
 
 
-def told(measured: dict[Part, dict[str, Any]], macs: float) -> str:
-    """Says how the table was made."""
+def caption(measured: dict[Part, dict[str, Any]], macs: float) -> str:
+    """Returns the conditions of the table in words."""
     latency = next(iter(measured.values()))["speeds"][0]["latency"]
     kernels = sorted({speed["latency"]["candidate_kernel"] for each in measured.values() for speed in each["speeds"]})
     return (
@@ -129,7 +131,7 @@ def told(measured: dict[Part, dict[str, Any]], macs: float) -> str:
     )
 
 
-def into(readme: Path, text: str) -> None:
+def insert_table(readme: Path, text: str) -> None:
     """Writes the table between its marks."""
     before, start, rest = readme.read_text(encoding="utf-8").partition(START)
     _, end, after = rest.partition(END)
@@ -152,10 +154,10 @@ def main(words: Sequence[str] | None = None) -> None:
     if not parts:
         raise SystemExit(f"no part has {arguments.only!r} in its name: {', '.join(part.name for part in PARTS)}.")
     measured = {part: measure(part, arguments.macs, arguments.rounds, arguments.out) for part in parts}
-    text = f"{table(measured)}\n\n{told(measured, arguments.macs)}"
+    text = f"{table(measured)}\n\n{caption(measured, arguments.macs)}"
     print(text)
     if arguments.readme is not None:
-        into(arguments.readme, text)
+        insert_table(arguments.readme, text)
 
 
 if __name__ == "__main__":

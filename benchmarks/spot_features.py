@@ -27,13 +27,13 @@ from attnrx.tokens.spot import SpotPredictor
 Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def measured(predictor: SpotPredictor, state: TokenState, count: int) -> Measured:
+def measure(predictor: SpotPredictor, state: TokenState, count: int) -> Measured:
     """Returns, for every image: the shared patches and the deviations of token and attention features."""
     assert predictor.tokens is not None
     tokens = predictor.tokens(state.patches, state.there)
-    attention = predictor._features(state, slice(None))
-    given = (torch.cat([tokens, each], -1) for each in (attention, torch.zeros_like(attention)))
-    scores = [odds(predictor.scores(each)) for each in given]
+    attention = predictor._features(state, slice(None))  # of all images
+    inputs = (torch.cat([tokens, each], -1) for each in (attention, torch.zeros_like(attention)))
+    scores = [odds(predictor.scores(each)) for each in inputs]
     local = tokens[..., : tokens.shape[-1] - tokens.shape[-1] // 2]  # the others are means over the patches
     with_features, without = (
         torch.zeros_like(each, dtype=torch.bool).scatter(-1, each.topk(count).indices, True) for each in scores
@@ -43,14 +43,14 @@ def measured(predictor: SpotPredictor, state: TokenState, count: int) -> Measure
 
 
 def watch(
-    rows: list[Measured], count: int, predictor: nn.Module, given: tuple[TokenState], scores: torch.Tensor
+    rows: list[Measured], count: int, predictor: nn.Module, args: tuple[TokenState], scores: torch.Tensor
 ) -> None:
     """Measures one decision of a predictor."""
     assert isinstance(predictor, SpotPredictor)
-    rows.append(measured(predictor, given[0], count))
+    rows.append(measure(predictor, args[0], count))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser, "a model with all its tokens")
@@ -58,24 +58,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--policy", default="spot:0.7@4,7,10")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    options = parser.parse_args(arguments)
-    original = model_argument(options.model, "cpu", options.weights, options.trust).eval()
+    arguments = parser.parse_args(words)
+    original = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
     family = family_of(original)
-    test = splits_argument(original, options).test
-    images = next(iter(test.take(options.images).batches(options.images))).images
-    found: dict[int, list[Measured]] = {}
-    for seed in options.seeds:
+    test = splits_argument(original, arguments).test
+    images = next(iter(test.take(arguments.images).batches(arguments.images))).images
+    rows_of_stages: dict[int, list[Measured]] = {}
+    for seed in arguments.seeds:
+        # Attention and tokens are those of the pre-trained model; only the predictors are new.
         model = copy.deepcopy(original)
-        prescribed = TokenPrescription.of(parse_policy(options.policy), seed=seed)
+        # `realize_tokens_` draws the predictors from this seed.
+        prescribed = TokenPrescription.of(parse_policy(arguments.policy), seed=seed)
         realize_tokens_(model, family, prescribed, "compress", reduction_heads(original))
         reduction = reduction_of(model)
         assert reduction is not None
         counts = reduction.policy.counts(reduction.shape.layout.patches)
         for stage, predictor in enumerate(reduction.stages):
-            predictor.register_forward_hook(partial(watch, found.setdefault(stage, []), counts[stage]))
+            predictor.register_forward_hook(partial(watch, rows_of_stages.setdefault(stage, []), counts[stage]))
         with torch.no_grad():
             model(images)
-    for stage, rows in found.items():
+    for stage, rows in rows_of_stages.items():
+        # The mean over the seeds first, so that the interval is over images.
         shared, tokens, attention = (torch.stack(each).mean(0) for each in zip(*rows, strict=True))
         each = ", ".join(f"{float(row[0].mean()):.4f}" for row in rows)
         estimate = mean_estimate(shared.double(), seed=0)

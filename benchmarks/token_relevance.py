@@ -2,10 +2,10 @@
 
     python benchmarks/token_relevance.py timm:vit_tiny_patch16_224 --data imagenette --images 200 --out relevance.json
 
-Runs a model from which no token leaves, and copies of it from which they leave by several reducers. Told are, as means
-over images with 95 % bootstrap intervals: how well the relevance by two layers agrees, how far the reducers keep the
-same patches, and what Gaussian noise on the image does to the relevance of one layer and to its mean over all layers
-so far. A predictor that was trained is compared with --also NAME=FOLDER, a saved model with the same stages.
+Runs a model with all its tokens, and copies of it with several token reducers. The results are means over images with
+95 % bootstrap intervals: how well the relevance by two layers agrees, which share of the patches two reducers both
+keep, and what Gaussian noise on the image does to the relevance of one layer and to its mean over all layers so far. A
+trained predictor is compared with --also NAME=FOLDER, a saved model with the same stages.
 """
 
 import argparse
@@ -69,6 +69,7 @@ def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor
     Both are unbiased: the contribution of the noise to the variance of the mean over the draws is subtracted. Infinite
     if no difference between patches remains.
     """
+    # The variance of a mean of n draws is that of one, divided by n.
     noise = noise_variance(draws)
     spread = draws.mean(0).var(-1) - noise / len(draws)
     return torch.where(spread > 0, noise / spread, torch.inf)
@@ -84,6 +85,7 @@ def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Fl
 
     Section 8 assumes that it is near zero off the diagonal.
     """
+    # Centred for each image, layer and patch: only what differs between the draws is noise.
     deviations = (draws - draws.mean(0)).permute(1, 2, 0, 3).flatten(2)
     products = deviations @ deviations.mT
     own = products.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -108,6 +110,7 @@ def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dic
 def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patches"]:
     """Returns the ranks in ascending order; equal values share the mean of theirs."""
     ordered = values.contiguous().sort(-1).values
+    # The mean of the first and the last index of equal values.
     low = torch.searchsorted(ordered, values.contiguous(), right=False)
     high = torch.searchsorted(ordered, values.contiguous(), right=True)
     return (low + high - 1).double() / 2
@@ -117,44 +120,48 @@ def agreement_of_layers(relevance: Relevance, policy: TokenPolicy, seed: int) ->
     """Compares every two layers by their ranks, and what a stage keeps with what later layers would have kept."""
     for source, maps in relevance.items():
         depth = maps.shape[1]
+        # [images] for each pair of layers; pairs of one distance are averaged image by image.
         every = {pair: rank_correlation(maps[:, pair[0]], maps[:, pair[1]]) for pair in combinations(range(depth), 2)}
-        for apart in range(1, depth):
-            found = torch.stack([value for (low, high), value in every.items() if high - low == apart]).mean(0)
-            yield {"source": source, "what": "rank correlation", "layers apart": apart, **told(found, seed)}
+        for distance in range(1, depth):
+            correlation = torch.stack([value for (low, high), value in every.items() if high - low == distance]).mean(0)
+            row = {"source": source, "what": "rank correlation", "layers apart": distance}
+            yield {**row, **summary(correlation, seed)}
         yield from foresight(source, maps, policy, seed)
 
 
 def foresight(source: str, maps: torch.Tensor, policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Says how many of the patches that a stage keeps are those of the mean over all layers after it."""
+    """Compares the patches that a stage keeps with those that the mean over all later layers would keep."""
     counts, mean = policy.counts(maps.shape[2]), running_mean(maps)
     for layer, count in zip(policy.layers, counts, strict=True):
+        # By the layers after the stage, whose relevance a reducer at this stage has to predict.
         later = kept(maps[:, layer - 1 :].mean(1), count)
         for name, state in {"one layer": maps, "mean over layers": mean}.items():
-            found = overlap(kept(state[:, layer - 2], count), later)
+            shared = overlap(kept(state[:, layer - 2], count), later)
             chance = count / maps.shape[2]
             row = {"source": source, "what": "kept by later layers too", "before layer": layer, "by": name}
-            yield {**row, "chance": chance, **told(found, seed)}
+            yield {**row, "chance": chance, **summary(shared, seed)}
 
 
 def agreement_of_methods(sets: Mapping[str, torch.Tensor], policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Compares the patches that every two reducers leave, stage by stage."""
+    """Compares the patches that every two reducers keep, stage by stage."""
     for first, second in combinations(sets, 2):
         for stage, layer in enumerate(policy.layers):
-            found = overlap(sets[first][:, stage], sets[second][:, stage])
+            shared = overlap(sets[first][:, stage], sets[second][:, stage])
+            # `overlap` divides by the smaller set: a random patch of it is in the larger one with that set's share.
             chance = torch.maximum(*(sets[name][:, stage].double().mean() for name in (first, second)))
-            yield {"methods": [first, second], "before layer": layer, "chance": float(chance), **told(found, seed)}
+            yield {"methods": [first, second], "before layer": layer, "chance": float(chance), **summary(shared, seed)}
 
 
 def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: TokenPolicy, seed: int) -> Iterator[Row]:
-    """Says what noise does to one layer and to the mean over layers 1..l, at every layer that a stage decides by."""
+    """Compares the effect of noise on one layer and on the mean over layers 1..l, for the layer before each stage."""
     for source, draws in noisy.items():
         averaged, shares = running_mean(draws), averaging_shares(draws)
         of_draws, of_layers = noise_to_spread(draws), noise_to_spread(averaged)
         correlation = noise_correlation(draws)
         for layer, count in zip(policy.layers, policy.counts(draws.shape[-1]), strict=True):
-            at = layer - 2
-            pairs = correlation[:, : at + 1, : at + 1]
-            steady = {
+            at = layer - 2  # the index of the layer before the stage; layers count from 1
+            pairs = correlation[:, : at + 1, : at + 1]  # of the layers in the mean
+            kept_again = {
                 name: overlap(kept(before[:, at], count).expand(len(after), -1, -1), kept(after[:, :, at], count)).mean(
                     0
                 )
@@ -163,86 +170,89 @@ def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: Token
                     ("mean over layers", running_mean(clean[source]), averaged),
                 )
             }
-            found = {
+            quantities = {
                 "noise / spread, one layer": of_draws[:, at],
                 "noise / spread, mean over layers": of_layers[:, at],
                 "log ratio of the two": (of_layers[:, at] / of_draws[:, at]).log(),
                 **{f"noise left, {name}": share[:, at] for name, share in shares.items()},
-                "kept again, one layer": steady["one layer"],
-                "kept again, mean over layers": steady["mean over layers"],
-                "kept again, gain": steady["mean over layers"] - steady["one layer"],
-                **({"noise correlation": off_diagonal(pairs)} if at else {}),
+                "kept again, one layer": kept_again["one layer"],
+                "kept again, mean over layers": kept_again["mean over layers"],
+                "kept again, gain": kept_again["mean over layers"] - kept_again["one layer"],
+                **({"noise correlation": off_diagonal(pairs)} if at else {}),  # the first layer has no pair
             }
-            for what, value in found.items():
-                yield {"source": source, "before layer": layer, "what": what, **told(value, seed)}
+            for what, value in quantities.items():
+                yield {"source": source, "before layer": layer, "what": what, **summary(value, seed)}
 
 
 def off_diagonal(correlation: torch.Tensor) -> torch.Tensor:
-    """Gives the mean over pairs of different layers."""
+    """Returns the mean over pairs of different layers."""
     layers = correlation.shape[-1]
-    return (correlation.sum((-2, -1)) - layers) / (layers * (layers - 1))
+    return (correlation.sum((-2, -1)) - layers) / (layers * (layers - 1))  # the diagonal is 1 everywhere
 
 
-def told(values: torch.Tensor, seed: int) -> dict[str, float | int]:
-    """Gives the mean over images with its interval; images in which noise leaves nothing to tell are counted apart."""
-    known = values[values.isfinite()]
-    found = mean_estimate(known, seed) if len(known) else Estimate(*[float("nan")] * 3)
-    return {**asdict(found), "n": len(known)}
+def summary(values: torch.Tensor, seed: int) -> dict[str, float | int]:
+    """Returns the mean over images with its interval; `n` counts the images with a finite value."""
+    # `noise_to_spread` is infinite where noise leaves no difference between patches.
+    finite = values[values.isfinite()]
+    estimate = mean_estimate(finite, seed) if len(finite) else Estimate(*[float("nan")] * 3)
+    return {**asdict(estimate), "n": len(finite)}
 
 
-def noisy_relevance(model: nn.Module, data: ImageSet, requested: argparse.Namespace, size: float) -> Relevance:
-    """Gives the relevance under every draw of noise, [draws, images, layers, patches] by source."""
-    found: dict[str, list[torch.Tensor]] = {}
+def noisy_relevance(model: nn.Module, data: ImageSet, arguments: argparse.Namespace, size: float) -> Relevance:
+    """Returns the relevance under every draw of noise, [draws, images, layers, patches] by source."""
+    relevance: dict[str, list[torch.Tensor]] = {}
     first = 0
-    for batch in data.batches(requested.batch_size):
+    for batch in data.batches(arguments.batch_size):
         draws: dict[str, list[torch.Tensor]] = {}
-        for draw in range(requested.draws):
-            noise = noise_like(batch.images, first, requested.seed + draw)
+        for draw in range(arguments.draws):
+            # By the index of the image, so that the noise does not depend on the batch size.
+            noise = noise_like(batch.images, first, arguments.seed + draw)
             for source, maps in token_relevance(model, batch.images + size * noise).items():
                 draws.setdefault(source, []).append(maps)
         for source, each in draws.items():
-            found.setdefault(source, []).append(torch.stack(each))
+            relevance.setdefault(source, []).append(torch.stack(each))
         first += len(batch)
-    return {source: torch.cat(parts, dim=1) for source, parts in found.items()}
+    return {source: torch.cat(parts, dim=1) for source, parts in relevance.items()}
 
 
-def clean_relevance(model: nn.Module, data: ImageSet, requested: argparse.Namespace) -> Relevance:
-    """Gives the relevance of the images as they are."""
-    batches = [token_relevance(model, batch.images) for batch in data.batches(requested.batch_size)]
-    return {source: torch.cat([found[source] for found in batches]) for source in batches[0]}
+def clean_relevance(model: nn.Module, data: ImageSet, arguments: argparse.Namespace) -> Relevance:
+    """Returns the relevance of the images without noise."""
+    batches = [token_relevance(model, batch.images) for batch in data.batches(arguments.batch_size)]
+    return {source: torch.cat([maps[source] for maps in batches]) for source in batches[0]}
 
 
-def reducing(model: nn.Module, policy: TokenPolicy, requested: argparse.Namespace) -> dict[str, nn.Module]:
-    """Gives a copy of the model for every reducer, and the trained models beside them."""
+def reducing(model: nn.Module, policy: TokenPolicy, arguments: argparse.Namespace) -> dict[str, nn.Module]:
+    """Returns a copy of the model for every reducer, and the trained models."""
     layout = family_of(model).token_layout(model)
-    found: dict[str, nn.Module] = {}
-    for name in requested.reducers:
+    models: dict[str, nn.Module] = {}
+    for name in arguments.reducers:
         reducer = REDUCERS[name]()
         if reducer.learned:
             raise InvalidInput(f"{name} has a predictor that must be trained; give it with --also {name}=FOLDER.")
+        # Without a class token, reducers by its attention are left out.
         if "class_attention" not in reducer.needs or layout.class_token:
-            found[name] = copy.deepcopy(model)
-            attach_tokens_(found[name], family_of(model), TokenPolicy(reducer, policy.layers, policy.keep))
-    for text in requested.also:
+            models[name] = copy.deepcopy(model)
+            attach_tokens_(models[name], family_of(model), TokenPolicy(reducer, policy.layers, policy.keep))
+    for text in arguments.also:
         name, _, folder = text.partition("=")
-        found[name] = rx.load(folder).to(requested.device).eval()
-        reduction = reduction_of(found[name])
+        models[name] = rx.load(folder).to(arguments.device).eval()  # it has a token policy of its own
+        reduction = reduction_of(models[name])
         if reduction is None or (reduction.policy.layers, reduction.policy.keep) != (policy.layers, policy.keep):
-            raise InvalidInput(f"--also {text}: its stages are not {requested.stages}; give --stages that all share.")
-    return found
+            raise InvalidInput(f"--also {text}: its stages are not {arguments.stages}; give --stages that all share.")
+    return models
 
 
 def kept_sets(
-    models: Mapping[str, nn.Module], data: ImageSet, requested: argparse.Namespace
+    models: Mapping[str, nn.Module], data: ImageSet, arguments: argparse.Namespace
 ) -> dict[str, torch.Tensor]:
-    """Gives the patches that every model leaves."""
+    """Returns the patches that every model keeps after each stage."""
     return {
-        name: torch.cat([patches_left(model, batch.images) for batch in data.batches(requested.batch_size)])
+        name: torch.cat([patches_left(model, batch.images) for batch in data.batches(arguments.batch_size)])
         for name, model in models.items()
     }
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser, "a model without token reduction")
@@ -260,22 +270,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; all that torch takes if not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the results")
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
 
 
-def measure(model: nn.Module, data: ImageSet, requested: argparse.Namespace) -> dict[str, list[Row]]:
+def measure(model: nn.Module, data: ImageSet, arguments: argparse.Namespace) -> dict[str, list[Row]]:
     """Makes the three tables."""
-    policy = parse_policy(f"random:{requested.stages}")
+    policy = parse_policy(f"random:{arguments.stages}")  # for its stages; any reducer would do
     policy.require(family_of(model).token_layout(model), len(family_of(model).attention(model)))
-    models = reducing(model, policy, requested)
-    clean = clean_relevance(model, data, requested)
-    found = {"layers": list(agreement_of_layers(clean, policy, requested.seed))}
-    found["methods"] = list(agreement_of_methods(kept_sets(models, data, requested), policy, requested.seed))
-    found["noise"] = []
-    for size in requested.noise:
-        noisy = noisy_relevance(model, data, requested, size)
-        found["noise"] += [{"noise": size, **row} for row in stability(clean, noisy, policy, requested.seed)]
-    return found
+    models = reducing(model, policy, arguments)
+    clean = clean_relevance(model, data, arguments)
+    tables = {"layers": list(agreement_of_layers(clean, policy, arguments.seed))}
+    tables["methods"] = list(agreement_of_methods(kept_sets(models, data, arguments), policy, arguments.seed))
+    tables["noise"] = []
+    for size in arguments.noise:
+        noisy = noisy_relevance(model, data, arguments, size)
+        tables["noise"] += [{"noise": size, **row} for row in stability(clean, noisy, policy, arguments.seed)]
+    return tables
 
 
 def line(row: Row) -> str:
@@ -285,32 +295,32 @@ def line(row: Row) -> str:
     return f"{row.get('what', 'kept by both')}: {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}] ({words})"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    requested = parse(arguments)
-    torch.set_num_threads(requested.threads or torch.get_num_threads())
+    arguments = parse(words)
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
     try:
-        model = model_argument(requested.model, requested.device, requested.weights, requested.trust).eval()
-        test = splits_argument(model, requested).test
-        data = test.take(min(requested.images, len(test)))
-        found = measure(model, data, requested)
+        model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust).eval()
+        test = splits_argument(model, arguments).test
+        data = test.take(min(arguments.images, len(test)))
+        tables = measure(model, data, arguments)
     except AttnrxError as error:
         sys.exit(str(error))
-    for rows in found.values():
+    for rows in tables.values():
         print(*(line(row) for row in rows), sep="\n")
     about = {
         "model": model_fingerprint(model),
         "data": data.fingerprint,
         "images": len(data),
-        "stages": requested.stages,
-        "draws": requested.draws,
-        "seed": requested.seed,
-        "hardware": device_name(requested.device),
+        "stages": arguments.stages,
+        "draws": arguments.draws,
+        "seed": arguments.seed,
+        "hardware": device_name(arguments.device),
         "torch": torch.__version__,
     }
     print(", ".join(f"{name}: {fact}" for name, fact in about.items()))
-    if requested.out:
-        print(f"written to {write_json(requested.out, {'benchmark': 'token relevance', **about, **found})}")
+    if arguments.out:
+        print(f"written to {write_json(arguments.out, {'benchmark': 'token relevance', **about, **tables})}")
     return 0
 
 

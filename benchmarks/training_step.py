@@ -52,16 +52,19 @@ class Result:
 
 
 def training_step(form: str, setting: Setting) -> Callable[[], None]:
-    """Gives a function that makes one step of a freshly initialized model on one fixed batch."""
+    """Returns a function that makes one step of a freshly initialized model on one fixed batch."""
     config, device = named_config(form, setting.scenario), setting.device
     model = initialize_(VisionTransformer(config), seed=0).to(device).train()
+    # One batch on the device: reading and moving data is not a part of the step.
     images = torch.randn(setting.batch, config.channels, config.image_size, config.image_size, device=device)
     labels = torch.randint(config.classes, (setting.batch,), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    # fullgraph: a part that falls back to eager must fail instead of being timed as compiled.
     run = torch.compile(model, fullgraph=True, dynamic=False) if setting.mode == "compiled" else model
 
     def step() -> None:
         half = setting.precision == "bfloat16"
+        # Weights and optimizer stay in float32, as in mixed-precision training.
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=half):
             loss = F.cross_entropy(run(images), labels)
         optimizer.zero_grad()
@@ -73,14 +76,15 @@ def training_step(form: str, setting: Setting) -> Callable[[], None]:
 
 def measure(setting: Setting) -> Result:
     """Times both forms in turn."""
-    torch.compiler.reset()
+    torch.compiler.reset()  # else earlier settings use up the limit of recompilations
     steps = {form: training_step(form, setting) for form in ("svda", "dense")}
+    # The warm-up includes the compilation.
     seconds = interleave(steps, rounds=setting.rounds, warmup=3, clock=setting.clock)
     svda, dense = seconds["svda"], seconds["dense"]
     return Result(setting, Timing.of(svda), Timing.of(dense), Ratio.of(svda, dense))
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,36 +97,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; all that torch takes if not given")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the results")
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    requested = parse(arguments)
-    torch.set_num_threads(requested.threads or torch.get_num_threads())
-    about = {"hardware": device_name(requested.device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    arguments = parse(words)
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
+    about = {"hardware": device_name(arguments.device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     print(", ".join(f"{name}: {fact}" for name, fact in about.items()))
     print(f"{'precision':<10}{'mode':<9}{'batch':>6}{'dense ms':>11}{'svda ms':>10}{'svda / dense (95 %)':>22}")
     results = []
-    for precision in requested.precisions:
-        for mode in requested.modes:
-            results.append(
-                measure(
-                    Setting(
-                        requested.scenario,
-                        requested.batch,
-                        precision,
-                        mode,
-                        requested.device,
-                        requested.rounds,
-                        requested.clock,
-                    )
-                )
-            )
+    for precision in arguments.precisions:
+        for mode in arguments.modes:
+            about_run = (arguments.device, arguments.rounds, arguments.clock)
+            results.append(measure(Setting(arguments.scenario, arguments.batch, precision, mode, *about_run)))
             print(results[-1], flush=True)
-    if requested.out:
+    if arguments.out:
         record = {"benchmark": "training step", **about, "results": [asdict(result) for result in results]}
-        print(f"written to {write_json(requested.out, record)}")
+        print(f"written to {write_json(arguments.out, record)}")
     return 0
 
 

@@ -9,7 +9,7 @@ r"""The latency of one layer of attention: fused, unfused and in the C++ kernel,
 dimensions per head are `--values`.
 
 All take turns in one run; `fused` pads heads to one width, `unfused` and `native` run every head at its own. With
-`--sizes` tokens count as often as their size says, as merged ones do. Weights are random: times do not depend on them.
+`--sizes` attention weights every token by its size, as after merging. Weights are random: times do not depend on them.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from attnrx.spec import AttentionSpec
 
 
 class PaddedSized(AttentionCapture):
-    """PyTorch's fused kernel over tokens of different sizes, whatever would be faster."""
+    """PyTorch's fused kernel over tokens of different sizes, also where another backend is faster."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Gives itself."""
+        # The class itself may select a faster backend, which is timed here on its own.
         return self
 
     def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
-        """Adds the logarithm of the sizes to the scores."""
+        # exp(score + log size) = size * exp(score): a token of size s counts as s tokens.
         (query, key), sizes = factors.folded(), self.sizes()
         assert sizes is not None
         added = sizes.log()[:, None, None]
@@ -75,41 +75,44 @@ def main() -> None:
     specs = {text: _compressed(spec, text) for text in arguments.ranks}
     for count in arguments.tokens:
         tokens = torch.randn(arguments.batch, count, spec.width, generator=torch.Generator().manual_seed(0))
+        # Merged tokens of one to three patches.
         sizes = torch.randint(1, 4, tokens.shape[:2], generator=torch.Generator().manual_seed(0)).float()
         backends: dict[str, Backend] = {
-            "fused": PaddedSized(lambda sizes=sizes: sizes, _see, ()) if arguments.sizes else Fused(),
+            "fused": PaddedSized(lambda sizes=sizes: sizes, _ignore, ()) if arguments.sizes else Fused(),
             "unfused": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
             "native": Native((lambda sizes=sizes: sizes) if arguments.sizes else None),
         }
         pairs = {f"{text} {name}": (text, backend) for text in specs for name, backend in backends.items()}
         with torch.inference_mode(), conditions.held():
             layers = {name: Attention(specs[text], backend).eval() for name, (text, backend) in pairs.items()}
+            # `partial(layer, tokens)` runs the whole layer.
             make = _without_projections if arguments.alone else partial
             runs = {name: make(layer, tokens) for name, layer in layers.items()}
             seconds = interleave(runs, rounds=arguments.rounds, warmup=3, clock="wall")
-        first = next(iter(seconds.values()))
-        for name, own in seconds.items():
-            low, middle, high = (own / first).quantile(torch.tensor([0.25, 0.5, 0.75], dtype=own.dtype)).tolist()
-            print(f"{count} tokens, {name}: {1e3 * float(own.median()):.2f} ms, {middle:.3f} [{low:.3f}, {high:.3f}]")
+        first = next(iter(seconds.values()))  # the original in the fused kernel
+        for name, times in seconds.items():
+            low, middle, high = (times / first).quantile(torch.tensor([0.25, 0.5, 0.75], dtype=times.dtype)).tolist()
+            print(f"{count} tokens, {name}: {1e3 * float(times.median()):.2f} ms, {middle:.3f} [{low:.3f}, {high:.3f}]")
 
 
 def _compressed(spec: AttentionSpec, text: str) -> AttentionSpec:
-    form, _, ranks = text.rpartition(":")
-    own = tuple(map(int, ranks.split(",")))
+    form, _, ranks = text.rpartition(":")  # no form: heads with directions of their own
+    head_ranks = tuple(map(int, ranks.split(",")))
     if not form:
-        return replace(spec, ranks=own)
-    return spec.with_shared_directions(sum(own), own if form == "mixed" else None)
+        return replace(spec, ranks=head_ranks)
+    return spec.with_shared_directions(sum(head_ranks), head_ranks if form == "mixed" else None)
 
 
 def _without_projections(layer: Attention, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
     plan = layer.plan(tokens)
+    # Queries, keys and values are projected once, outside of what is timed.
     value = in_buckets(layer.value.padded(tokens, plan.reads), plan.widths, plan.buckets)
     values = [part.transpose(1, 2) for part in value]
     return partial(plan.backend, plan.buckets, layer.factors(tokens, plan.buckets), values)
 
 
-def _see(shown: object) -> None:
-    """Nobody wishes to see anything."""
+def _ignore(captured: object) -> None:
+    """Ignores the captured attention, of which none is requested."""
 
 
 if __name__ == "__main__":

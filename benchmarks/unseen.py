@@ -37,21 +37,21 @@ def main() -> None:
     add_data(parser, "the data that `attnrx shrink` was given")
     option(parser, "--effort", tuple(EFFORTS), "the largest of the candidates", "thorough")
     parser.add_argument("--images", type=int, default=2000, help="the largest number of images")
-    given = parser.parse_args()
-    original = model_argument(given.model, "cpu", given.weights, given.trust).eval()
-    splits = splits_argument(original, given)
-    unseen = {"training images": unseen_training_images(splits, given.effort)}
-    if given.test_column is not None:
-        everything = splits_argument(original, argparse.Namespace(**{**vars(given), "test_column": None}))
-        kind = f"test images that {given.test_column} does not select"
+    arguments = parser.parse_args()
+    original = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
+    splits = splits_argument(original, arguments)
+    unseen = {"training images": unseen_training_images(splits, arguments.effort)}
+    if arguments.test_column is not None:
+        everything = splits_argument(original, argparse.Namespace(**{**vars(arguments), "test_column": None}))
+        kind = f"test images that {arguments.test_column} does not select"
         unseen[kind] = unselected_test_images(splits.test, everything.test)
-    images = first_images(unseen, given.images)
+    images = first_images(unseen, arguments.images)
     if not images:
-        sys.exit(f"no image of {given.data} is unseen at --effort {given.effort}.")
+        sys.exit(f"no image of {arguments.data} is unseen at --effort {arguments.effort}.")
     counts = " and ".join(f"{len(each)} {kind}" for kind, each in images.items())
     print(f"{counts}; torch {torch.__version__}")
     print("| candidate | top-1, change in points | agreement, % | KL (nats) |\n|---|---|---|---|")
-    models = {"original": original, **{name: rx.load(name).eval() for name in given.candidates}}
+    models = {"original": original, **{name: rx.load(name).eval() for name in arguments.candidates}}
     answers: dict[str, list[torch.Tensor]] = {name: [] for name in models}
     labels = []
     for batch in chain.from_iterable(each.batches(50) for each in images.values()):
@@ -59,25 +59,27 @@ def main() -> None:
         with torch.no_grad():
             for name, model in models.items():
                 answers[name].append(model(batch.images).double().log_softmax(-1))
-    known, logits = torch.cat(labels), {name: torch.cat(parts) for name, parts in answers.items()}
+    true_classes, logits = torch.cat(labels), {name: torch.cat(parts) for name, parts in answers.items()}
     reference = logits.pop("original")
-    right, chosen = (reference.argmax(-1) == known).double(), reference.argmax(-1)
+    reference_classes = reference.argmax(-1)
+    right = (reference_classes == true_classes).double()
     print(f"| original | {100 * right.mean():.1f} | 100 | 0 |")
-    for name, found in logits.items():
-        own = (found.argmax(-1) == known).double()
-        change = mean_estimate(own - right, seed=0).scaled(100)
-        same = 100 * (found.argmax(-1) == chosen).double().mean()
-        kl = mean_estimate((reference.exp() * (reference - found)).sum(-1), seed=0)
-        top1 = f"{100 * own.mean():.1f} ({change.value:.1f} [{change.low:.1f}, {change.high:.1f}])"
+    for name, candidate in logits.items():
+        candidate_right = (candidate.argmax(-1) == true_classes).double()
+        change = mean_estimate(candidate_right - right, seed=0).scaled(100)  # paired
+        same = 100 * (candidate.argmax(-1) == reference_classes).double().mean()
+        kl = mean_estimate((reference.exp() * (reference - candidate)).sum(-1), seed=0)
+        top1 = f"{100 * candidate_right.mean():.1f} ({change.value:.1f} [{change.low:.1f}, {change.high:.1f}])"
         print(f"| {name} | {top1} | {same:.1f} | {kl.value:.3f} [{kl.low:.3f}, {kl.high:.3f}] |")
 
 
 def unseen_training_images(splits: rx.data.Splits, effort: str) -> ImageSet:
     """Returns the training images that a call of `shrink` at this effort does not look at."""
     preset = effort_of(effort)
+    # Divided as by `shrink`, which takes its images from both parts by `ImageSet.take`.
     planned, others, _ = three_parts(splits)
     num_used = max(preset.images, preset.repair_images, DIAGNOSED)
-    rows, seen = stored(planned).rows, first_rows(planned, num_used)
+    rows, seen = stored(planned).rows, first_rows(planned, num_used)  # the smaller sets are parts of the largest
     # A validation split of its own has other row numbers, and is omitted.
     if stored(others).store is stored(planned).store:
         rows = torch.cat([rows, stored(others).rows]).unique()
@@ -93,10 +95,10 @@ def unselected_test_images(selected: ImageSet, everything: ImageSet) -> ImageSet
 
 
 def stored(images: ImageSet) -> RowImages:
-    found = own_labels(images)
-    if not isinstance(found, RowImages):
+    rows = own_labels(images)
+    if not isinstance(rows, RowImages):
         raise InvalidInput("--data is in shards, whose images have no row numbers; give parquet or a folder.")
-    return found
+    return rows
 
 
 def first_rows(images: ImageSet, count: int) -> torch.Tensor:
@@ -106,6 +108,7 @@ def first_rows(images: ImageSet, count: int) -> torch.Tensor:
 def file_rows(images: ImageSet) -> torch.Tensor:
     """Returns the row in the file for every image."""
     store = stored(images).store
+    # Stores on the disk list the rows of the file; those in memory have them beside pixels and labels.
     sources = store.sources if isinstance(store, StoredImages) else store.on(torch.device("cpu"))[2]
     return sources[stored(images).rows]
 
@@ -119,12 +122,12 @@ def with_rows(images: ImageSet, rows: torch.Tensor) -> ImageSet:
 
 def first_images(sets: Mapping[str, ImageSet], most: int) -> dict[str, ImageSet]:
     """Takes at most so many images, from the first set first; sets of which nothing is taken are omitted."""
-    found, remaining = {}, most
+    selected, remaining = {}, most
     for kind, images in sets.items():
         if count := min(remaining, len(images)):
-            found[kind] = images.take(count)
+            selected[kind] = images.take(count)
             remaining -= count
-    return found
+    return selected
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from attnrx.planning.target import DROP, Target, target_of
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.realization.conversion import to_svda
+from attnrx.realization.distillation import distill
 from attnrx.realization.elastic import Elastic, is_elastic
 from attnrx.realization.refinement import refine
 from attnrx.realization.repair import repair
@@ -50,6 +51,7 @@ __all__ = [
     "adapt_preprocessing",
     "control_prescriptions",
     "diagnose",
+    "distill",
     "export",
     "load",
     "measure_divergence",

@@ -638,7 +638,7 @@ REALIZED = Record(
         "refine": Integer(0, 10**6),
         "calibration_images": Integer(1),
     },
-    {"repair": Integer(0, 10**6), "classes": Items(Integer(0, 2**31 - 1))},
+    {"repair": Integer(0, 10**6), "distill": Integer(0, 10**6), "classes": Items(Integer(0, 2**31 - 1))},
 )
 
 # Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.

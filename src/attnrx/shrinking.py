@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.api import adapt_preprocessing, diagnose, export, load, realize, repair, save, verify
+from attnrx.api import adapt_preprocessing, diagnose, distill, export, load, realize, repair, save, verify
 from attnrx.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
-from attnrx.checks.outputs import output_kind_of
 from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
@@ -19,6 +18,7 @@ from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, Ta
 from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names, parse_format
 from attnrx.model_data import splits_for
+from attnrx.model_outputs import output_kind_of
 from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
 from attnrx.planning.effort import effort_of
@@ -27,6 +27,7 @@ from attnrx.planning.target import DROP, target_of
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.progress import Log, no_log
 from attnrx.realization import calibrated, realize_fitted
+from attnrx.realization.distillation import HELD_OUT, Distill
 from attnrx.realization.elastic import ORIGINAL, Elastic, Size
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
@@ -350,6 +351,11 @@ class _Work:
         chosen = _by_image(found.promising) if self.by_image else found.promising
         # Ranks, repair, then tokens: the thresholds by image are known only afterwards, and are recorded.
         slim, how = _repaired(self.original, chosen, self.fitted, Repair(preset.repair_steps, seed=self.seed), log)
+        # Last, because only this fit takes a model that prunes or merges tokens.
+        if preset.distill_epochs and len(self.fitted) >= 2 * HELD_OUT:
+            fit = distill(slim, self.original, self.fitted, Distill(preset.distill_epochs, seed=self.seed))
+            log(f"distilled: {fit.before:.4f} to {fit.after:.4f} on images that it was not fitted to")
+            slim, how = fit.model, {**how, "distill": preset.distill_epochs}
         prescription = calibrated(
             replace(chosen, about={**chosen.about, "realized": {**how, **self.fitted_classes}}), slim
         )

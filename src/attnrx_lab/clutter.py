@@ -33,9 +33,10 @@ class Oracle(Random):
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns a number in [0, 1) for every patch, plus 1 for those of the digit."""
-        chance, known = super().relevance(state, predictor), _objects_by_key()
+        chance, objects_of = super().relevance(state, predictor), _objects_by_key()
         assert state.image_keys is not None
-        objects = [known.get(key & LOWER_BITS) for key in state.image_keys.tolist()]
+        objects = [objects_of.get(key & LOWER_BITS) for key in state.image_keys.tolist()]
+        # Random scores are below 1, so every patch of the digit comes before all others.
         added = [
             torch.zeros_like(one) if of_image is None else of_image.to(indices.device)[indices].to(one.dtype)
             for one, of_image, indices in zip(chance, objects, state.patch_indices, strict=True)
@@ -43,19 +44,20 @@ class Oracle(Random):
         return chance + torch.stack(added)
 
 
+# On import, because the text of a policy names its reducer: `oracle:0.5@2,3,4`.
 register_reducer("oracle", Oracle)
 
 
 @cache
 def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
     """Returns the digit's patches of every image of the testbed, by the image's key."""
-    splits, found = load_data(CLUTTERED), {}
+    splits, objects_of = load_data(CLUTTERED), {}
     for split in PLACEMENTS:
         objects = object_patches(split)
         for batch in getattr(splits, split).batches(256):
             keys = (image_keys(batch.images) & LOWER_BITS).tolist()
-            found.update(zip(keys, objects[batch.index], strict=True))
-    return found
+            objects_of.update(zip(keys, objects[batch.index], strict=True))
+    return objects_of
 
 
 def object_finding(
@@ -68,10 +70,12 @@ def object_finding(
     images = images.take(min(LOOKED_AT, len(images)))
     shares = []
     for batch in images.batches(64):
-        mask = objects[batch.index]
-        left = mask if reduction_of(model) is None else patches_left(model, batch.images)[:, STAGES[stage]]
-        shares.append((left & mask).sum(1) / mask.sum(1))
-    found = statistics.mean_estimate(torch.cat(shares).double(), seed=0).scaled(100.0)
+        mask = objects[batch.index]  # loaders may return images in any order
+        remaining = mask if reduction_of(model) is None else patches_left(model, batch.images)[:, STAGES[stage]]
+        shares.append((remaining & mask).sum(1) / mask.sum(1))
+    estimate = statistics.mean_estimate(torch.cat(shares).double(), seed=0).scaled(100.0)
     claim = f"share of the objects' patches that remain after the {stage} stage"
     details = {"quantity": "object patches", "stage": stage}
-    return Finding(check, claim, found.value, "%", low=found.low, high=found.high, n=len(images), details=details)
+    return Finding(
+        check, claim, estimate.value, "%", low=estimate.low, high=estimate.high, n=len(images), details=details
+    )

@@ -60,10 +60,10 @@ def demo(
 
     A finished training in the folder is used again, and an interrupted call goes on.
     """
-    began, folder, done = time.perf_counter(), Path(folder), count(1)
+    began, folder, step = time.perf_counter(), Path(folder), count(1)
 
     def stage(what: str) -> None:
-        log(f"[{next(done)}/3] {what}")
+        log(f"[{next(step)}/3] {what}")
 
     splits = data if isinstance(data, Splits) else load_data(data)
     place = folder / "train" / splits.name.replace("/", "-")
@@ -71,17 +71,18 @@ def demo(
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, reporter=reporter)
     stage(f"shrinking it to {SHARE:.0%} of the MACs")
     original = load(place)
-    found = shrink(original, splits, macs=SHARE, batch=BATCH, threads=THREADS, folder=folder, seed=seed, log=log)
+    shrunk = shrink(original, splits, macs=SHARE, batch=BATCH, threads=THREADS, folder=folder, seed=seed, log=log)
+    # For a target of MACs `shrink` measures no speed.
     protocol = LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2, kernels=False)
-    timed = verify(found.model, original, splits.test, [Latency(BATCH, protocol, library=True)])
-    evidence = with_claims(replace(found.evidence, findings=(*found.evidence.findings, *timed.findings)))
-    if splits.name == CLUTTERED and reduction_of(found.model) is not None:
+    timing = verify(shrunk.model, original, splits.test, [Latency(BATCH, protocol, library=True)])
+    evidence = with_claims(replace(shrunk.evidence, findings=(*shrunk.evidence.findings, *timing.findings)))
+    if splits.name == CLUTTERED and reduction_of(shrunk.model) is not None:
         evidence = replace(
             evidence,
-            findings=(*evidence.findings, object_finding(found.model, splits.test, object_patches("test"), "demo")),
+            findings=(*evidence.findings, object_finding(shrunk.model, splits.test, object_patches("test"), "demo")),
         )
     stage("writing the folder and model.onnx")
-    result = replace(found, evidence=evidence)
+    result = replace(shrunk, evidence=evidence)
     result.save(folder)
     accuracy = next(each for each in evidence.of("accuracy") if each.details.get("model") == "reference")
     return DemoResult(folder, evidence, result.summary(), accuracy.value, time.perf_counter() - began)
@@ -90,11 +91,13 @@ def demo(
 def small_model(splits: Splits, seed: int) -> nn.Module:
     """Returns a small Vision Transformer of timm with about PATCHES x PATCHES patches and random weights."""
     timm = required_module("timm", "timm", "the demonstration")
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # timm draws the weights from the global generator
     side = splits.image_size
+    # Patches must divide the side.
     patch = min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - side / PATCHES))
     shape = {"img_size": splits.image_size, "patch_size": patch, "in_chans": splits.channels, **SHAPE}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=len(splits.class_names), **shape)
+    # Where attnrx reads the normalization of a timm model.
     model.pretrained_cfg.update(mean=splits.normalization.mean, std=splits.normalization.std)
     return model
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import cases
 from attnrx.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
-from attnrx.checks.outputs import nearest_neighbours
 from attnrx.checks.retrieval import neighbours_kept, zero_shot
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.exporting import PatchFeatures, export
+from attnrx.model_outputs import nearest_neighbours
 from attnrx.models import attach_tokens_, family_of, reduction_of
 from attnrx.tokens import TokenPolicy, ToMe
 from cases import REDUCTIONS

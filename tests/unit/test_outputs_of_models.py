@@ -8,8 +8,8 @@ from torch.nn.functional import normalize
 
 import attnrx as rx
 from attnrx.checks import Calibration, Promises
-from attnrx.checks.outputs import GROUP, KINDS, output_kind_of
 from attnrx.errors import InvalidInput
+from attnrx.model_outputs import GROUP, KINDS, output_kind_of
 from pretrained import adopted_once
 
 LOGITS, EMBEDDINGS = KINDS["logits"], KINDS["embedding"]

@@ -19,10 +19,10 @@ import cases
 import planned
 import pretrained
 from attnrx.checks import Comparison, Promises
-from attnrx.checks.outputs import divergence, softened_divergence
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, TargetMet, UnknownName
+from attnrx.model_outputs import divergence, softened_divergence
 from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
 from attnrx.planning import AXES, PlanSettings, PredictedQuantity, Search, Target, plan
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from attnrx.checks.outputs import KINDS, OutputKind, output_kind_of
 from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
+from attnrx.model_outputs import KINDS, OutputKind, output_kind_of
 from attnrx.models import evaluating
 from attnrx.prescription import Prescription
 from attnrx.progress import track

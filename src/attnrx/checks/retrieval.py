@@ -7,10 +7,10 @@ from torch import nn
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.outputs import GROUP, nearest_neighbours
 from attnrx.checks.statistics import mean_estimate, proportion
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
+from attnrx.model_outputs import GROUP, nearest_neighbours
 from attnrx.shapes import Float, Int, Tensor
 
 

@@ -96,6 +96,8 @@ def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Numb
 
 # The number of calibration images for refinement, which holds the inputs of a layer for all of them in memory.
 REFINED_ON = 96
+# The options of `attnrx realize` that fit weights, in the order in which they are applied.
+FITS = ("refine", "repair", "distill")
 
 
 def made(
@@ -104,17 +106,18 @@ def made(
     how: Mapping[str, Any],
     calibration: "rx.data.ImageSet | None" = None,
 ) -> "nn.Module":
-    """Realizes a prescription with the recorded settings `how`, and refines or repairs it if they request it."""
-    refined, repaired = how.get("refine", 0), how.get("repair", 0)
+    """Realizes a prescription with the recorded settings `how`, and fits the weights as they request it."""
+    refined, repaired, distilled = (how.get(name, 0) for name in FITS)
     realization = {"by": how["by"], "norms": how["norms"], "calibration": calibration}
-    if not (refined or repaired):
+    if not (refined or repaired or distilled):
         return rx.realize(model, prescription, **realization)
     if how["by"] != "compress" or calibration is None:
-        requested = " and ".join(f"--{name}" for name in ("refine", "repair") if how.get(name))
+        requested = " and ".join(f"--{name}" for name in FITS if how.get(name))
         raise InvalidInput(
             f"{requested} fits the weights of compressed layers on images: give --by compress and --data NAME."
         )
     # Imported here, because they import torch, which --help does not need.
+    from attnrx.realization.distillation import Distill
     from attnrx.realization.refinement import Refinement
     from attnrx.realization.repair import Repair
 
@@ -122,15 +125,17 @@ def made(
     if refined:
         refinement_images = calibration.take(min(REFINED_ON, len(calibration)))
         fits.append(lambda found: rx.refine(found, model, refinement_images, Refinement(refined)).model)
-    # Last, because it fits every block to what the compressed blocks before it give.
+    # After the refinement, because it fits every block to what the compressed blocks before it give.
     if repaired:
         fits.append(lambda found: rx.repair(found, model, calibration, Repair(repaired)).model)
-    return rx.realization.realize_fitted(model, prescription, fits, **realization)
+    slim = rx.realization.realize_fitted(model, prescription, fits, **realization)
+    # Last, with the tokens pruned and merged, which the other fits need whole.
+    return rx.distill(slim, model, calibration, Distill(distilled)).model if distilled else slim
 
 
 def kind_of(how: Mapping[str, Any]) -> str | None:
     """Returns the kind of realization in one word; None if it is unknown."""
-    fitted = [word for name, word in (("refine", "refined"), ("repair", "repaired")) if how.get(name)]
+    fitted = [word for name, word in zip(FITS, ("refined", "repaired", "distilled"), strict=True) if how.get(name)]
     # Weights that were fitted no longer follow from the kind of norms.
     if fitted:
         return " and ".join(fitted)

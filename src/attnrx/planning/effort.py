@@ -22,7 +22,8 @@ class Effort:
     second correct the cost without a new search. `front` is the number of plans from the original to
     the target that are measured for comparison.
 
-    The realized plan is repaired on `repair_images` images by `repair_steps` steps per block.
+    The realized plan is repaired on `repair_images` images by `repair_steps` steps per block, and distilled in
+    `distill_epochs` passes over them.
     """
 
     sensitivity_images: int
@@ -44,6 +45,7 @@ class Effort:
     adjusts: bool
     repair_images: int
     repair_steps: int
+    distill_epochs: int
 
 
 EFFORTS: Mapping[str, Effort] = {
@@ -68,6 +70,7 @@ EFFORTS: Mapping[str, Effort] = {
         adjusts=True,
         repair_images=512,
         repair_steps=100,
+        distill_epochs=0,
     ),
     "normal": Effort(
         sensitivity_images=64,
@@ -89,6 +92,7 @@ EFFORTS: Mapping[str, Effort] = {
         adjusts=False,
         repair_images=1024,
         repair_steps=300,
+        distill_epochs=0,
     ),
     "thorough": Effort(
         sensitivity_images=96,
@@ -112,6 +116,7 @@ EFFORTS: Mapping[str, Effort] = {
         # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md).
         repair_images=3072,
         repair_steps=500,
+        distill_epochs=2,
     ),
 }
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.checks.outputs import KINDS
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.exporting import parse_format
 from attnrx.model_data import images_for
+from attnrx.model_outputs import KINDS
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
 from attnrx.planning.budget import prescribed_costs

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.checks.outputs import OutputKind, output_kind_of
 from attnrx.data import ImageSet, require_labels
 from attnrx.errors import DataError
+from attnrx.model_outputs import OutputKind, output_kind_of
 from attnrx.models import evaluating
 from attnrx.progress import track
 from attnrx.shapes import Float, Int, Tensor
@@ -22,7 +22,7 @@ class Deviation:
 
     `divergence` is KL(original || candidate) of the predicted probabilities in nats, `softened` its limit for a high
     temperature, `agrees` 1 for the same predicted class, and `change` +1 if only the candidate is correct, -1 if only
-    the original is, else 0; None for images without labels. Those of embeddings are in `attnrx.checks.outputs`.
+    the original is, else 0; None for images without labels. Those of embeddings are in `attnrx.model_outputs`.
     """
 
     divergence: Float[Tensor, "images"]

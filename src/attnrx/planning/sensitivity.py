@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.checks.outputs import OutputKind
+from attnrx.model_outputs import OutputKind
 from attnrx.models import Family, attach_tokens_, block_names, evaluating, family_of
 from attnrx.planning.effort import EFFORTS, Effort
 from attnrx.planning.reference_outputs import Answers, Pixels

@@ -17,6 +17,7 @@ from attnrx.errors import InvalidInput, ScaleWarning
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, evaluating, family_of
 from attnrx.progress import track
+from attnrx.realization.descent import descend_
 from attnrx.shapes import Float, Tensor
 
 
@@ -134,40 +135,22 @@ def _refine_layer_(
         # Computed once, as steps return to the same parts: [batch, heads, queries, keys] each.
         targets = [_log_attention(teacher, part, positions)[:, order].exp() for part in parts]
         before = _mean_divergence(student, parts, targets, positions)
-    rows = [parameter for parameter in student.scores.parameters() if parameter.numel()]
     # Nothing to optimize: no directions, or an exact layer, whose rows would only move by rounding.
-    if not rows or before == 0:
+    if before == 0 or not any(row.numel() for row in student.scores.parameters()):
         return before, before
-    # The rows may be frozen by the user; their flags are restored at the end.
     original_state = copy.deepcopy(student.scores.state_dict())
-    requires_grad = [parameter.requires_grad for parameter in rows]
-    for parameter in rows:
-        parameter.requires_grad_()
-    # A step of Adam has the size of its learning rate, whatever the scale of the gradient; so that of a tensor is
-    # relative to its entries.
-    groups = [{"params": [row], "lr": knobs.learning_rate * _size(row)} for row in rows]
-    optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, knobs.steps)
-    generator = torch.Generator().manual_seed(knobs.seed)
-    for _ in range(knobs.steps):
+
+    def error(generator: torch.Generator) -> Float[Tensor, ""]:
         chosen = int(torch.randint(len(parts), (), generator=generator))
-        optimizer.zero_grad()
-        _divergence(student, parts[chosen], targets[chosen], positions).backward()
-        optimizer.step()
-        schedule.step()
-    for parameter, flag in zip(rows, requires_grad, strict=True):
-        parameter.grad = None
-        parameter.requires_grad_(flag)
+        return _divergence(student, parts[chosen], targets[chosen], positions)
+
+    descend_(student.scores, error, knobs.steps, knobs.learning_rate, knobs.seed, lambda progress: 1 - progress)
     with torch.no_grad():
         after = _mean_divergence(student, parts, targets, positions)
     if not after < before:  # also true for NaN
         student.scores.load_state_dict(original_state)
         return before, before
     return before, after
-
-
-def _size(row: Tensor) -> float:
-    return float(row.detach().double().square().mean().sqrt().clamp_min(1e-12))
 
 
 def _log_attention(

@@ -1,7 +1,6 @@
 """Repair: fits the remaining weights of a compressed model, block by block, to the outputs of the original's blocks."""
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from attnrx.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, LowRankLinear, block_names, evaluating, family_of, require_all_tokens
 from attnrx.progress import track
+from attnrx.realization.descent import descend_
 from attnrx.shapes import Float, Tensor
 
 # The importance of tokens is measured on so many images, and this share of it is the same for all tokens, because the
@@ -362,15 +362,16 @@ def _repair_block_(
     def error() -> float:
         return float((weight[:, None] * (block.run_all(held_out_tokens) - expected).square()).mean() / size)
 
-    def kept_if_better(module: nn.Module, fit: Callable[[], None], before: float) -> float:
+    def kept_if_better(before: float, fit_: Callable[..., None], module: Any, *arguments: Any) -> float:
         state = copy.deepcopy(module.state_dict())
-        fit()
+        fit_(module, *arguments)
         after = error()
         if after < before:
             return after
         module.load_state_dict(state)
         return before
 
+    adam = knobs.steps, knobs.learning_rate, knobs.seed
     before = after = error()
     if not before:
         return before, after
@@ -388,7 +389,7 @@ def _repair_block_(
             missed = (branch.run(inputs[images]) - branch_targets[images]) * scale
             return (weight[:, None] * missed.square()).mean()
 
-        after = kept_if_better(branch.module, lambda: _descend_(branch.module, images_error, knobs), after)
+        after = kept_if_better(after, descend_, branch.module, images_error, *adam)
 
     between = block.between(tokens[:2])
     mlp = nn.Sequential(block.maps[0], between, block.maps[1])
@@ -404,8 +405,8 @@ def _repair_block_(
         drawn = torch.multinomial(shares, knobs.tokens, replacement=True, generator=generator)
         return ((mlp(inputs[images, drawn]) - branch_targets[images, drawn]) * scale).square().mean()
 
-    after = kept_if_better(mlp, lambda: _fit_second_(mlp, inputs, branch_targets, fitted, weight, knobs.ridge), after)
-    return before, kept_if_better(mlp, lambda: _descend_(mlp, tokens_error, knobs), after)
+    after = kept_if_better(after, _fit_second_, mlp, inputs, branch_targets, fitted, weight, knobs.ridge)
+    return before, kept_if_better(after, descend_, mlp, tokens_error, *adam)
 
 
 def _fit_second_(
@@ -440,29 +441,3 @@ def _fit_second_(
     linear.weight.add_(change[:, :-1].to(linear.weight.dtype))
     if has_bias:
         linear.bias.add_(change[:, -1].to(linear.bias.dtype))
-
-
-def _descend_(module: nn.Module, error: Callable[[torch.Generator], Tensor], knobs: Repair) -> None:
-    """Minimizes the error of random images or tokens by Adam."""
-    rows = [parameter for parameter in module.parameters() if parameter.numel()]
-    # Frozen weights are fitted too, and are frozen again afterwards.
-    flags = [parameter.requires_grad for parameter in rows]
-    groups = [{"params": [row.requires_grad_()], "lr": knobs.learning_rate * _size(row)} for row in rows]
-    optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: (1 + math.cos(math.pi * step / max(knobs.steps, 1))) / 2
-    )
-    generator = torch.Generator().manual_seed(knobs.seed)
-    with torch.enable_grad():
-        for _ in range(knobs.steps):
-            optimizer.zero_grad()
-            error(generator).backward()
-            optimizer.step()
-            schedule.step()
-    for parameter, flag in zip(rows, flags, strict=True):
-        parameter.grad = None
-        parameter.requires_grad_(flag)
-
-
-def _size(row: Tensor) -> float:
-    return float(row.detach().double().square().mean().sqrt().clamp_min(1e-12))

@@ -51,8 +51,12 @@ class RatedByAttention(Predicting):
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         assert state.class_attention is not None
         there = state.there
+        # Attention is not negative, so patches that an earlier stage removed come last. The second argsort inverts the
+        # permutation of the first: the rank of every patch.
         relevance = state.class_attention[:, :, state.prefix :].mean(1).masked_fill(there == 0, -1.0)
         rank = relevance.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        # Detached, because the samples of earlier stages decide how many patches there are: a share learns from its own
+        # stage only.
         logits = (predictor() * there.sum(1, keepdim=True).detach() - rank - 0.5) / SOFTNESS
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
 
@@ -83,6 +87,7 @@ class DiffRateBaseline(SearchedBaseline):
     @property
     def least(self) -> float:
         """The share of the MACs at which every stage keeps one patch."""
+        # Costs fall with the shares, and a policy keeps at least one patch.
         fewest = self._policy([1 / self.layout.patches] * (self.depth - 1))
         return self._costs(fewest).macs / self._macs
 
@@ -95,10 +100,10 @@ class DiffRateBaseline(SearchedBaseline):
         """Returns the learned schedule whose MACs are at most this share of the model's."""
         return self._within(self._learned(share), share)
 
-    def _policy(self, kept: list[float]) -> TokenPolicy:
+    def _policy(self, shares: list[float]) -> TokenPolicy:
         """Returns the policy of these shares of the image's patches, one per stage; at least one patch is kept."""
         least = 1 / self.layout.patches
-        return TokenPolicy(DTPS(ClassAttention()), self._layers, tuple(max(own, least) for own in kept))
+        return TokenPolicy(DTPS(ClassAttention()), self._layers, tuple(max(share, least) for share in shares))
 
     @property
     def _layers(self) -> tuple[int, ...]:
@@ -107,43 +112,46 @@ class DiffRateBaseline(SearchedBaseline):
     def _costs(self, policy: TokenPolicy) -> ModelCosts:
         return self.family.costs(self.model, tokens=policy)
 
-    def _within(self, kept: list[float], share: float) -> TokenPolicy:
+    def _within(self, shares: list[float], share: float) -> TokenPolicy:
         """Returns the schedule to the smallest power with which it costs at most this share of the MACs."""
         most = share * self._macs
 
+        # The power 1 / part - 1 falls from infinity to 0 as `part` rises to 1, so costs rise with `part`, as
+        # `largest_share` needs. A common power keeps the order of the stages, and a share of 1.
         def at(part: float) -> TokenPolicy:
-            return self._policy([own ** (1 / part - 1) for own in kept])
+            return self._policy([kept_share ** (1 / part - 1) for kept_share in shares])
 
         part = largest_share(lambda part: self._costs(at(part)).macs <= most)
         if part is None:
-            raise NotSupported(f"no schedule of the baseline diffrate costs {100 * share:.1f} % of the MACs.")
+            raise _unreachable(share)
         return at(part)
 
     def _uniform(self, share: float) -> float | None:
         """Returns the share that every stage keeps of its patches in a uniform schedule of these MACs."""
         most = share * self._macs
 
-        def policy(kept: float) -> TokenPolicy:
-            return self._policy([kept**stage for stage in range(1, self.depth)])
+        def policy(ratio: float) -> TokenPolicy:
+            return self._policy([ratio**stage for stage in range(1, self.depth)])
 
-        return largest_share(lambda kept: self._costs(policy(kept)).macs <= most)
+        return largest_share(lambda ratio: self._costs(policy(ratio)).macs <= most)
 
     def _learned(self, share: float) -> list[float]:
         """Returns the learned share of the image's patches after every stage."""
         model, uniform = copy.deepcopy(self.model).eval().requires_grad_(False), self._uniform(share)
         if uniform is None:
-            raise NotSupported(f"no schedule of the baseline diffrate costs {100 * share:.1f} % of the MACs.")
+            raise _unreachable(share)
         shares = tuple(uniform**stage for stage in range(1, self.depth))
         searched = TokenPolicy(DTPS(RatedByAttention()), self._layers, shares)
         reduction = attach_tokens_(model, self.family, searched)
         reduction.train().requires_grad_()  # a reduction in training samples; the model itself does not train
         logits = [stage.get_parameter("logit") for stage in reduction.stages]
-        start = torch.tensor(uniform).logit(eps=1e-3).item()
+        start = torch.tensor(uniform).logit(eps=1e-3).item()  # the logit of 1 is infinite
         for logit in logits:
             nn.init.constant_(logit, start)
         macs = differentiable_macs(self.model)
         optimizer = torch.optim.Adam(logits, lr=LEARNING_RATE)
         weight = next(self.model.parameters())
+        # The samples draw from the global generator, whose state is restored for the caller.
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(self.seed)
             for step in range(STEPS):
@@ -151,8 +159,11 @@ class DiffRateBaseline(SearchedBaseline):
                 with torch.no_grad():
                     target = self.model.eval()(images).log_softmax(-1)
                 divergence = F.kl_div(model(images).log_softmax(-1), target, log_target=True, reduction="batchmean")
-                kept = torch.stack([logit.sigmoid() for logit in logits]).cumprod(0)
-                cost = macs(self.layout.prefix + self.layout.patches * torch.cat([kept.new_ones(1), kept])) / self._macs
+                remaining = torch.stack([logit.sigmoid() for logit in logits]).cumprod(0)
+                # The expected numbers of tokens, not the sampled ones, so that the cost has no noise. The first layer
+                # has all of them.
+                patches = self.layout.patches * torch.cat([remaining.new_ones(1), remaining])
+                cost = macs(self.layout.prefix + patches) / self._macs
                 optimizer.zero_grad()
                 (divergence + COST_WEIGHT * (cost - share).square()).backward()
                 optimizer.step()
@@ -161,9 +172,13 @@ class DiffRateBaseline(SearchedBaseline):
     def _batch(self, step: int) -> Tensor:
         """Returns the images of one step; the passes over the images are shuffled by the seed."""
         size = min(BATCH, len(self.calibration))
-        passes = len(self.calibration) // size
-        epoch, start = divmod(step, passes)
+        steps = len(self.calibration) // size  # of a pass, which drops its last incomplete batch
+        epoch, start = divmod(step, steps)
         return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images
+
+
+def _unreachable(share: float) -> NotSupported:
+    return NotSupported(f"no schedule of the baseline diffrate costs {100 * share:.1f} % of the MACs.")
 
 
 def differentiable_macs(model: nn.Module) -> Callable[[Float[Tensor, "layers"]], Float[Tensor, ""]]:
@@ -172,9 +187,11 @@ def differentiable_macs(model: nn.Module) -> Callable[[Float[Tensor, "layers"]],
     Those of a layer are a n + b n^2: the products of queries and keys, and of attention and values, are quadratic.
     """
     family = family_of(model)
-    layers = family.costs(model).layers
+    costs = family.costs(model)
+    layers = costs.layers
     tokens = torch.tensor([float(layer.tokens) for layer in layers])
+    # Solved from the costs at the model's own numbers of tokens, which are those of all layers without a policy.
     square = torch.tensor([float(layer.scores.macs + layer.read_out.macs) for layer in layers]) / tokens.square()
     linear = torch.tensor([float(layer.total.macs) for layer in layers]) / tokens - square * tokens
-    rest = family.costs(model).macs - sum(layer.total.macs for layer in layers)
+    rest = costs.macs - sum(layer.total.macs for layer in layers)
     return lambda count: rest + (linear.to(count) * count + square.to(count) * count.square()).sum()

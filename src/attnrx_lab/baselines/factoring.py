@@ -64,9 +64,11 @@ Ranks = Mapping[MapAddress, int]
 class FactoredHeads(HeadLinear):
     """A projection to heads as two maps: tokens to `rank` shared features, then to the rows of the heads."""
 
+    # Its inputs are the shared features, so `FusedQKV` cannot compute it in one product with the other projections.
     joins = False
 
     def __init__(self, source: HeadLinear, rank: int):
+        # The inherited weight, [rows, rank], is the second factor: heads are padded by its rows.
         super().__init__(rank, source.rows, source.bias is not None)
         self.first = nn.Linear(source.weight.shape[1], rank, bias=False)
 
@@ -84,6 +86,7 @@ class FactoredOutputProjection(OutputProjection):
     """An output projection as two maps: the head outputs to `rank` features, then to the width."""
 
     def __init__(self, source: OutputProjection, rank: int):
+        # The inherited weight, [rank, features], is the first factor: heads are padded by its columns.
         super().__init__(source.reads, rank, bias=False)
         self.second = nn.Linear(rank, source.weight.shape[0], bias=source.bias is not None)
 
@@ -105,11 +108,11 @@ def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
     """
     family = family_of(model)
     names = MAPS if family.mlp(model) else ATTENTION_MAPS
-    found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in names)
-    for address in found:
+    addresses = tuple((layer, name) for layer in range(len(family.attention(model))) for name in names)
+    for address in addresses:
         if not isinstance(linear_at(model, address), HeadLinear | OutputProjection | nn.Linear):
             raise NotSupported(f"{address[1]} of layer {address[0]} is written as two maps already; give the original.")
-    return found
+    return addresses
 
 
 def linear_at(model: nn.Module, address: MapAddress) -> nn.Module:
@@ -141,10 +144,10 @@ def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
     layers = list(costs.layers)
     for (index, name), rank in ranks.items():
         outputs, inputs = linear_at(model, (index, name)).get_parameter("weight").shape
-        more = rank * (outputs + inputs) - outputs * inputs  # negative where it pays
+        change = rank * (outputs + inputs) - outputs * inputs  # negative where it pays; the bias stays
         part, layer = PARTS[name], layers[index]
-        changed = getattr(layer, part) + PartCosts(more, layer.tokens * more)
-        layers[index] = replace(layer, **{part: changed})
+        after = getattr(layer, part) + PartCosts(change, layer.tokens * change)
+        layers[index] = replace(layer, **{part: after})
     return replace(costs, layers=tuple(layers))
 
 
@@ -204,8 +207,8 @@ class MapStatistics:
     def _moments(self) -> dict[MapAddress, InputMoments]:
         sums: dict[MapAddress, tuple[Tensor, Tensor, int]] = {}
 
-        def take(address: MapAddress, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-            inputs = given[0].detach().flatten(0, -2).double()  # summed over many tokens, then factored
+        def take(address: MapAddress, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            inputs = arguments[0].detach().flatten(0, -2).double()  # summed over many tokens, then factored
             magnitude, moment, rows = sums.get(address, (0, 0, 0))
             sums[address] = magnitude + inputs.abs().sum(0), moment + inputs.mT @ inputs, rows + len(inputs)
 
@@ -225,6 +228,7 @@ class MapStatistics:
 
     @cached_property
     def _fisher(self) -> dict[MapAddress, Tensor]:
+        # A copy, in which only the weights of the maps have gradients.
         model = copy.deepcopy(self.model).eval().requires_grad_(False)
         weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in self.map_addresses]
         sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
@@ -232,6 +236,7 @@ class MapStatistics:
         # One image at a time: the square of a gradient summed over a batch is not the sum of squares.
         for batch in self.images.batches(1, device=weights[0].device):
             logits = model(batch.images.to(weights[0].dtype))
+            # The empirical Fisher information, as of FWSVD, with predicted classes for labels.
             loss = F.cross_entropy(logits, logits.argmax(-1))
             for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
                 total += gradient.double().square()
@@ -262,7 +267,8 @@ class FactoringBaseline(ModelCompressor):
     def __init__(self, model: nn.Module, kind: str, statistics: MapStatistics):
         self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
         self.map_addresses = map_addresses(model)
-        self._whole: dict[MapAddress, LowRank] = {}
+        # Of full rank: the factors of all methods are nested in the rank, so every share truncates the same ones.
+        self._full_rank: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:
         return factored_model_costs(self.model, self.ranks(share))
@@ -276,6 +282,6 @@ class FactoringBaseline(ModelCompressor):
         return {at: max(1, floor(share * break_even_rank(*shape))) for at, shape in shapes.items()}
 
     def _at(self, address: MapAddress) -> LowRank:
-        if address not in self._whole:
-            self._whole[address] = self.factor(self.model, address, self.statistics)
-        return self._whole[address]
+        if address not in self._full_rank:
+            self._full_rank[address] = self.factor(self.model, address, self.statistics)
+        return self._full_rank[address]

@@ -15,7 +15,9 @@ from attnrx_lab.baselines.searched import SearchedBaseline
 
 STEPS, BATCH = 100, 32  # of the gates, and again of the fine-tuning
 LEARNING_RATE = 3e-4  # of the weights
+# Of the scores, whose scales differ: gates from 1, ranks in (0, 1), logits of gates.
 GATE_RATE = {VTP: 0.01, WDPRUNING: 0.02, UVC: 0.1}
+# The term of VTP is a sum over all units; the others are of a share of the MACs, beside KL in nats.
 BUDGET_WEIGHT = {VTP: 1e-4, WDPRUNING: 100.0, UVC: 1.0}
 
 
@@ -31,7 +33,7 @@ class GatedBaseline(SearchedBaseline):
     def __init__(self, model: nn.Module, kind: str, calibration: ImageSet, seed: int = 0):
         super().__init__(model)
         self.kind, self.calibration, self.seed = kind, calibration, seed
-        GatedModel(model, kind)  # refuses models without units to gate
+        GatedModel(model, kind)  # raises for models without units to gate
 
     @property
     def least(self) -> float:
@@ -42,6 +44,7 @@ class GatedBaseline(SearchedBaseline):
         gates, weights = list(gated.gates.parameters()), list(gated.model.parameters())
         groups = [{"params": weights}, {"params": gates, "lr": GATE_RATE[self.kind]}]
         self._train_(gated, groups, GateBudget(share, BUDGET_WEIGHT[self.kind]))
+        # The soft gates of the kept units stay in the weights, so the pruned model starts from what was trained.
         folded = gated.fold_()
         small = realize(folded, prescribe_gates(folded, gated.gates.importance(), share))
         self._train_(small, [{"params": list(small.parameters())}], None)
@@ -69,6 +72,7 @@ class GatedBaseline(SearchedBaseline):
     def _images(self, step: int) -> ImageBatch:
         """Returns the images of one step; every pass over the images is shuffled by the seed."""
         size = min(BATCH, len(self.calibration))
-        epoch, start = divmod(step, len(self.calibration) // size)
+        steps = len(self.calibration) // size  # of a pass, which drops its last incomplete batch
+        epoch, start = divmod(step, steps)
         weight: Tensor = next(self.model.parameters())
         return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images.to(weight)

@@ -58,11 +58,12 @@ class UnitGates(nn.Module):
         self.kind = kind
         self.scores, self.thresholds = nn.ParameterDict(), nn.ParameterDict()
         for (layer, name), first in unit_norms(model).items():
+            # The ranks of WDPruning lie above its first threshold, 0: no method starts with a closed gate.
             start = {VTP: torch.ones_like(first), WDPRUNING: _ranks(first), UVC: torch.full_like(first, OPEN)}[kind]
             self.scores[f"{layer}-{name}"] = nn.Parameter(start)
             if kind == WDPRUNING:
                 self.thresholds[f"{layer}-{name}"] = nn.Parameter(start.new_zeros(()))
-        self.multiplier = nn.Parameter(torch.zeros(()))
+        self.multiplier = nn.Parameter(torch.zeros(()))  # through a softplus in `GateBudget`, so never negative
 
     def gate(self, layer: int, name: str) -> Float[Tensor, "units"]:
         """Returns the gates of the units of one kind in a layer."""
@@ -73,6 +74,7 @@ class UnitGates(nn.Module):
             return score.sigmoid()
         distance = score - self.thresholds[f"{layer}-{name}"]
         soft = (distance / SURROGATE).sigmoid()
+        # Straight-through: the value is that of the step, the gradient that of the sigmoid.
         return (distance > 0).to(soft) + soft - soft.detach()
 
     def gates(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
@@ -81,13 +83,14 @@ class UnitGates(nn.Module):
 
     def importance(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
         """Returns the order in which units are kept: the size of a gate, or a score less its threshold."""
-        found = {}
+        order = {}
         for layer, name in self.gates():
             score = self.scores[f"{layer}-{name}"].detach()
             if self.kind == WDPRUNING:
                 score = score - self.thresholds[f"{layer}-{name}"].detach()
-            found[layer, name] = score.abs() if self.kind == VTP else score
-        return found
+            # A gate of VTP is a factor of either sign; a sigmoid has the order of its scores.
+            order[layer, name] = score.abs() if self.kind == VTP else score
+        return order
 
 
 class GatedModel(nn.Module):
@@ -107,27 +110,32 @@ class GatedModel(nn.Module):
         self.gates = UnitGates(model, kind).to(next(model.parameters()))
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        # Gates on the weights instead of hooks on the activations, so that `fold_` can write them into the model.
         return functional_call(self.model, self.gated_parameters(), (images,))
 
     def gated_parameters(self) -> dict[str, Tensor]:
         """Returns the weights that hold gates, multiplied by them, by their names in the model."""
-        found = {}
+        parameters = {}
         for place, gate in self.gates.gates().items():
             for name, parameter in self._held[place]:
-                found[name] = parameter * (gate if place[1] != "qk" else gate.view(-1, *(1,) * (parameter.ndim - 1)))
-        return found
+                # Rows of the query (and entries of its bias), columns of the other maps.
+                factors = gate.view(-1, *(1,) * (parameter.ndim - 1)) if place[1] == "qk" else gate
+                parameters[name] = parameter * factors
+        return parameters
 
     @cached_property
     def _held(self) -> dict[tuple[int, str], list[tuple[str, nn.Parameter]]]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        found = {}
+        parameters_of = {}
         for layer, kind in self.gates.gates():
             linear = linear_at(self.model, (layer, GATED[kind]))
             parts = [linear.get_parameter("weight")]
+            # The gate of a query dimension is on the output of its map; the others are on the inputs of theirs, after
+            # any bias.
             if kind == "qk" and isinstance(linear.bias, nn.Parameter):
                 parts.append(linear.bias)
-            found[layer, kind] = [(names[id(parameter)], parameter) for parameter in parts]
-        return found
+            parameters_of[layer, kind] = [(names[id(parameter)], parameter) for parameter in parts]
+        return parameters_of
 
     @torch.no_grad()
     def fold_(self) -> nn.Module:
@@ -162,10 +170,10 @@ class GateBudget(Loss):
         gated = context.model
         if not isinstance(gated, GatedModel):
             raise NotSupported("GateBudget needs gates, and this model has none: wrap it in GatedModel.")
-        found = gated.gates.gates()
+        gates = gated.gates.gates()
         if gated.gates.kind == VTP:
-            return torch.stack([gate.abs().sum() for gate in found.values()]).sum()
-        excess = gated_macs(gated.model, found) - self.macs
+            return torch.stack([gate.abs().sum() for gate in gates.values()]).sum()
+        excess = gated_macs(gated.model, gates) - self.macs
         if gated.gates.kind == WDPRUNING:
             return excess.square()
         multiplier = F.softplus(gated.gates.multiplier)
@@ -174,25 +182,27 @@ class GateBudget(Loss):
 
 def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]]:
     """Returns for all units by layer and kind the product of the norms of the weights before and after them."""
-    found = {}
+    norms = {}
     pairs = {"qk": ("query", "key"), "vo": ("value", "output"), "hidden": ("fc1", "fc2")}
     for layer in range(len(family_of(model).attention(model))):
         for kind, names in pairs.items():
             first, second = (linear_at(model, (layer, name)).get_parameter("weight").detach() for name in names)
-            found[layer, kind] = first.norm(dim=1) * second.norm(dim=1 if kind == "qk" else 0)
-    return found
+            norms[layer, kind] = first.norm(dim=1) * second.norm(dim=1 if kind == "qk" else 0)
+    return norms
 
 
 def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
     """Returns the MACs of one unit by layer and kind, for one image."""
     family = family_of(model)
-    costs, found = family.costs(model), {}
+    costs, unit_costs = family.costs(model), {}
     for layer, attention in enumerate(family.attention(model)):
         tokens, width = costs.layers[layer].tokens, attention.spec.width
-        found[layer, "qk"] = found[layer, "vo"] = 2 * tokens * width + tokens**2
+        # A dimension is one output or input of two projections (query and key, or value and output), and one
+        # multiplication for every entry of the attention map.
+        unit_costs[layer, "qk"] = unit_costs[layer, "vo"] = 2 * tokens * width + tokens**2
         units = linear_at(model, (layer, "fc2")).get_parameter("weight").shape[1]
-        found[layer, "hidden"] = costs.layers[layer].mlp.macs // units
-    return found
+        unit_costs[layer, "hidden"] = costs.layers[layer].mlp.macs // units
+    return unit_costs
 
 
 def gated_macs(model: nn.Module, gates: Mapping[tuple[int, str], Float[Tensor, "units"]]) -> Float[Tensor, ""]:
@@ -218,8 +228,8 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        found = _prescription(model, importance, float(values[middle]))
-        low, high = (low, middle) if prescribed_costs(model, found).macs <= most else (middle + 1, high)
+        prescription = _prescription(model, importance, float(values[middle]))
+        low, high = (low, middle) if prescribed_costs(model, prescription).macs <= most else (middle + 1, high)
     if low == len(values):
         raise NotSupported(f"gates cannot reach {100 * macs:.1f} % of the MACs.")
     return _prescription(model, importance, float(values[low]))
@@ -227,37 +237,41 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 def least_gated_share(model: nn.Module) -> float:
     """Returns the share of the MACs that is left where only the units stay that no threshold removes."""
-    found = _prescription(model, unit_norms(model), math.inf)
-    return prescribed_costs(model, found).macs / family_of(model).costs(model).macs
+    prescription = _prescription(model, unit_norms(model), math.inf)
+    return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 
 
 def _prescription(model: nn.Module, importance: UnitScores, threshold: float) -> Prescription:
     layers = []
     for layer, attention in enumerate(family_of(model).attention(model)):
         spec = attention.spec
-        kept = {kind: importance[layer, kind].detach().double().cpu() for kind in GATED}
-        heads = kept["vo"].view(len(spec.heads), -1), kept["qk"].view(len(spec.heads), -1)
-        values = heads[0] >= threshold
-        stays = values.any(1)
-        scores = _at_least_one(heads[1], threshold) & stays[:, None]
-        hidden = _at_least_one(kept["hidden"][None], threshold)[0]
-        reasons = tuple(f"keeps {int(own.sum())} of {len(own)} gated dimensions" for own in scores)
-        decisions: dict[str, Decision] = {"qk": ScoreDecision(scores, attention.spectrum().strength * scores, reasons)}
-        if not bool(stays.all()):
-            reason = f"keeps the {int(stays.sum())} of {len(stays)} heads with an open gate"
-            decisions["heads"] = HeadDecision(stays, heads[0].amax(1), (reason,))
-        if not bool(values.all()):
-            decisions["vo"] = _value_decision(values, heads[0])
-        if not bool(hidden.all()):
-            weight, stored = weights_at(model, (layer, "fc2"))
-            bias = weight.new_zeros(len(weight)) if stored is None else stored
-            reason = f"keeps {int(hidden.sum())} of {len(hidden)} gated hidden units"
-            decisions["hidden"] = HiddenDecision(hidden, kept["hidden"], weight[:, hidden], bias, (reason,))
+        scores = {kind: importance[layer, kind].detach().double().cpu() for kind in GATED}
+        value_scores, query_scores = (scores[kind].view(len(spec.heads), -1) for kind in ("vo", "qk"))
+        keep_values = value_scores >= threshold
+        keep_heads = keep_values.any(1)
+        # A head without value dimensions outputs zero, so its scores are not needed either.
+        keep_dims = _at_least_one(query_scores, threshold) & keep_heads[:, None]
+        keep_units = _at_least_one(scores["hidden"][None], threshold)[0]
+        reasons = tuple(f"keeps {int(keep.sum())} of {len(keep)} gated dimensions" for keep in keep_dims)
+        strength = attention.spectrum().strength * keep_dims
+        decisions: dict[str, Decision] = {"qk": ScoreDecision(keep_dims, strength, reasons)}
+        # Maps that keep everything have no decision, so that `realize` leaves their weights as they are.
+        if not bool(keep_heads.all()):
+            reason = f"keeps the {int(keep_heads.sum())} of {len(keep_heads)} heads with an open gate"
+            decisions["heads"] = HeadDecision(keep_heads, value_scores.amax(1), (reason,))
+        if not bool(keep_values.all()):
+            decisions["vo"] = _value_decision(keep_values, value_scores)
+        if not bool(keep_units.all()):
+            weight, stored_bias = weights_at(model, (layer, "fc2"))
+            bias = weight.new_zeros(len(weight)) if stored_bias is None else stored_bias
+            reason = f"keeps {int(keep_units.sum())} of {len(keep_units)} gated hidden units"
+            decisions["hidden"] = HiddenDecision(keep_units, scores["hidden"], weight[:, keep_units], bias, (reason,))
         layers.append(LayerPrescription(decisions))
     return Prescription(tuple(layers), {}, model_fingerprint(model), {"baseline": "gates"})
 
 
 def _value_decision(keep: Bool[Tensor, "heads d"], importance: Float[Tensor, "heads d"]) -> OutputDecision:
+    # A selection of the value dimensions, without a center: nothing is added for the removed ones.
     heads, size = keep.shape
     encode = torch.eye(size, dtype=torch.float64).repeat(heads, 1)[keep.flatten()]  # on the features of one head
     decode = torch.eye(keep.numel(), dtype=torch.float64)[:, keep.flatten()]

@@ -17,26 +17,26 @@ class SearchedBaseline(ModelCompressor):
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._made: dict[float, nn.Module] = {}
+        self._models: dict[float, nn.Module] = {}
 
     @abstractmethod
     def searched(self, share: float) -> nn.Module:
         """Learns and returns a model with at most this share of the MACs, which is below 1."""
 
     def share_within(self, macs: int) -> float | None:
-        share = macs / self._macs
+        share = macs / self._macs  # not by bisection: the costs at a share are known only once a model is learned
         return share if share >= self.least else None
 
     def costs(self, share: float) -> ModelCosts:
-        made = self.make(share)
-        return family_of(made).costs(made)
+        model = self.make(share)
+        return family_of(model).costs(model)
 
     def make(self, share: float) -> nn.Module:
-        if share >= 1:
+        if share >= 1:  # nothing to learn
             return self.model
-        if share not in self._made:
-            self._made[share] = self.searched(share)
-        return self._made[share]
+        if share not in self._models:
+            self._models[share] = self.searched(share)
+        return self._models[share]
 
     @property
     def _macs(self) -> int:

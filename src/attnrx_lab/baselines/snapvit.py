@@ -50,73 +50,81 @@ class SnapVitBaseline(PrescribedBaseline):
 
     def layers(self, share: float, fitted: bool = True) -> list[LayerPrescription]:
         removed = self._removed(share)
-        found = []
+        layers = []
         for index, layer in enumerate(self.diagnosis.layers):
             units, spectrum = layer.hidden, layer.spectrum
             assert units is not None
             importance = self._importance[index]
-            heads, hidden = (torch.ones(len(own), dtype=torch.bool) for own in importance)
-            for structure in (own for own in removed if own.layer == index):
+            heads, hidden = (torch.ones(len(each), dtype=torch.bool) for each in importance)
+            for structure in (each for each in removed if each.layer == index):
                 (heads if structure.is_head else hidden)[structure.number] = False
             decisions = {}
-            kept = None
+            head_decision = None
             if not bool(heads.all()):
                 reason = f"keeps the {int(heads.sum())} heads with the largest sensitivity"
-                kept = decisions["heads"] = HeadDecision(heads, importance[0], (reason,))
-            decisions["qk"] = limited_to_heads(keep_only(spectrum, spectrum.used), kept)
+                head_decision = decisions["heads"] = HeadDecision(heads, importance[0], (reason,))
+            decisions["qk"] = limited_to_heads(keep_only(spectrum, spectrum.used), head_decision)
             if not bool(hidden.all()):
                 reason = f"keeps the {int(hidden.sum())} of {len(hidden)} hidden units with the largest sensitivity"
                 weight = units.weight.double()[:, hidden]
                 decisions["hidden"] = HiddenDecision(hidden, importance[1], weight, units.bias.double(), (reason,))
-            found.append(LayerPrescription(decisions))
-        return found
+            layers.append(LayerPrescription(decisions))
+        return layers
 
     def _removed(self, share: float) -> list[Structure]:
         """Returns the least important structures that have together at most 1 - share of the parameters of all."""
-        allowed = (1 - share) * sum(own.params for own in self._ranking)
-        found, params = [], 0
-        last = {(own.layer, own.is_head): own for own in self._ranking}  # the most important of each kind
+        allowed = (1 - share) * sum(each.params for each in self._ranking)
+        structures, params = [], 0
+        last = {(each.layer, each.is_head): each for each in self._ranking}  # the most important of each kind
         for structure in self._ranking:
             if not structure.is_head and last[structure.layer, False] is structure:
                 continue
             params += structure.params
+            # No smaller structure in its place: the removed sets of all shares are prefixes of one ranking.
             if params > allowed:
                 break
-            found.append(structure)
-        return found
+            structures.append(structure)
+        return structures
 
     @cached_property
     def _ranking(self) -> list[Structure]:
         """All structures, by increasing importance per parameter."""
-        found = []
+        structures = []
         for layer, (attention, parts) in enumerate(zip(self.attention, self._importance, strict=True)):
             width, inputs = attention.spec.width, self._linear(layer, "fc1").shape[1]
+            # Without biases. Rows of query and key, rows of value and columns of the output projection.
             head_params = [
                 2 * width * (rows + reads)
                 for rows, reads in zip(attention.spec.rows, attention.spec.reads, strict=True)
             ]
-            params = (head_params, [2 * inputs] * len(parts[1]))
-            for is_head, own, counts in zip((True, False), parts, params, strict=True):
-                pairs = enumerate(zip(own.tolist(), counts, strict=True))
-                found += [Structure(value / count, layer, is_head, each, count) for each, (value, count) in pairs]
-        return sorted(found, key=lambda own: (own.importance, own.layer, own.is_head, own.number))
+            params = (head_params, [2 * inputs] * len(parts[1]))  # a hidden unit: a row of fc1 and a column of fc2
+            for is_head, importance, num_params in zip((True, False), parts, params, strict=True):
+                pairs = enumerate(zip(importance.tolist(), num_params, strict=True))
+                structures += [
+                    Structure(value / count, layer, is_head, number, count) for number, (value, count) in pairs
+                ]
+        return sorted(
+            structures,
+            key=lambda each: (each.importance, each.layer, each.is_head, each.number),
+        )
 
     @cached_property
     def _importance(self) -> list[tuple[Float[Tensor, "heads"], Float[Tensor, "units"]]]:
         """The sum of H theta^2 / 2 over the weights of every head, and of every hidden unit, by layer."""
         curvature = self._curvature
-        found = []
+        importance = []
         for layer, attention in enumerate(self.attention):
             own = {
                 name: curvature[layer, name] * self._linear(layer, name).detach().cpu().double().square() / 2
                 for name in (*ATTENTION_MAPS, *MLP_MAPS)
             }
+            # Each weight belongs to one structure only, so the sums over structures add up to those over weights.
             rows, reads = attention.spec.rows, attention.spec.reads
             parts = [own[name].sum(1).split(rows) for name in ("query", "key")]
             parts += [own["value"].sum(1).split(reads), own["output"].sum(0).split(reads)]
             heads = torch.stack([torch.stack([part.sum() for part in split]) for split in parts]).sum(0)
-            found.append((heads, own["fc1"].sum(1) + own["fc2"].sum(0)))
-        return found
+            importance.append((heads, own["fc1"].sum(1) + own["fc2"].sum(0)))
+        return importance
 
     @cached_property
     def _curvature(self) -> dict[tuple[int, str], Tensor]:
@@ -127,6 +135,7 @@ class SnapVitBaseline(PrescribedBaseline):
         sums = [torch.zeros_like(weight) for weight in weights]
         images = self.calibration.take(min(GRADIENT_IMAGES, len(self.calibration)))
         count = 0
+        # One image at a time: H is the mean of squared gradients, not the square of the mean gradient.
         for views in self._views(images.batches(1, device=weights[0].device), weights[0].dtype):
             gradients = torch.autograd.grad(self_supervised_loss(model(views)), weights)
             for total, gradient in zip(sums, gradients, strict=True):
@@ -138,11 +147,12 @@ class SnapVitBaseline(PrescribedBaseline):
         """Yields every image with a random crop of it, resized to its size."""
         for number, batch in enumerate(batches):
             image = batch.images.to(dtype)
+            # A generator for each image, so that its crop does not depend on the images before.
             draws = torch.rand(3, generator=generator(self.seed, number)).tolist()
             side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * draws[0]) ** 0.5
-            height, width = (round(side * own) for own in image.shape[2:])
-            top, start = round(draws[1] * (image.shape[2] - height)), round(draws[2] * (image.shape[3] - width))
-            crop = image[:, :, top : top + height, start : start + width]
+            height, width = (round(side * length) for length in image.shape[2:])
+            top, left = round(draws[1] * (image.shape[2] - height)), round(draws[2] * (image.shape[3] - width))
+            crop = image[:, :, top : top + height, left : left + width]
             yield torch.cat([image, F.interpolate(crop, image.shape[2:], mode="bilinear", antialias=True)])
 
     def _linear(self, layer: int, name: str) -> Tensor:

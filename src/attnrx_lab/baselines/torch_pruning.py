@@ -50,22 +50,25 @@ class TorchPruningBaseline(ModelCompressor):
         return self._pruned(share, self.package.importance.GroupTaylorImportance(), batches)
 
     def _pruned(self, share: float, importance: Any, batches: Iterable[Batch]) -> nn.Module:
-        theirs = _as_timm(self.model)
+        timm_model = _as_timm(self.model)
         if share < 1:
             # At least one feature stays in every head.
-            self._prune_(theirs, 1 - max(share, 1 / self.head_dim), importance, batches)
-        made: Any = copy.deepcopy(self.model)
-        for index, layer in enumerate(self.family.layers(theirs)):
+            self._prune_(timm_model, 1 - max(share, 1 / self.head_dim), importance, batches)
+        pruned: Any = copy.deepcopy(self.model)
+        for index, layer in enumerate(self.family.layers(timm_model)):
             block: Any = layer
-            self.family.set_attention_(made, index, self.family.own(theirs, block.attn))
+            self.family.set_attention_(pruned, index, self.family.own(timm_model, block.attn))
             for which, linear in enumerate((block.mlp.fc1, block.mlp.fc2)):
-                self.family.set_mlp_(made, index, which, linear)
-        return made.eval()
+                self.family.set_mlp_(pruned, index, which, linear)
+        return pruned.eval()
 
-    def _prune_(self, theirs: nn.Module, ratio: float, importance: Any, batches: Iterable[Batch]) -> None:
-        parameter = next(theirs.parameters())
-        blocks: list[Any] = list(self.family.layers(theirs))
-        fixed = [module for name, module in theirs.named_modules() if name in ("head", "head_dist", "patch_embed.proj")]
+    def _prune_(self, timm_model: nn.Module, ratio: float, importance: Any, batches: Iterable[Batch]) -> None:
+        parameter = next(timm_model.parameters())
+        blocks: list[Any] = list(self.family.layers(timm_model))
+        # The residual stream keeps its width: the maps that write to it are not pruned, nor the classifiers.
+        fixed = [
+            module for name, module in timm_model.named_modules() if name in ("head", "head_dist", "patch_embed.proj")
+        ]
         fixed += [linear for block in blocks for linear in (block.attn.proj, block.mlp.fc2)]
         example = torch.zeros(1, *family_of(self.model).input_shape(self.model), dtype=parameter.dtype)
         with torch.enable_grad(), warnings.catch_warnings():
@@ -73,7 +76,7 @@ class TorchPruningBaseline(ModelCompressor):
             # unchanged.
             warnings.filterwarnings("ignore", message="Unwrapped parameters")
             pruner = self.package.pruner.BasePruner(
-                theirs,
+                timm_model,
                 example.to(parameter.device),
                 importance=importance,
                 pruning_ratio=ratio,
@@ -82,20 +85,21 @@ class TorchPruningBaseline(ModelCompressor):
                 prune_head_dims=True,
             )
             for batch in batches:
-                logits = theirs(batch.images.to(parameter.dtype))
+                logits = timm_model(batch.images.to(parameter.dtype))
                 F.cross_entropy(logits, logits.argmax(-1)).backward()
             pruner.step()
-        theirs.zero_grad()
+        timm_model.zero_grad()
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
     """Returns the adopted timm model with its current weights."""
-    family, refused = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
+    family, refusal = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
     if not (isinstance(model, Adopted) and family.matches(model)):
-        raise NotSupported(refused)
+        raise NotSupported(refusal)
     if not all(attention.spec.is_plain for attention in family.attention(model)):
-        raise NotSupported(f"{refused} Its attention has plain dot products; this one has rotations, biases or norms.")
-    theirs = family.create(model.origin)
+        raise NotSupported(f"{refusal} Its attention has plain dot products; this one has rotations, biases or norms.")
+    timm_model = family.create(model.origin)
+    # In an adopted model the attention of attnrx has replaced timm's, which has queries, keys and values in one map.
     state: dict[str, Tensor] = {
         name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name
     }
@@ -107,12 +111,12 @@ def _as_timm(model: nn.Module) -> nn.Module:
             state[f"blocks.{index}.attn.qkv.bias"] = torch.cat(biases)
         state |= {f"blocks.{index}.attn.proj.{name}": own for name, own in attention.output.state_dict().items()}
     parameter = next(model.parameters())
-    theirs = theirs.to(parameter.device, parameter.dtype)
+    timm_model = timm_model.to(parameter.device, parameter.dtype)
     try:
-        theirs.load_state_dict(state)
+        timm_model.load_state_dict(state)
     except RuntimeError as error:  # compressed: other names or shapes
-        raise NotSupported(refused) from error
-    for layer in family.layers(theirs):
+        raise NotSupported(refusal) from error
+    for layer in family.layers(timm_model):
         attention: Any = layer.get_submodule("attn")
         attention.fused_attn = False  # unfused, so that the library can trace it
-    return theirs.eval().requires_grad_()
+    return timm_model.eval().requires_grad_()

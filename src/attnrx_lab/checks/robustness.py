@@ -71,14 +71,15 @@ class Robustness(Check):
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
         """Returns the findings of several candidates; images are corrupted and the reference is run only once."""
         comparison = comparison.taking(self.images)
-        models = {"": comparison.reference, **candidates}
+        models = {"": comparison.reference, **candidates}  # no candidate has the empty name
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
         classes = dict(zip(ways, _predicted(models, ways, comparison), strict=True))
+        # The limit is on the mean over everything, which comes last; the other means are reported.
         *parts, whole = self._parts()
         limits = [*((part, None) for part in parts), (whole, self.most_drop)]
         return {
             name: (
-                *(_finding(way, name, found, comparison.seed) for way, found in classes.items()),
+                *(_finding(way, name, predictions, comparison.seed) for way, predictions in classes.items()),
                 *(_mean(part, name, classes, limit, comparison.seed) for part, limit in limits),
             )
             for name in candidates
@@ -103,6 +104,7 @@ def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison:
     process, count = comparison.place
     own = [_predict(models, way, comparison) for way in ways[process::count]]
     parts = processes.all_gathered(own) if comparison.together else [own]
+    # Process p has the numbers p, p + count, ...: back into the order of `ways`.
     for number in range(len(ways)):
         yield parts[number % count][number // count]
 
@@ -148,15 +150,17 @@ def _finding(way: Way, name: str, classes: Classes, seed: int) -> Finding:
 def _mean(part: Part, name: str, classes: Mapping[Way, Classes], most_drop: float | None, seed: int) -> Finding:
     """Averages image by image, so that the interval is over images."""
     where, corruptions, severities = part
-    found = [classes[corruption, severity] for corruption in corruptions for severity in severities]
+    predictions = [classes[corruption, severity] for corruption in corruptions for severity in severities]
     # [corruptions, images] -> images
-    first, then = (torch.stack([own[role] == own[LABELS] for own in found]).double().mean(0) for role in ("", name))
+    before, after = (
+        torch.stack([each[role] == each[LABELS] for each in predictions]).double().mean(0) for role in ("", name)
+    )
     details = {
         "quantity": "mean accuracy change",
         "corruptions": list(corruptions),
         "severities": list(severities),
-        "reference_accuracy": 100 * float(first.mean()),
-        "candidate_accuracy": 100 * float(then.mean()),
+        "reference_accuracy": 100 * float(before.mean()),
+        "candidate_accuracy": 100 * float(after.mean()),
     }
-    finding = change_of_accuracy(Robustness.name, where, mean_change(then - first, seed), most_drop, len(first))
+    finding = change_of_accuracy(Robustness.name, where, mean_change(after - before, seed), most_drop, len(before))
     return replace(finding, seed=seed, details=details)

@@ -71,11 +71,14 @@ class Transfer(Check):
                 f"Transfer(per_class={self.per_class}): {count:,} images of {self.classes} classes were requested, the "
                 f"training split holds {len(self.training):,}; ask for fewer."
             )
+        # `take` goes round the classes. The new head has the classes of the dataset, so labels that were mapped to
+        # those of the model's head are mapped back.
         training = own_labels(self.training if self.per_class is None else self.training.take(count))
         before = self._probed("reference", comparison.reference, training, comparison)
         findings = {}
         for name, model in candidates.items():
             after = self._probed(name, model, training, comparison)
+            # The mean over the seeds first: the results of several heads for one image are not independent samples.
             change = mean_change(after.mean(0) - before.mean(0), comparison.seed)
             finding = change_of_accuracy(self.name, " of a fresh head", change, self.most_drop, before.shape[1])
             details = {
@@ -99,15 +102,17 @@ class Transfer(Check):
         """Returns 1 for every seed and test image that is classified as labelled, else 0."""
         rows, labels = _features(role, model, training, comparison)
         test_rows, test_labels = _features(role, model, own_labels(comparison.data), comparison)
-        strange = sorted(set(test_labels.tolist()) - set(labels.tolist()))
-        if strange or len(labels.unique()) < 2:
+        unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
+        if unknown_labels or len(labels.unique()) < 2:
             raise DataError(
                 f"{len(labels.unique())} class(es) are in the training images; the test images have the other label(s) "
-                f"{strange[:5]}. A head learns from two classes or more, and all of the test; use more training images."
+                f"{unknown_labels[:5]}. A head learns from two classes or more, and all of the test; use more training "
+                "images."
             )
         heads = [self._head(rows, labels, seed) for seed in self.seeds]
         return torch.stack([(head(test_rows).argmax(-1) == test_labels).double() for head in heads]).cpu()
 
+    # The caller may have disabled gradients.
     @torch.enable_grad()
     def _head(self, rows: Float[Tensor, "images features"], labels: Int[Tensor, "images"], seed: int) -> nn.Linear:
         draws, (count, width) = generator(seed), rows.shape
@@ -132,8 +137,17 @@ class Transfer(Check):
         share = mean_estimate(right.mean(0), seed).scaled(100.0)
         details = {"quantity": "accuracy", "model": role, "by_seed": (100 * right.mean(1)).tolist()}
         claim = f"top-1 accuracy of a fresh head on the {role}"
-        known = {"low": share.low, "high": share.high, "n": right.shape[1], "seed": seed, "details": details}
-        return Finding(self.name, claim, share.value, "%", **known)
+        return Finding(
+            self.name,
+            claim,
+            share.value,
+            "%",
+            low=share.low,
+            high=share.high,
+            n=right.shape[1],
+            seed=seed,
+            details=details,
+        )
 
 
 def _features(role: str, model: nn.Module, images: ImageSet, comparison: Comparison) -> Features:
@@ -150,7 +164,7 @@ def _features(role: str, model: nn.Module, images: ImageSet, comparison: Compari
             rows.append(head_features(model, heads, batch.images.to(dtype)))
             labels.append(batch.labels)
             index.append(batch.index)
-    features = torch.cat(rows).float()
+    features = torch.cat(rows).float()  # heads are trained in float32, also on features of a model in bfloat16
     if not bool(torch.isfinite(features).all()):
         raise InvalidInput(f"the {role} gives features that are NaN or infinite; check its weights and the data.")
     # Loaders may return images in any order; heads of all models need the same rows in the same order.

@@ -16,7 +16,7 @@ EXAMPLE = (
     "--batches 1,8,64 --threads 1,2 --out speeds.json"
 )
 
-SHARES = "0.5"
+SHARES = "0.5"  # the default of --shares where --macs is not given
 
 
 def add(parser: Parser) -> None:
@@ -46,6 +46,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     model = timed_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     placed = str(next(model.parameters()).device)
     conditions = rx.costs.Conditions(placed, arguments.precision, None, arguments.runtime == "compiled")
+    # The models of another runtime are files, which are written for the precision of these conditions.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
     threads = (None,) if arguments.threads is None else numbers("--threads", arguments.threads, THREADS)
@@ -54,9 +55,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         for count in threads
     )
     rates = comparison.Rates(numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime)
+    # Methods are made on the CPU; the protocols place copies of the models on their device.
     bench = comparison.noise_bench(model.to("cpu"), arguments.seed)
     speeds = comparison.compare_speeds(bench, methods, rates, log, arguments.out)
-    latency = speeds.speeds[0].latency
+    latency = speeds.speeds[0].latency  # hardware, clock and rounds are the same in all
     summary = (
         f"{latency.hardware}, torch {latency.torch_version}, {latency.conditions.precision}, "
         f"{arguments.runtime}, {latency.clock} clock, {latency.rounds} rounds; "

@@ -14,7 +14,7 @@ EXAMPLE = (
     "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --methods 'truncatt=uniform_rank:{share}' "
     "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
 )
-SHARES = "0.75,0.5,0.25"
+SHARES = "0.75,0.5,0.25"  # the default of --shares where --macs is not given
 
 
 def add(parser: Parser) -> None:
@@ -39,6 +39,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     calibration = splits.train.take(arguments.calibration_images)
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     diagnosis = rx.diagnose(model, calibration, batch_size=min(arguments.batch_size, 32), seed=arguments.seed)
+    # Only these rules need it: one more pass, in which the attention is computed at every rank.
     if any("by=divergence" in method.rules for method in methods):
         priced = calibration.take(min(len(calibration), 24))
         log(f"measuring the divergence at every rank on {len(priced)} images")

@@ -20,7 +20,7 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Runs every step; exit code 1 if a claim fails."""
-    from attnrx_lab.demo import demo
+    from attnrx_lab.demo import demo  # imports torch, which `--help` does not need
 
     result = demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, log=log)
     evidence = result.evidence

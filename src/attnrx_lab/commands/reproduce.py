@@ -73,5 +73,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(table.to_records(), shown, 1 if table.off else 0)
 
 
-def _value(given: Any) -> Any:
-    return tuple(given) if isinstance(given, list) else given
+def _value(value: Any) -> Any:
+    # Settings are compared with those of the protocol, and a list never equals a tuple.
+    return tuple(value) if isinstance(value, list) else value

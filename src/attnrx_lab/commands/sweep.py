@@ -65,6 +65,7 @@ def _run(arguments: Namespace, log: Log) -> Outcome:
     log(f"{len(jobs)} jobs, {study.add(jobs)} of them new to {arguments.store}")
     if arguments.retry:
         log(f"{study.requeue_failed()} failed jobs wait again")
+    # An even share of the processors, so that jobs side by side do not compete for them.
     threads = arguments.threads or max(1, (os.cpu_count() or 1) // arguments.workers)
     counts = run_jobs(study, run_command, arguments.workers, threads, log)
     return _status(study, code=1 if counts["failed"] else 0)
@@ -77,6 +78,7 @@ def run_command(words: tuple[str, ...], threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     print(f"attnrx {' '.join(words)}", file=sys.stderr, flush=True)
     outcome = outcome_of([*words, "--json"], to_stderr)
+    # A claim that fails (code 1) is a result; only a command without a result is a failed job.
     if outcome.code >= BAD_INPUT:
         raise AttnrxError(f"the command ended with exit code {outcome.code}.")
     return dict(outcome.record)
@@ -88,9 +90,9 @@ def _status(study: Any, code: int = 0) -> Outcome:
         seconds = "" if state.seconds is None else f"{state.seconds:.1f}"
         error = (state.error or "").partition("\n")[0][:ERROR_SHOWN]
         rows.append((state.job.title, state.state, str(state.attempts), seconds, error))
-        named = {"id": state.job.id, "words": list(state.job.words), "labels": dict(state.job.labels)}
-        known = {name: getattr(state, name) for name in ("state", "attempts", "seconds", "error")}
-        jobs.append({**named, **known})
+        job = {"id": state.job.id, "words": list(state.job.words), "labels": dict(state.job.labels)}
+        attempt = {name: getattr(state, name) for name in ("state", "attempts", "seconds", "error")}
+        jobs.append({**job, **attempt})
     counts = study.counts()
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
     table = Table(("job", "state", "attempts", "seconds", "error"), tuple(rows))
@@ -108,12 +110,13 @@ def _results(study: Any, path: str | None) -> Outcome:
     record = {"store": study.place, "means": [{**vars(mean), "labels": dict(mean.labels)} for mean in means]}
     shown: list[Table | str] = [Table(*means_table(means))]
     if path is not None:
+        # Jobs may have different axes, so the columns are those of any result.
         labels = dict.fromkeys(name for result in results for name in result.labels)
         lines = io.StringIO()
         writer = csv.DictWriter(lines, [*labels, "metric", "value", "low", "high", "n", "unit"], lineterminator="\n")
         writer.writeheader()
         for result in results:
-            known = vars(result) | dict(result.labels)
-            writer.writerow({name: known.get(name) for name in writer.fieldnames})
+            row = vars(result) | dict(result.labels)
+            writer.writerow({name: row.get(name) for name in writer.fieldnames})
         shown.append(f"results: {rx.serialization.write_text(path, lines.getvalue())}")
     return Outcome(record, tuple(shown))

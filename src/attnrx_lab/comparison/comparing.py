@@ -116,6 +116,7 @@ class Trials:
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table: one per trial and per unreached target, method by method."""
+        # Both kinds of rows, in the order in which the methods were given.
         order = [method["name"] for method in self.about["methods"]]
         return tuple(
             each.cells for each in sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
@@ -174,27 +175,28 @@ def compare_methods(
         bench.compressor(method)  # invalid methods are refused before anything is measured
     before = family_of(bench.model).costs(bench.model)
     logits, labels = _answers(bench.model, bench)
-    first = logits.argmax(-1)
-    accuracy = _percent(first == labels)
+    reference_classes = logits.argmax(-1)
+    accuracy = _percent(reference_classes == labels)
     notes = chance_notes(accuracy, labels)
     for note in notes:
         log(f"warning: {note}")
     about = {**bench.describe(methods), "data": bench.test.fingerprint, "images": len(labels), "notes": notes}
-    found, results = Trials((), accuracy, about), []
+    trials, results = Trials((), accuracy, about), []
     for method in methods:
         compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
         for point in points(method, compressor, before, shares, targets):
             if isinstance(point, Unreached):
-                found = replace(found, unreached=(*found.unreached, point))
+                trials = replace(trials, unreached=(*trials.unreached, point))
                 log(" ".join((point.method, point.cells[2])))
             else:
                 share, target = point
                 started = time.perf_counter()
                 candidate, costs = compressor.make(share), compressor.costs(share)
                 seconds = time.perf_counter() - started
-                own, macs_mean = _answers(candidate, bench)[0], _mean_macs(candidate, costs.macs, bench)
-                divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
-                then = own.argmax(-1)
+                candidate_logits, macs_mean = _answers(candidate, bench)[0], _mean_macs(candidate, costs.macs, bench)
+                # KL(original || candidate) of every image, in nats.
+                divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - candidate_logits.log_softmax(-1))).sum(-1)
+                classes = candidate_logits.argmax(-1)
                 trial = MethodTrial(
                     method=method.name,
                     share=share,
@@ -202,9 +204,9 @@ def compare_methods(
                     macs=macs_mean,
                     params_share=costs.params / before.params,
                     macs_share=macs_mean / before.macs,
-                    accuracy=_percent(then == labels),
-                    change=paired_change(first == labels, then == labels, bench.seed).scaled(100.0),
-                    agreement=_percent(then == first),
+                    accuracy=_percent(classes == labels),
+                    change=paired_change(reference_classes == labels, classes == labels, bench.seed).scaled(100.0),
+                    agreement=_percent(classes == reference_classes),
                     divergence=mean_estimate(divergence, bench.seed),
                     n=len(labels),
                     seconds=seconds,
@@ -212,13 +214,14 @@ def compare_methods(
                 )
                 # Methods for one target have shares of their own, and are compared with one another.
                 budget = (share if method.varies and target is None else None, target)
-                results.append(ImageResults(method.name, budget, divergence, then == labels))
+                results.append(ImageResults(method.name, budget, divergence, classes == labels))
+                # All of them again: Holm's correction depends on the number of differences.
                 differences = paired_differences(results, bench.seed)
-                found = replace(found, trials=(*found.trials, trial), differences=differences)
+                trials = replace(trials, trials=(*trials.trials, trial), differences=differences)
                 log(", ".join(f"{name} {cell}" for name, cell in zip(COMPARISON_COLUMNS, trial.cells, strict=True)))
             if out is not None:
-                found.save(out)
-    return found
+                trials.save(out)
+    return trials
 
 
 def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
@@ -230,10 +233,10 @@ def _mean_macs(model: nn.Module, macs: int, bench: MethodBench) -> int:
     reduction = reduction_of(model)
     if reduction is None or not reduction.policy.by_image:
         return macs
-    weight, found = next(model.parameters()), []
+    weight, macs_of_images = next(model.parameters()), []
     for batch in bench.test.batches(bench.batch_size, device=weight.device):
-        found += [each.macs for each in costs_by_image(model, family_of(model), batch.images.to(weight.dtype))]
-    return round(sum(found) / len(found))
+        macs_of_images += [each.macs for each in costs_by_image(model, family_of(model), batch.images.to(weight.dtype))]
+    return round(sum(macs_of_images) / len(macs_of_images))
 
 
 def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
@@ -250,25 +253,28 @@ def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "image
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
     """Compares every two methods that were measured at the same budget, in the order of the results."""
-    found = []
+    differences = []
     for first, second in combinations(results, 2):
-        if first.budget != second.budget:  # they differ in cost, too: their difference answers no question
+        if first.budget != second.budget:  # methods of different costs are not compared
             continue
-        further = second.divergence - first.divergence
+        change = second.divergence - first.divergence
         lost, gained = int((first.correct & ~second.correct).sum()), int((~first.correct & second.correct).sum())
-        found.append(
+        differences.append(
             Difference(
                 first.method,
                 second.method,
                 *first.budget,
-                divergence=mean_estimate(further, seed),
-                divergence_p=sign_flip_test(further, seed),
+                divergence=mean_estimate(change, seed),
+                divergence_p=sign_flip_test(change, seed),
                 accuracy=paired_change(first.correct, second.correct, seed).scaled(100.0),
                 accuracy_p=mcnemar(lost, gained),
-                n=len(further),
+                n=len(change),
             )
         )
-    corrected = zip(holm([each.divergence_p for each in found]), holm([each.accuracy_p for each in found]), strict=True)
+    # Corrected within each measure: those of divergence and of accuracy are separate families of tests.
+    divergence_p = holm([difference.divergence_p for difference in differences])
+    accuracy_p = holm([difference.accuracy_p for difference in differences])
     return tuple(
-        replace(each, divergence_p=own, accuracy_p=other) for each, (own, other) in zip(found, corrected, strict=True)
+        replace(difference, divergence_p=of_divergence, accuracy_p=of_accuracy)
+        for difference, of_divergence, of_accuracy in zip(differences, divergence_p, accuracy_p, strict=True)
     )

@@ -16,6 +16,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.planning.budget import costs_at, least_share
 from attnrx.realization import realize_fitted
+from attnrx.realization.distillation import Distill, distill
 from attnrx.realization.refinement import Refinement, refine
 from attnrx.realization.repair import Repair, repair
 from attnrx.rules import SHARE, Template
@@ -32,7 +33,7 @@ from attnrx_lab.baselines import (
     TorchPruningBaseline,
 )
 
-FITS = ("refine", "repair")
+FITS = ("refine", "repair", "distill")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class Method:
     """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
 
     `refined` is the number of steps of a refinement of the queries and keys on the calibration images afterwards,
-    `repaired` that of a repair of the MLPs per block. A `baseline` is one of BASELINES.
+    `repaired` that of a repair per block, and `distilled` the passes of a distillation over those images. A `baseline`
+    is one of BASELINES.
     """
 
     name: str
     rules: str = ""
     refined: int = 0
     repaired: int = 0
+    distilled: int = 0
     baseline: str | None = None
 
     def __post_init__(self):
@@ -54,26 +57,29 @@ class Method:
             self.template  # noqa: B018, refuses maps that do not exist
         elif self.baseline not in BASELINES:
             raise UnknownName("baseline", self.baseline, BASELINES)
-        elif self.rules or self.refined or self.repaired:
+        elif self.rules or self.refined or self.repaired or self.distilled:
             raise InvalidInput(f"{self.name}: a baseline takes no rules and no fits; make them methods.")
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Parses `NAME=RULES [refine=STEPS] [repair=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:NAME`."""
-        name, _, rest = text.partition("=")
+        """Parses `NAME=RULES [refine=STEPS] [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, or
+        `NAME=baseline:NAME`.
+        """
+        name, _, rest = text.partition("=")  # at the first sign: the rules have others
         words = [word.partition("=") for word in rest.split()]
         fits = [(fit, steps) for fit, _, steps in words if fit in FITS]
         rules = " ".join("".join(word) for word in words if word[0] not in FITS)
-        steps = dict(fits)
+        steps = dict(fits)  # shorter than `fits` if one is given twice
         if not name.strip() or not rules or len(steps) < len(fits) or not all(map(str.isdecimal, steps.values())):
             raise InvalidInput(
-                f"the method {text!r} is not NAME=RULES [refine=STEPS] [repair=STEPS], e.g. mix=qk=total_rank:{SHARE}."
+                f"the method {text!r} is not NAME=RULES [refine=STEPS] [repair=STEPS] [distill=EPOCHS], e.g. "
+                f"mix=qk=total_rank:{SHARE}."
             )
-        refined, repaired = (int(steps.get(fit, 0)) for fit in FITS)
+        refined, repaired, distilled = (int(steps.get(fit, 0)) for fit in FITS)
         if rules.startswith("baseline:"):
             baseline, _, rules = rules.removeprefix("baseline:").partition(" ")
-            return cls(name.strip(), rules, refined, repaired, baseline)
-        return cls(name.strip(), rules, refined, repaired)
+            return cls(name.strip(), rules, refined, repaired, distilled, baseline)
+        return cls(name.strip(), rules, refined, repaired, distilled)
 
     @property
     def template(self) -> Template:
@@ -110,6 +116,7 @@ class MethodBench:
             return GatedBaseline(self.model, method.baseline, self.calibration, self.seed)
         return TorchPruningBaseline(self.model, self.calibration)
 
+    # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
     @cached_property
     def _statistics(self) -> MapStatistics:
         # Small batches: the inputs of every map are converted to float64.
@@ -132,6 +139,7 @@ class RuleCompressor(ModelCompressor):
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
+        # In closed form: the search for a share makes no model.
         return costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
 
     def make(self, share: float) -> nn.Module:
@@ -142,19 +150,24 @@ class RuleCompressor(ModelCompressor):
         """
         bench, method = self.bench, self.method
         try:
-            found = prescribe(bench.diagnosis, method.template.at(share))
+            prescription = prescribe(bench.diagnosis, method.template.at(share))
         except NoOpPrescription:
             if not method.varies:
                 raise
             return bench.model
+        # The repair comes last, because it fits every block to the outputs of the blocks before it, queries and keys
+        # included.
         fits: list[Callable[[nn.Module], nn.Module]] = []
         if method.refined:
             refinement = Refinement(steps=method.refined, seed=bench.seed)
-            fits.append(lambda made: refine(made, bench.model, bench.calibration, refinement).model)
+            fits.append(lambda smaller: refine(smaller, bench.model, bench.calibration, refinement).model)
         if method.repaired:
             settings = Repair(steps=method.repaired, seed=bench.seed)
-            fits.append(lambda made: repair(made, bench.model, bench.calibration, settings).model)
-        return realize_fitted(bench.model, found, fits, calibration=bench.calibration)
+            fits.append(lambda smaller: repair(smaller, bench.model, bench.calibration, settings).model)
+        smaller = realize_fitted(bench.model, prescription, fits, calibration=bench.calibration)
+        if not method.distilled:
+            return smaller
+        return distill(smaller, bench.model, bench.calibration, Distill(method.distilled, seed=bench.seed)).model
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,7 @@ def points(
 ) -> Iterator[tuple[float, float | None] | Unreached]:
     """Returns every share to try with the target that it was selected for; a method without a share is tried once."""
     if not method.varies:
-        yield 1.0, None
+        yield 1.0, None  # the share is not used
         return
     yield from ((share, None) for share in shares)
     for target in targets:

@@ -42,8 +42,8 @@ SPEED_COLUMNS = (
 class Speed:
     """The latency of one method at one share and batch size, relative to the reference implementation.
 
-    `ideal` is the inverse of the share of the MACs,
-    the speed-up if every multiplication takes as long as before and nothing else takes any time.
+    `ideal` is the inverse of the share of the MACs: the speed-up if every multiplication takes as long as before and
+    nothing else takes any time.
     """
 
     method: str
@@ -86,11 +86,11 @@ class Speeds:
     about: dict[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        describe = [
+        records = [
             {**asdict(each), "speedup": each.speedup, "ideal": each.ideal, "of_ideal": each.speedup[0] / each.ideal}
             for each in self.speeds
         ]
-        return write_json(path, {"kind": "attnrx speeds", "schema": 1, "about": self.about, "speeds": describe})
+        return write_json(path, {"kind": "attnrx speeds", "schema": 1, "about": self.about, "speeds": records})
 
     def to_markdown(self) -> str:
         """Returns a table: one line for every method and batch size."""
@@ -126,6 +126,7 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     channels, height, width = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
+    # Without the statistics of a dataset: the pixels only have to be on a usual scale.
     noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), Normalization.half(channels))
     return MethodBench(model, diagnose(model, noise, batch_size=images, seed=seed), noise, noise, seed, images)
 
@@ -156,6 +157,7 @@ def compare_speeds(
     family = family_of(bench.model)
     before = family.costs(bench.model)
     entries: dict[str, tuple[str, float, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
+    # The reference has the empty name, which no method has. It has fresh weights: times do not depend on them.
     models = {"attnrx": bench.model, "": family.library_model(bench.model)}
     for method in methods:
         compressor = bench.compressor(method)
@@ -163,23 +165,25 @@ def compare_speeds(
             if isinstance(point, Unreached):
                 log(f"{point.method} {point.cells[2]}: left out")
                 continue
+            # Two targets with the same share have the same model, which is timed once.
             share, key = point[0], f"{method.name} {point[0]}"
             entries[key] = (method.name, share, compressor.costs(share).macs / before.macs)
             models[key] = compressor.make(share)
-    describe = None if rates.runtime is None else to_dict(rates.runtime)
-    found = Speeds((), {**bench.describe(methods), "runtime": describe})
+    runtime = None if rates.runtime is None else to_dict(rates.runtime)
+    speeds = Speeds((), {**bench.describe(methods), "runtime": runtime})
+    # All of one protocol and batch size take turns in one run, so that other load of the machine affects all alike.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
             images = _images(bench, models.values(), batch)
             latencies = compare_latencies(running, reference, images, protocol)
-            measured = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
-            found = replace(found, speeds=(*found.speeds, *measured))
-            for speed in measured:
+            new_speeds = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
+            speeds = replace(speeds, speeds=(*speeds.speeds, *new_speeds))
+            for speed in new_speeds:
                 log(f"{speed.method}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
             if out is not None:
-                found.save(out)
-    return found
+                speeds.save(out)
+    return speeds
 
 
 @contextmanager
@@ -192,9 +196,11 @@ def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBenc
     if form is None:
         yield dict(models)
         return
+    # Of the bench's model: `bare_subject` then takes its input for models of no known family, e.g. the library's own.
     subject = ExportSubject.of(bench.model, form, precision=precision, calibration=bench.calibration)
     with TemporaryDirectory() as folder:
         yield {
+            # Numbered files: names of methods may contain any characters.
             name: write_exported(bare_subject(model, subject), Path(folder) / f"{index}{form.suffix}", form)
             for index, (name, model) in enumerate(models.items())
         }

@@ -35,6 +35,7 @@ class Corruption:
         """Returns the benchmark's numbers of a severity for images of this side."""
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
+        # Sides up to 32, up to 64, and larger: the three benchmarks.
         level = LEVELS[self.name][bisect_left(SIDES, side)][severity - 1]
         return level if isinstance(level, tuple) else (level,)
 
@@ -51,8 +52,8 @@ class Corruption:
         for image in images.double().cpu().numpy():
             # A seed for each image: the result does not depend on the batch size.
             seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
-            found = getattr(methods, self.name)(image, np.random.default_rng(seed), *levels)
-            corrupted.append(torch.from_numpy(found).clamp(0, 1))
+            pixels = getattr(methods, self.name)(image, np.random.default_rng(seed), *levels)
+            corrupted.append(torch.from_numpy(pixels).clamp(0, 1))
         return torch.stack(corrupted).to(images)
 
 

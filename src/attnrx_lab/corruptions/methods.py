@@ -21,11 +21,12 @@ Number = int | float
 
 ICE = (0.89, 1.02, 1.09)  # the colour of the benchmark's photographs, around one
 ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # their brightness, and its variation within one
+# `spatter`: the colours, the relief kernel and the largest distance are those of the published code.
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
 RELIEF = np.array([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]])  # light from one corner
 FARTHEST = 20  # pixels from the edge of a drop, beyond which it is flat
-LUMA = (0.299, 0.587, 0.114)
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in OpenCV
 
 
 def gaussian_noise(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
@@ -52,10 +53,12 @@ def gaussian_blur(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number) -> Pixels:
     """Averages over a disk of a radius, its edge smoothed by a standard deviation."""
+    # The published kernels: a disk of 17 x 17 pixels and a Gaussian of 3 x 3, both larger for larger radii.
     reach, edge = (8, 1) if radius <= 8 else (int(radius), 2)
     line = np.arange(-reach, reach + 1)
     disk = (line[:, None] ** 2 + line**2 <= radius**2).astype(float)
     kernel = ndimage.gaussian_filter(disk / disk.sum(), deviation, radius=edge, mode="mirror")
+    # The border of OpenCV's filters, which NumPy calls "reflect" and SciPy "mirror".
     wide = torch.from_numpy(np.pad(image, ((0, 0), (reach, reach), (reach, reach)), mode="reflect"))
     # Not ndimage.convolve, which takes seconds for a kernel of this size.
     return torch.nn.functional.conv2d(wide[:, None], torch.from_numpy(kernel)[None, None])[:, 0].numpy()
@@ -66,8 +69,9 @@ def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, ti
 
     The published code copies one pixel over the other instead of swapping them; so does this.
     """
-    image = np.floor(255 * gaussian_blur(image, draws, deviation)) / 255
+    image = np.floor(255 * gaussian_blur(image, draws, deviation)) / 255  # to bytes, as published
     (height, width), reach = image.shape[1:], int(reach)
+    # One after the other, from the last pixel to the first: a pixel that was overwritten may be copied again.
     targets = np.arange(height - reach, reach, -1)[:, None] * width + np.arange(width - reach, reach, -1)
     order = list(range(height * width))  # which pixel is at each place
     for _ in range(int(times)):
@@ -90,6 +94,7 @@ def streaked(image: Pixels, radius: int, deviation: Number, degrees: Number) -> 
     wide = np.pad(image, ((0, 0), (margin, margin), (margin, margin)), mode="edge")
     smeared = np.zeros_like(image)
     for step, weight in enumerate(weights / weights.sum()):
+        # ceil(x - 0.5) is how ImageMagick rounds a step to a pixel.
         down = margin + math.ceil(step * math.sin(math.radians(degrees)) - 0.5)
         right = margin + math.ceil(step * math.cos(math.radians(degrees)) - 0.5)
         smeared += weight * wide[:, down : down + height, right : right + width]
@@ -108,6 +113,7 @@ def _zoomed(image: Pixels, factor: Number) -> Pixels:
     top, left = ((side - crop) // 2 for side, crop in zip(image.shape[1:], crops, strict=True))
     middle = image[:, top : top + crops[0], left : left + crops[1]]
     large = np.asarray(ndimage.zoom(middle, (1, factor, factor), order=1))
+    # The enlarged crop has a few pixels too many, by the rounding of its sides.
     top, left = ((have - side) // 2 for have, side in zip(large.shape[1:], image.shape[1:], strict=True))
     return large[:, top : top + image.shape[1], left : left + image.shape[2]]
 
@@ -116,18 +122,18 @@ def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     """Whitens, and adds flakes: noise (mean, deviation), enlarged, above a threshold, smeared (radius, deviation)."""
     mean, deviation, factor, threshold, radius, length, share = levels
     flakes = _zoomed(draws.normal(mean, deviation, (1, *image.shape[1:])), factor)
-    flakes = np.floor(255 * np.where(flakes < threshold, 0, flakes).clip(0, 1)) / 255
+    flakes = np.floor(255 * np.where(flakes < threshold, 0, flakes).clip(0, 1)) / 255  # to bytes, as published
     flakes = streaked(flakes, int(radius), length, draws.uniform(-135, -45))
     white = share * image + (1 - share) * np.maximum(image, 1.5 * _grey(image) + 0.5)
-    return white + flakes + flakes[:, ::-1, ::-1]
+    return white + flakes + flakes[:, ::-1, ::-1]  # and the same flakes, rotated by 180 degrees
 
 
 def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
     """Darkens by a factor, and adds a share of ice.
 
-    The benchmark adds crops of six photographs, which are not included. This ice is generated: the ridges of a fractal
-    landscape with the brightness, variety and roughness of the photographs. Its numbers are comparable between models,
-    not with those of the benchmark.
+    The benchmark adds crops of photographs (its code draws five of its six), which are not included. This ice is
+    generated: the ridges of a fractal landscape with the brightness, variety and roughness of the photographs. Its
+    numbers are comparable between models, not with those of the benchmark.
     """
     ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)
     rough = (ridges - ridges.mean()) / max(ridges.std(), 1e-6)
@@ -145,7 +151,7 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
 
     The heights are drawn within an amplitude that falls by the square of `decay` from one scale to the next.
     """
-    side = 1 << (max(image.shape[1:]) - 1).bit_length()
+    side = 1 << (max(image.shape[1:]) - 1).bit_length()  # the next power of two, which every stride divides
     heights = np.zeros((side, side))
     stride, amplitude = side, 1.0
     while stride >= 2:
@@ -154,11 +160,13 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
         corners = heights[::stride, ::stride]
         below = np.roll(corners, -1, 0)
         centres = (corners + below + np.roll(corners + below, -1, 1)) / 4 + drawn[0]
+        # Each is the mean of four neighbours, the corners of a square or of a diamond; the torus has no border.
         beside = (corners + np.roll(corners, -1, 1) + centres + np.roll(centres, 1, 0)) / 4 + drawn[1]
         under = (corners + below + centres + np.roll(centres, 1, 1)) / 4 + drawn[2]
         heights[half::stride, half::stride] = centres
         heights[::stride, half::stride] = beside
         heights[half::stride, ::stride] = under
+        # The published code scales draws within +-a by a once more. Its first a, 100, is lost in the rescaling below.
         stride, amplitude = half, amplitude / decay**2
     flat = (heights - heights.min()) / np.ptp(heights)
     return flat[None, : image.shape[1], : image.shape[2]]
@@ -174,7 +182,7 @@ def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     liquid = gaussian_blur(draws.normal(mean, deviation, (1, *image.shape[1:])), draws, size)
     if kind:
         mud = gaussian_blur((liquid > threshold).astype(float), draws, much)
-        mud = np.where(mud < 0.8, 0, mud)
+        mud = np.where(mud < 0.8, 0, mud)  # as published: thin mud is transparent
         return (1 - mud) * image + mud * _colour(MUD, image)
     liquid = np.where(liquid < threshold, 0, liquid).clip(0, 1)
     water = liquid * _relief(liquid[0] > 0)
@@ -185,6 +193,7 @@ def _relief(drops: np.ndarray) -> Layer:
     """Lights drops, [height, width], from one side: their distance to the edge, equalized, as a height map."""
     inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
     distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
+    # Histogram equalization as in OpenCV: the darkest level becomes 0.
     levels = ndimage.uniform_filter(distance, 3, mode="mirror").astype(np.uint8)
     below = np.bincount(levels.ravel()).cumsum()
     first = below[levels.min()]
@@ -197,7 +206,7 @@ def brightness(image: Pixels, draws: Draws, more: Number) -> Pixels:
     """Adds to the value of a pixel, its largest channel, and keeps hue and saturation."""
     value = image.max(0)
     brighter = np.minimum(value + more, 1)
-    return np.where(value > 0, image * brighter / np.maximum(value, 1e-9), brighter)
+    return np.where(value > 0, image * brighter / np.maximum(value, 1e-9), brighter)  # black has no hue: it turns grey
 
 
 def contrast(image: Pixels, draws: Draws, factor: Number) -> Pixels:
@@ -214,9 +223,11 @@ def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixel
         )
     value = image.max(0)
     saturation = (value - image.min(0)) / np.maximum(value, 1e-9)
-    wanted = (saturation * factor + more).clip(0, 1)
-    red = np.stack([value, value * (1 - wanted), value * (1 - wanted)])
-    return np.where(saturation > 0, value - (value - image) * wanted / np.maximum(saturation, 1e-9), red)
+    # A pixel is value * (1 - saturation * s) by channel, s from 0 (its largest) to 1: scaling the saturation scales its
+    # distance from the value.
+    new_saturation = (saturation * factor + more).clip(0, 1)
+    red = np.stack([value, value * (1 - new_saturation), value * (1 - new_saturation)])
+    return np.where(saturation > 0, value - (value - image) * new_saturation / np.maximum(saturation, 1e-9), red)
 
 
 def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Number, distance: Number) -> Pixels:
@@ -232,6 +243,7 @@ def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Nu
     # Where a pixel of the result comes from: the plane that takes the moved points back.
     back = np.linalg.solve(np.c_[moved, np.ones(3)], points)
     rows = np.indices((height, width))
+    # Borders as published: OpenCV's BORDER_REFLECT_101 is SciPy's "mirror", and the second step uses SciPy's "reflect".
     image = sampled(image, np.tensordot(back[:2].T, rows, 1) + back[2][:, None, None], "mirror")
     moves = draws.uniform(-1, 1, rows.shape)
     moves = factor * ndimage.gaussian_filter(moves, (0, deviation, deviation), mode="reflect", truncate=3)

@@ -98,10 +98,12 @@ class Experiment(ABC):
         result, stages = folder / "result.json", self.stages(keys)
         with alone(folder):  # a second process waits here, and then reads the result of the first
             self.require(folder)
-            known = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
-            if not (result.exists() and stages <= known):
-                own = self.measured(folder, log, stages | known)
-                write_json(result, {**self._header(), "stages": sorted(stages | known), **own})
+            stored = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
+            # A run without stages is complete once it has a result.
+            if not (result.exists() and stages <= stored):
+                # The stored stages again, so that one result has all of them; their evidence is read back.
+                numbers = self.measured(folder, log, stages | stored)
+                write_json(result, {**self._header(), "stages": sorted(stages | stored), **numbers})
                 log(f"{self.name}: done, {result}")
         return Run(folder, read_json(result), self)
 
@@ -110,12 +112,12 @@ class Experiment(ABC):
 
     def changed(self, changes: Mapping[str, Any]) -> "Experiment":
         """The same run with some settings changed; unknown ones raise InvalidInput."""
-        strange = [name for name in changes if name not in self.knobs]
-        if strange:
-            requested = ", ".join(f"{name}={changes[name]!r}" for name in strange)
+        unknown_knobs = [name for name in changes if name not in self.knobs]
+        if unknown_knobs:
+            requested = ", ".join(f"{name}={changes[name]!r}" for name in unknown_knobs)
             raise InvalidInput(
                 f"{requested}: the {self.kind} experiment of {self.scenario} has no such knob; it has "
-                f"{', '.join(self.knobs)}. Leave {', '.join(strange)} out."
+                f"{', '.join(self.knobs)}. Leave {', '.join(unknown_knobs)} out."
             )
         return replace(self, **changes)  # type: ignore[type-var]
 
@@ -126,9 +128,9 @@ class Experiment(ABC):
             return [f"{self.scenario}: {what}"]
         pairs = {name: (getattr(self, name), getattr(protocol, name)) for name in self.knobs}
         return [
-            f"{self.scenario}: {name} = {own} instead of {theirs}"
-            for name, (own, theirs) in pairs.items()
-            if own != theirs
+            f"{self.scenario}: {name} = {value} instead of {paper_value}"
+            for name, (value, paper_value) in pairs.items()
+            if value != paper_value
         ]
 
     def require(self, folder: Path) -> None:
@@ -140,9 +142,9 @@ class Experiment(ABC):
         check_schema(record, self._header()["kind"], SCHEMA, path)
         stored = record["settings"]
         differing = [
-            f"{name} was {stored.get(name)!r} and is now {own!r}"
-            for name, own in to_dict(self).items()
-            if stored.get(name) != own
+            f"{name} was {stored.get(name)!r} and is now {value!r}"
+            for name, value in to_dict(self).items()
+            if stored.get(name) != value
         ]
         if differing:
             raise CheckpointError(
@@ -167,6 +169,7 @@ def alone(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows has no such locks: start one process per run there
         yield
         return
+    # Beside the folder, whose content may be deleted while a process waits.
     path = folder.with_name(f".{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,8 +221,8 @@ def measures(evidence: Evidence) -> dict[str, Measure]:
 
 
 def measure_of(finding: Finding) -> Measure:
-    found = {"value": finding.value, "low": finding.low, "high": finding.high}
-    return {**found, "samples": finding.details["samples"]} if "samples" in finding.details else found
+    measure = {"value": finding.value, "low": finding.low, "high": finding.high}
+    return {**measure, "samples": finding.details["samples"]} if "samples" in finding.details else measure
 
 
 def plain_measures(numbers: Mapping[str, float | int]) -> dict[str, Measure]:
@@ -241,6 +244,7 @@ def _measure_name(finding: Finding) -> str | None:
         case "fidelity" if details["other"] == "candidate":  # the masked model is measured as a candidate of its own
             return f"{details['quantity']}_to_{'original' if details['base'] == 'reference' else 'masked'}"
         case "costs":
+            # The reductions of the SVDA paper's tables; other findings of the check are not in a table.
             return {"parameters": "params_down", "MACs": "macs_down"}.get(details["quantity"])
         case "controls":
             better = "nearer" if details["quantity"] == "discrepancy" else "more_accurate"

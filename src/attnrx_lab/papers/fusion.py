@@ -71,17 +71,17 @@ class FusionExperiment(Experiment):
                 ranks.append(sorted(_owners(mix).ranks))
                 best.append(sorted(water_filled))
                 rules[f"{share:g}/layer-{layer}"] = {"fusion": plain_measures({**blocks(mix, self.seed), **error})}
-            # The ranks of each position over the layers: the smallest of every layer first.
+            # Figure 2: the ranks of every layer are sorted, and those of one position are a group (Section 4.5).
             for head in range(len(ranks[0])):
-                own = {"fusion": [each[head] for each in ranks], "best": [each[head] for each in best]}
+                by_kind = {"fusion": [each[head] for each in ranks], "best": [each[head] for each in best]}
                 rules[f"{share:g}/head-{head + 1}"] = {
                     kind: plain_measures(
                         {"mean": fmean(over), "median": median(over), "least": min(over), "most": max(over)}
                     )
-                    for kind, over in own.items()
+                    for kind, over in by_kind.items()
                 }
-        given = all(attention.spec.shares_directions for attention in layers)
-        source = "the model as it was given" if given else "the decomposition (CPD-EPC), before any fine-tuning"
+        is_fused = all(attention.spec.shares_directions for attention in layers)
+        source = "the model as it was given" if is_fused else "the decomposition (CPD-EPC), before any fine-tuning"
         return {
             "data": {"name": "none", "notes": [f"the fusion matrices are those of {source}"]},
             "model": {"fingerprint": model_fingerprint(model)},
@@ -107,8 +107,9 @@ class FusionExperiment(Experiment):
 
 
 def _owners(mix: Mix) -> Fusion:
-    nothing = torch.zeros(1, mix.shape[1], dtype=torch.float64)
-    return fusion_ranks(Canonical(nothing, nothing, mix))
+    # Owners depend on the fusion matrix alone; the other two factors only have to have its rank.
+    empty = torch.zeros(1, mix.shape[1], dtype=torch.float64)
+    return fusion_ranks(Canonical(empty, empty, mix))
 
 
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
@@ -118,15 +119,16 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
     columns, which does not depend on their scale (Figure 3 b). `by_chance` is the latter for columns of as many heads
     drawn from a normal distribution, which have no blocks. `least` and `most` are the smallest and the largest block.
     """
-    found = _owners(mix)
-    drawn = torch.randn(len(mix), DRAWN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    fusion = _owners(mix)
+    # An owner is the largest of several entries, so its share exceeds 1 / heads in columns without structure, too.
+    chance_mix = torch.randn(len(mix), DRAWN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     energy = mix.double().square()
     if not bool(energy.sum() > 0):
         raise InvalidInput("a fusion matrix of zeros has no blocks.")
     return {
         "as_fitted": 100 * float(energy.amax(0).sum() / energy.sum()),
-        "rescaled": 100 * float(1 - found.off_block.mean()),
-        "by_chance": 100 * float(1 - _owners(drawn).off_block.mean()),
-        "least": min(found.ranks),
-        "most": max(found.ranks),
+        "rescaled": 100 * float(1 - fusion.off_block.mean()),
+        "by_chance": 100 * float(1 - _owners(chance_mix).off_block.mean()),
+        "least": min(fusion.ranks),
+        "most": max(fusion.ranks),
     }

@@ -80,6 +80,7 @@ class IrrattMethod:
 
     def compression(self, spec: AttentionSpec) -> Compression:
         """The ranks for a layer of this shape."""
+        # Ranks of TruncAtt are those of a head; those of CP SlimAtt and IrrAtt are totals of a layer (Section 3.4).
         directions = spec.original_rank if self.qk == "truncatt" else sum(spec.ranks)
         return Compression(
             self.qk if self.qk == "full" else f"{self.qk}:{_part(self.rank, directions)}",
@@ -105,8 +106,8 @@ def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
     family = family_of(outline)
     specs = [layer.spec for layer in family.attention(outline)]
     compression = method.compression(specs[0])
-    wanted = tuple(compression.spec(spec) for spec in specs)
-    after = family.costs(outline, wanted, compression.mlp_ranks(specs))
+    smaller = tuple(compression.spec(spec) for spec in specs)
+    after = family.costs(outline, smaller, compression.mlp_ranks(specs))
     return IRRATT.price(after).percent_of(IRRATT.price(family.costs(outline)))
 
 
@@ -176,10 +177,10 @@ class IrrattExperiment(Experiment):
     def splits(self, model: nn.Module) -> Splits:
         """Loads the data at the size and on the scale of the model, or generates it."""
         if self.tiny:
-            own = sources.generated_splits(self.subject, 3, sources.TINY_CLASSES, sources.TINY_SIDE)
+            splits = sources.generated_splits(self.subject, 3, sources.TINY_CLASSES, sources.TINY_SIDE)
         else:
-            own = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
-        return adapt_preprocessing(own, model)
+            splits = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+        return adapt_preprocessing(splits, model)
 
     def training(self) -> TrainingConfig:
         """The fine-tuning of Table 3: AdamW, no weight decay, a cosine from and to 1e-6, a mean of the weights."""
@@ -190,6 +191,7 @@ class IrrattExperiment(Experiment):
             min_learning_rate=1e-6,
             warmup_learning_rate=1e-6,
             weight_decay=0.0,
+            # Five of the paper's sixty epochs; less of a shorter training.
             warmup_epochs=min(5.0, self.epochs / 10),
             ema=self.ema,
             seed=self.seed,
@@ -228,12 +230,13 @@ class IrrattExperiment(Experiment):
 
         outline, rules, notes = self._outline(), {}, [*splits.notes, *NOTES]
         for method in (method for method in self.methods if method.name in stages):
+            # Costs of the paper's shapes also in a tiny run, and of methods that cannot be made without training.
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
             if self.epochs or not method.by_training:
                 log(f"{self.name}: {method.name}")
-                found = evidence_at(folder / "evidence" / f"{method.name}.json", partial(evidence, method))
-                rules[method.name]["measured"] = measures(found)
-                rules[method.name]["realized"] = plain_measures(found.about["realized"])
+                stored = evidence_at(folder / "evidence" / f"{method.name}.json", partial(evidence, method))
+                rules[method.name]["measured"] = measures(stored)
+                rules[method.name]["realized"] = plain_measures(stored.about["realized"])
         if not self.epochs and any(method.by_training for method in self.methods):
             notes.append("ranks from training with constraints (Eq. 7) are priced and not measured: give --epochs")
         return {
@@ -252,8 +255,10 @@ class IrrattExperiment(Experiment):
         folder: Path,
     ) -> nn.Module:
         """Trains a CP until every direction has one head (Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
+        # Section 3.3: non-negative fusion weights, and at most one head for every direction, while the task is trained.
         joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed)
         settings = replace(self.training(), losses=(Task(), FusionOwnership()), nonnegative_fusion=True)
         trained = load(train(joint, splits, settings, folder / "train" / f"{method.name}-constraints").folder)
+        # A diagnosis of the trained model, because its fusion weights decide.
         owned = diagnose(trained, calibration, batch_size=BATCH, seed=self.seed)
         return realize(trained, prescribe(owned, "qk=fusion_owner"))

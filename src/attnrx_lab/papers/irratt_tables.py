@@ -88,8 +88,8 @@ def method_rows(title: str, experiment: IrrattExperiment, directions: int) -> tu
 def label(method: IrrattMethod, directions: int) -> str:
     """Returns the name of a method with its ranks, e.g. `IrrAtt 192, VO 32, MLP 152`, in heads of 64 directions."""
     whole = HEAD if method.qk == "truncatt" else directions
-    own = TITLES[method.qk] if method.qk == "full" else f"{TITLES[method.qk]} {round(method.rank * whole)}"
-    parts = [own + " †" * method.by_training]
+    scores = TITLES[method.qk] if method.qk == "full" else f"{TITLES[method.qk]} {round(method.rank * whole)}"
+    parts = [scores + " †" * method.by_training]
     parts += [] if method.vo is None else [f"VO {round(method.vo * HEAD)}"]
     parts += [] if method.mlp is None else [f"MLP {round(method.mlp * directions)}"]
     return ", ".join(parts)

@@ -8,6 +8,7 @@ from typing import Any
 from attnrx.errors import InvalidInput
 from attnrx_lab.papers.experiment import Experiment, MeasureKey
 
+# "near 0 pp" and "≈ 0.00 pp" are in the SVDA paper, "<0.01" in SPOT's Table 7.
 _PRINTED = re.compile(r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?(?P<number>[+-]?\d+(?:\.(?P<decimals>\d+))?)(?:%| pp)?")
 
 
@@ -67,6 +68,7 @@ class Expected:
                 f"{printed!r} is not a printed number: give the text of the paper, e.g. '23.34%', '+1.37 pp' or "
                 "'<0.01'. Its last digit is the tolerance."
             )
+        # Half a unit of the last printed digit: as far as rounding goes, and no tolerance beyond it.
         paper, half = float(match["number"]), 0.5 * 10.0 ** -len(match["decimals"] or "")
         if match["sign"] == "<":  # an upper bound of something that is not negative
             return cls(printed, paper, 0.0, paper)

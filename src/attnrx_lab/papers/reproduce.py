@@ -50,29 +50,32 @@ def reproduce(
     and NAME.md in the folder.
     """
     recipe = load_recipe(name)
-    seeds = tuple(dict.fromkeys(seeds or recipe.seeds))
+    seeds = tuple(dict.fromkeys(seeds or recipe.seeds))  # each once, in the given order
     changes = {knob: value for knob, value in knobs.items() if value is not None}
-    wanted = []
+    experiments = []
     deviations: dict[str, list[str]] = {}
     for protocol in _chosen(recipe, only):
         for seed in seeds:
-            own = protocol.seeded(seed)
-            wanted.append((own.as_tiny() if tiny else own).changed(changes))
-            deviations.setdefault(protocol.scenario, []).extend(wanted[-1].deviations(protocol))
+            seeded = protocol.seeded(seed)
+            # Changes last, so that they also apply to a tiny run.
+            experiments.append((seeded.as_tiny() if tiny else seeded).changed(changes))
+            deviations.setdefault(protocol.scenario, []).extend(experiments[-1].deviations(protocol))
+    # Seeds are no knob of an experiment: the order does not matter, another set does.
     if set(seeds) != set(recipe.seeds):
         other = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, recipe.seeds))}"
         for texts in deviations.values():
             texts.append(other)
-    runs = [each.run(Path(folder) / each.place, log, recipe.keys(each.scenario)) for each in wanted]
+    runs = [each.run(Path(folder) / each.place, log, recipe.keys(each.scenario)) for each in experiments]
+    # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
     table = make_table(recipe, runs, deviations, same_shapes="model" not in changes)
     table.save(folder)
     return table
 
 
 def _chosen(recipe: Recipe, only: str | Sequence[str] | None) -> list[Any]:
-    known = [protocol.scenario for protocol in recipe.protocol]
-    wanted = (only,) if isinstance(only, str) else only or known
-    for scenario in wanted:
-        if scenario not in known:
-            raise UnknownName(f"scenario of the recipe {recipe.name}", scenario, known)
-    return [protocol for protocol in recipe.protocol if protocol.scenario in wanted]
+    scenarios = [protocol.scenario for protocol in recipe.protocol]
+    requested = (only,) if isinstance(only, str) else only or scenarios
+    for scenario in requested:
+        if scenario not in scenarios:
+            raise UnknownName(f"scenario of the recipe {recipe.name}", scenario, scenarios)
+    return [protocol for protocol in recipe.protocol if protocol.scenario in requested]

@@ -19,6 +19,7 @@ SIZES = {"train": 96, "validation": 32, "test": 64}
 def outline_of(model: str) -> nn.Module:
     """Returns the shapes of a model without its weights if its name determines them; otherwise loads it."""
     library, colon, _ = model.partition(":")
+    # The shapes of a saved folder or a checkpoint of Hugging Face are in its files.
     if not colon or library == "hf" or Path(model).exists():
         return load(model)
     with torch.device("meta"):
@@ -54,11 +55,11 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
     parts = {}
     for number, (split, count) in enumerate(SIZES.items()):
         labels = torch.arange(count) % classes
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(number)  # other noise for every split
         # Noise below 128, so that the square's 127 more do not overflow uint8.
         pixels = torch.randint(0, 128, (count, channels, side, side), generator=generator, dtype=torch.uint8)
         for picture, label in zip(pixels, labels.tolist(), strict=True):
-            row, column = divmod(label % min(classes, 4), 2)
+            row, column = divmod(label % min(classes, 4), 2)  # there are four places
             picture[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 127
         parts[split] = from_tensors(f"{name}-generated/{split}", pixels, labels, scale)
     return Splits(
@@ -76,8 +77,8 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
 def generated_objects(split: str, classes: int, patches: int) -> Bool[Tensor, "images patches"]:
     """Marks the patches of the bright square in the images of `generated_splits`; `patches` are those of a side."""
     half = patches // 2
-    found = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
-    for number, mask in enumerate(found):
-        row, column = divmod(number % classes % min(classes, 4), 2)
+    masks = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
+    for number, mask in enumerate(masks):
+        row, column = divmod(number % classes % min(classes, 4), 2)  # image `number` has the label number % classes
         mask[row * half : (row + 1) * half, column * half : (column + 1) * half] = True
-    return found.flatten(1)
+    return masks.flatten(1)

@@ -41,7 +41,7 @@ from attnrx_lab.papers.experiment import (
 DEVIATION = 0.02  # of the weights of attnrx models, by default
 BATCH = 64  # images at a time, for measuring
 
-QUARTERS = (1, 2, 3)
+QUARTERS = (1, 2, 3)  # of the depth, each followed by a stage (Section 6.2.1)
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,14 @@ class TokenMethod:
 
     @property
     def learned(self) -> bool:
-        policy = self.policy(4)
+        policy = self.policy(4)  # of any depth: the reducer decides
         return policy is not None and policy.reducer.learned
 
     def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
         """Returns the policy for a model of this depth; random patches are drawn from the seed."""
         if self.reducer is None:
             return None
+        # As text, so that the reducers and their options are those of the command line.
         stages = ",".join(str(depth * quarter // 4 + 1) for quarter in QUARTERS)
         policy = parse_policy(f"{self.reducer}:{self.ratio}@{stages}")
         reducer = policy.reducer
@@ -79,6 +80,7 @@ class TokenMethod:
 
 def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> None:
     if policy is not None:
+        # The predictors are initialized from the global generator.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             attach_tokens_(model, family_of(model), policy)
@@ -95,13 +97,15 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
     layout, depth = family.token_layout(outline), len(family.attention(outline))
     policy = method.policy(depth)
     before, after = family.costs(outline), family.costs(outline, tokens=policy)
-    whole, left = (costs.macs + costs.classifier_macs for costs in (before, after))
+    # `ModelCosts.macs` leaves the classifier out, as the SVDA paper does.
+    whole, remaining = (costs.macs + costs.classifier_macs for costs in (before, after))
     counts = (layout.patches,) * len(QUARTERS) if policy is None else policy.counts(layout.patches)
     tokens = (layout.tokens,) * depth if policy is None else policy.tokens(layout, depth)
     return {
-        "gmacs": left / 1e9,
+        "gmacs": remaining / 1e9,
+        # The convention of the IrrAtt paper counts a LayerNorm at five per feature, which gives the printed overheads.
         "predictors": IRRATT.price(after).parts["predictors"].macs / 1e9,
-        "percent": 100 * left / whole,
+        "percent": 100 * remaining / whole,
         "tokens": fmean(tokens),
         **{f"patches_{stage}": float(count) for stage, count in enumerate(counts, 1)},
     }
@@ -128,6 +132,7 @@ class SmallOriginal:
 
     def build(self, scale: Normalization | None = None) -> nn.Module:
         model = self._initialized(scale)
+        # Every matrix is rescaled from the default deviation to 1 / sqrt(inputs).
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim in (2, 4):  # matrices and convolutions
@@ -146,17 +151,17 @@ class SmallOriginal:
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
         """Returns the trained model, which is made in the folder if it is not there."""
-        with alone(place):
+        with alone(place):  # runs of several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place)
         return load(trained.folder).eval()
 
     def _initialized(self, scale: Normalization | None) -> nn.Module:
         names = ("image_size", "classes", "width", "depth", "heads", "stem_channels")
-        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         if scale is not None:
-            facts |= {"mean": scale.mean, "std": scale.std}
-        return build_model("lvvit:t", classifies_patches=False, patch_size=4, mlp_ratio=3.0, seed=0, **facts)
+            settings |= {"mean": scale.mean, "std": scale.std}
+        return build_model("lvvit:t", classifies_patches=False, patch_size=4, mlp_ratio=3.0, seed=0, **settings)
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,7 @@ class Marks:
 
 def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "images"]) -> Finding:
     """Returns the top-1 accuracy with that of every group of images as samples, in the order of the groups' numbers."""
-    _, numbers = groups.unique(return_inverse=True)
+    _, numbers = groups.unique(return_inverse=True)  # 0, 1, ... in the order of the groups' numbers
     totals = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64)
     hits = totals.scatter_add(0, numbers, correct.double())
     samples = 100 * hits / totals.scatter_add(0, numbers, torch.ones(len(numbers), dtype=torch.float64))
@@ -276,8 +281,8 @@ class SpotExperiment(Experiment):
     def as_tiny(self) -> "SpotExperiment":
         """The same method on a tiny model, in a second or two."""
         tuning = replace(self.tuning, precision="fp32", images=None)
-        few = {"epochs": 1, "batch_size": 32, "test_images": None, "validation_images": None}
-        return replace(self, tiny=True, tuning=tuning, **few)
+        smaller = {"epochs": 1, "batch_size": 32, "test_images": None, "validation_images": None}
+        return replace(self, tiny=True, tuning=tuning, **smaller)
 
     @property
     def made(self) -> SmallOriginal | None:
@@ -301,6 +306,7 @@ class SpotExperiment(Experiment):
 
     def training(self, teacher: str) -> TrainingConfig:
         """The fine-tuning, with the original as the teacher; Eqs. 12 and 14 apply to methods with sampled masks."""
+        # A teacher that was trained here is a folder with its weights.
         tuning, weights = self.tuning, None if self.made else self.weights
         losses: list[Loss] = [Task()] if tuning.task else []
         losses.append(Distillation(teacher, weight=tuning.distillation, weights=weights))
@@ -327,13 +333,13 @@ class SpotExperiment(Experiment):
         self.claim(folder)
         log(f"{self.name}: {folder}")
         evidence = evidence_at(folder / "evidence.json", lambda: self._evidence(original, teacher, splits, folder))
-        found = measures(evidence)
-        log(f"{self.name}: top-1 {found['accuracy']['value']:.2f} %")
+        numbers = measures(evidence)
+        log(f"{self.name}: top-1 {numbers['accuracy']['value']:.2f} %")
         price = plain_measures(token_price(outline_for(self.model, self.subject), self.method))
         return {
             "data": {"name": splits.name, "test": evidence.about["data"], "notes": [*splits.notes, *self._notes()]},
             "model": {"fingerprint": model_fingerprint(original)},
-            "rules": {self.method.name: {"paper": price, "measured": found}},
+            "rules": {self.method.name: {"paper": price, "measured": numbers}},
         }
 
     def _original(self, splits: Splits, folder: Path, log: Log) -> tuple[nn.Module, str]:
@@ -346,7 +352,7 @@ class SpotExperiment(Experiment):
                     "published file with --weights."
                 )
             return load(self.model, weights=self.weights).eval(), self.model
-        # All runs of a subject share it, in a folder beside theirs.
+        # All runs of a subject share it: runs/spot/SUBJECT/METHOD/seed-SEED -> runs/spot/originals/SUBJECT.
         place = folder.parents[2] / "originals" / self.place.parts[1]
         return self.made.trained(splits, place, log), str(place)
 
@@ -357,19 +363,23 @@ class SpotExperiment(Experiment):
         self.method.attach_(candidate, self.seed)
         if self.method.trained:
             # The test images are excluded: training evaluates on the validation images instead.
-            own = replace(adapted, train=first_images(adapted.train, self.tuning.images), test=adapted.validation)
-            candidate = load(train(candidate, own, self.training(teacher), folder / "train").folder)
+            splits = replace(adapted, train=first_images(adapted.train, self.tuning.images), test=adapted.validation)
+            candidate = load(train(candidate, splits, self.training(teacher), folder / "train").folder)
         comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
         comparison = replace(comparison, candidate=candidate.to(comparison.device))
         evidence = evidence_by([Accuracy(most_drop=None), Fidelity()], comparison, self)
         correct, marks = comparison.predictions.correct("candidate"), self._marks()
         if marks is None:
-            own = [accuracy_by_group(correct, torch.arange(len(correct)))]
+            findings = [accuracy_by_group(correct, torch.arange(len(correct)))]
         else:
+            # The images of one digit are alike, so an interval over images would be too narrow: the digits are the
+            # groups.
             index = torch.cat([batch.index for batch in adapted.test.batches(BATCH)])
-            own = [accuracy_by_group(correct, marks.groups[index])]
-            own += [object_finding(candidate, adapted.test, marks.objects, "object_patches", stage) for stage in STAGES]
-        return replace(evidence, findings=(*evidence.findings, *own))
+            findings = [accuracy_by_group(correct, marks.groups[index])]
+            findings += [
+                object_finding(candidate, adapted.test, marks.objects, "object_patches", stage) for stage in STAGES
+            ]
+        return replace(evidence, findings=(*evidence.findings, *findings))
 
     def _marks(self) -> "Marks | None":
         """Returns what is known of the test images: the patches of the objects, and which images show the same one."""

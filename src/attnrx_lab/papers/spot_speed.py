@@ -22,8 +22,8 @@ class SpeedExperiment(Experiment):
     """Forward passes of one model with every method, and of the reference implementation, in turns on the same batch.
 
     Weights, predictors and images are drawn from the seed and nothing is trained: the latency depends on the number of
-    pruned tokens, not on which. Without a `model`, it is the subject's small
-    one. The device is an accelerator if there is one.
+    pruned tokens, not on which. Without a `model`, it is the subject's small one. The device is an accelerator if there
+    is one.
     """
 
     kind: ClassVar[str] = "spot-speed"
@@ -44,19 +44,19 @@ class SpeedExperiment(Experiment):
         """Times every method in turns with the original."""
         self.claim(folder)
         log(f"{self.name}: {len(self.methods)} methods, {self.rounds} rounds")
-        model = self._timed()
+        model = self._model()
         family = family_of(model)
         generator = torch.Generator().manual_seed(self.seed)
         images = torch.randn(self.batch_size, *family.input_shape(model), generator=generator)
         conditions = Conditions(device=str(evaluation_device()))
         protocol = LatencyProtocol(conditions, rounds=self.rounds, warmup=WARMUP, seed=self.seed)
-        candidates = {method.name: self._timed(method) for method in self.methods}
-        timed = compare_latencies(candidates, family.library_model(model), images, protocol)
+        candidates = {method.name: self._model(method) for method in self.methods}
+        latencies = compare_latencies(candidates, family.library_model(model), images, protocol)
         outline = outline_for(self.model, self.subject)
         rules = {
             method.name: {
                 "paper": plain_measures(token_price(outline, method)),
-                "speed": _speed(timed[method.name]),
+                "speed": _speed(latencies[method.name]),
             }
             for method in self.methods
         }
@@ -66,7 +66,7 @@ class SpeedExperiment(Experiment):
         )
         return {"data": {"name": "random pixels", "notes": [note]}, "rules": rules}
 
-    def _timed(self, method: TokenMethod | None = None) -> nn.Module:
+    def _model(self, method: TokenMethod | None = None) -> nn.Module:
         """Returns the model with random weights, with the tokens of a method."""
         if self.tiny:
             model = TINY.build()
@@ -77,9 +77,9 @@ class SpeedExperiment(Experiment):
         return model.eval()
 
 
-def _speed(timed: LatencyComparison) -> dict[str, Measure]:
+def _speed(latency: LatencyComparison) -> dict[str, Measure]:
     """Returns images per second, and the ratio to the original's."""
     return {
-        **plain_measures({"images": timed.batch / timed.candidate.median}),
-        "ratio": asdict(timed.faster),
+        **plain_measures({"images": latency.batch / latency.candidate.median}),
+        "ratio": asdict(latency.faster),  # of the latencies, and so of the throughputs
     }

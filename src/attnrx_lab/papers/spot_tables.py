@@ -162,7 +162,7 @@ def spot_recipe(
     title: str, table: str, not_stated: str, parts: Mapping[str, Iterable[Line]], columns: Sequence[Column] = COLUMNS
 ) -> Recipe:
     """Makes a table of some lines for every subject; a line without a method has the printed numbers only."""
-    lines = [(subject, label, method) for subject, own in parts.items() for label, method in own]
+    lines = [(subject, label, method) for subject, subject_lines in parts.items() for label, method in subject_lines]
     rows = (
         Row(f"{TITLES[subject]}, {label}", subject, method and method.name, label) for subject, label, method in lines
     )
@@ -172,12 +172,12 @@ def spot_recipe(
 
 def speed_recipe(title: str, table: str, not_stated: str, parts: Mapping[str, Sequence[Line]]) -> Recipe:
     """Makes a table of throughputs of some lines for every subject; each subject is timed in one run."""
-    timed = (
+    experiments = (
         SpeedExperiment(subject, SUBJECTS[subject].model, tuple(method for _, method in lines if method))
         for subject, lines in parts.items()
     )
-    own = spot_recipe(title, table, not_stated, parts, (IMAGES, SPEEDUP, GFLOPS, PREDICTORS))
-    return replace(own, protocol=tuple(timed), seeds=(0,))  # the latency does not depend on the seed
+    recipe = spot_recipe(title, table, not_stated, parts, (IMAGES, SPEEDUP, GFLOPS, PREDICTORS))
+    return replace(recipe, protocol=tuple(experiments), seeds=(0,))  # the latency does not depend on the seed
 
 
 # Untrained methods are measured with SPOT if a trained SPOT is given (--candidates spot=spot:0.7@4,7,10=FOLDER).
@@ -197,13 +197,13 @@ def transfer_recipe(
 ) -> Recipe:
     """Makes a table of `check` with rows for the original and every candidate; `models` are (scenario, model, data)."""
     protocol, rows = [], []
-    for own, (scenario, model, dataset) in models.items():
+    for model_title, (scenario, model, dataset) in models.items():
         names = [name for name in CANDIDATES if name != BASELINE] if model == VIT_TINY else ["spot"]
         stages = "5,9,13" if model == "lvvit:s" else "4,7,10"
         candidates = tuple(f"{name}={name}:0.7@{stages}" for name in names)
         columns: dict[str, Any] = IMAGENETTE if dataset == "imagenette" else {}
         protocol.append(SpotTransferExperiment(scenario, model, dataset, check, candidates, **columns))
-        rows += [Row(f"{own}, {CANDIDATES[name]}", scenario, name) for name in (BASELINE, *names)]
+        rows += [Row(f"{model_title}, {CANDIDATES[name]}", scenario, name) for name in (BASELINE, *names)]
     # The paper reports one run of each.
     return Recipe(title, tuple(rows), TRANSFER_COLUMNS, tuple(protocol), table, not_stated, seeds=(0,))
 

@@ -83,43 +83,43 @@ class SpotTransferExperiment(Experiment):
 
     def splits(self, model: nn.Module) -> Splits:
         if self.tiny:
-            own = sources.generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"])
+            splits = sources.generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"])
         else:
-            own = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
-        return adapt_preprocessing(own, model)
+            splits = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+        return adapt_preprocessing(splits, model)
 
     def made(self) -> dict[str, nn.Module]:
         """Makes the candidates that can be measured: trained ones, and those whose policy has no predictor.
 
         A tiny run uses new predictors.
         """
-        made = {}
+        models = {}
         for name, policy, folder in map(candidate_parts, self.candidates):
             if folder is not None and not self.tiny:
-                made[name] = load(folder).eval()
+                models[name] = load(folder).eval()
             elif self.tiny or not policy.reducer.learned:
-                made[name] = self.original()
-                attach_policy_(made[name], policy, self.seed)
-        if not made:
+                models[name] = self.original()  # a new one for each, because a policy is attached in place
+                attach_policy_(models[name], policy, self.seed)
+        if not models:
             texts = " ".join(f"{text}=FOLDER" for text in self.candidates)
             raise InvalidInput(
                 f"{self.scenario}: no candidate can be measured, for each has predictors that must be trained. Train "
                 f"one with `attnrx train` and give its folder: --candidates {texts}"
             )
-        return made
+        return models
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Computes the costs of all policies, and measures the candidates in one pass."""
         model = self.original()
-        splits, made = self.splits(model), self.made()
+        splits, candidates = self.splits(model), self.made()
         self.claim(folder)
         test = first_images(splits.test, self.test_images)
         comparison = comparison_with(model, test, seed=self.seed, batch_size=BATCH)
-        log(f"{self.name}: {self.check} of {', '.join(made)} on {len(test):,} images")
+        log(f"{self.name}: {self.check} of {', '.join(candidates)} on {len(test):,} images")
         rules = self._priced()
-        for name, found in self._evidence(splits, made, comparison, folder).items():
-            rules[BASELINE]["measured"], rules[name]["measured"] = _measures(found.findings)
-        missing = [name for name in rules if name not in (BASELINE, *made)]
+        for name, evidence in self._evidence(splits, candidates, comparison, folder).items():
+            rules[BASELINE]["measured"], rules[name]["measured"] = _measures(evidence.findings)
+        missing = [name for name in rules if name not in (BASELINE, *candidates)]
         notes = [*splits.notes, *(f"{name} is priced and not measured: it must be trained" for name in missing)]
         return {"data": {"name": splits.name, "test": test.fingerprint, "notes": notes}, "rules": rules}
 
@@ -129,24 +129,27 @@ class SpotTransferExperiment(Experiment):
         policies: dict[str, TokenPolicy | None] = {BASELINE: None}
         policies |= {name: policy for name, policy, _ in map(candidate_parts, self.candidates)}
         macs = {name: family_of(outline).costs(outline, tokens=policy).macs for name, policy in policies.items()}
-        return {name: {"costs": plain_measures({"gflops": own / 1e9})} for name, own in macs.items()}
+        return {name: {"costs": plain_measures({"gflops": count / 1e9})} for name, count in macs.items()}
 
     def _evidence(
-        self, splits: Splits, made: Mapping[str, nn.Module], comparison: Comparison, folder: Path
+        self, splits: Splits, candidates: Mapping[str, nn.Module], comparison: Comparison, folder: Path
     ) -> dict[str, Evidence]:
         """Returns the evidence about every candidate, from files or from one pass for all."""
-        paths = {name: folder / "evidence" / f"{name}.json" for name in made}
-        found: Mapping[str, Any] = {}
+        paths = {name: folder / "evidence" / f"{name}.json" for name in candidates}
+        findings: Mapping[str, Any] = {}
         if not all(path.exists() for path in paths.values()):
-            placed = {name: own.to(comparison.device) for name, own in made.items()}
-            found = self._check(splits).of_each(placed, comparison)
+            placed = {name: candidate.to(comparison.device) for name, candidate in candidates.items()}
+            findings = self._check(splits).of_each(placed, comparison)
         about = {"experiment": to_dict(self), "images": len(comparison.data)}
-        return {name: evidence_at(path, lambda name=name: Evidence(found[name], about)) for name, path in paths.items()}
+        return {
+            name: evidence_at(path, lambda name=name: Evidence(findings[name], about)) for name, path in paths.items()
+        }
 
     def _check(self, splits: Splits) -> Robustness | Transfer:
         (requested,) = parse_checks(self.check)
         if requested.name == Robustness.name:
             return Robustness(**requested.knobs)
+        # The images of a head are those of the dataset's training split, so they are no option of the text.
         knobs = {**requested.knobs, **(TINY_TRANSFER if self.tiny else {})}
         return Transfer(splits.train, own_classes(splits), **knobs)
 
@@ -154,6 +157,7 @@ class SpotTransferExperiment(Experiment):
 def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
     """Parses NAME=POLICY or NAME=POLICY=FOLDER; the options of a policy contain equals signs too, in brackets."""
     name, sign, rest = text.partition("=")
+    # A folder follows the layers, and options of a reducer come before them.
     policy, at, layers = rest.partition("@")
     stages, _, folder = layers.partition("=")
     if not (name and sign and at):
@@ -166,7 +170,7 @@ def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
 
 def _measures(findings: Sequence[Finding]) -> list[dict[str, Measure]]:
     """Returns accuracy and change of the reference and of the candidate: of the mean over everything."""
-    last = findings[-1]
+    last = findings[-1]  # of both checks the change over everything
     if last.check == Robustness.name:
         own = [plain_measures({"accuracy": last.details[f"{role}_accuracy"]}) for role in ("reference", "candidate")]
     else:

@@ -148,22 +148,22 @@ class SvdaExperiment(Experiment):
         comparison = comparison_with(model, splits.test, seed=self.seed, diagnosis=diagnosis)
         bench = _Bench(self, model, diagnosis, first_images(splits.train, self.calibration_images), comparison)
         directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
-        found = {}
+        rules = {}
         for name, rule in RULES.items():
             parts = {stage.removeprefix(f"{name}/") for stage in stages if stage.startswith(f"{name}/")}
             if parts:
-                found[name] = bench.examined(rule(directions), folder / "evidence" / name, parts, log)
+                rules[name] = bench.examined(rule(directions), folder / "evidence" / name, parts, log)
         return {
             "data": {"name": splits.name, "test": splits.test.fingerprint, "notes": list(splits.notes)},
             "model": {"fingerprint": diagnosis.fingerprint},
-            "rules": found,
+            "rules": rules,
         }
 
 
 def _parts(kind: str, quantity: str) -> tuple[str, ...]:
     """Returns the pieces of evidence that hold one quantity of a realization."""
     if quantity == RATIO:
-        return kind, "renormalized"
+        return kind, "renormalized"  # the numerator and the denominator
     return (f"{CONTROLS}{kind}",) if "_than_" in quantity else (kind,)  # the findings of the check `controls`
 
 
@@ -194,16 +194,18 @@ class _Bench:
         except NoOpPrescription as error:
             log(f"{self.experiment.name}: {error}")
             return {}
+        # The same for every realization, and stored with each: a column of a table reads one of them.
         removed = plain_measures({"removed": 100 * prescription.removed_share})
-        found: dict[str, Any] = {kind: dict(removed) for kind in KINDS}
+        numbers: dict[str, Any] = {kind: dict(removed) for kind in KINDS}
         for part, make in self._parts(prescription):
             if part in parts:
                 log(f"{self.experiment.name}: {folder.name}, {part}")
-                found[part.removeprefix(CONTROLS)] |= measures(evidence_at(folder / f"{part}.json", make))
-        distances = [found[kind].get("discrepancy_to_original") for kind in ("refit", "renormalized")]
+                numbers[part.removeprefix(CONTROLS)] |= measures(evidence_at(folder / f"{part}.json", make))
+        # The ratio needs the evidence about both realizations.
+        distances = [numbers[kind].get("discrepancy_to_original") for kind in ("refit", "renormalized")]
         if all(distances) and distances[1]["value"] > 0:
-            found["refit"] |= plain_measures({RATIO: distances[0]["value"] / distances[1]["value"]})
-        return found
+            numbers["refit"] |= plain_measures({RATIO: distances[0]["value"] / distances[1]["value"]})
+        return numbers
 
     def _parts(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
         """Returns the pieces of evidence about one prescription by name, each with the function that computes it."""
@@ -224,12 +226,14 @@ class _Bench:
 
     def _controlled(self, prescription: Prescription, kind: str) -> Evidence:
         """Compares the candidate with matched controls that are realized in the same way."""
-        own = self.experiment
-        prescriptions = control_prescriptions(self.diagnosis, prescription, ("random", "largest"), own.draws, own.seed)
+        experiment = self.experiment
+        prescriptions = control_prescriptions(
+            self.diagnosis, prescription, ("random", "largest"), experiment.draws, experiment.seed
+        )
         controls = Controls(prescriptions, lambda control: self._realized(control, kind))
         candidate = self._realized(prescription, kind)
         comparison = replace(self.comparison, candidate=candidate, prescription=prescription)
-        return evidence_by([controls], comparison.taking(own.control_images), own, realization=kind)
+        return evidence_by([controls], comparison.taking(experiment.control_images), experiment, realization=kind)
 
     def _realized(self, prescription: Prescription, kind: str) -> nn.Module:
         return realized(self.model, prescription, kind, self.calibration).to(self.comparison.device)

@@ -1,6 +1,5 @@
 """Tables over several seeds: mean, standard deviation and t interval, with the printed number."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,8 +70,8 @@ class ReproducedTable:
     @property
     def verdicts(self) -> dict[str, int]:
         """The number of the paper's numbers with each verdict."""
-        found = [cell.verdict for cell in self.cells]
-        return {verdict: found.count(verdict) for verdict in VERDICTS}
+        verdicts = [cell.verdict for cell in self.cells]
+        return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
     @property
     def off(self) -> tuple[Cell, ...]:
@@ -123,7 +122,7 @@ class ReproducedTable:
     def save(self, folder: Path | str) -> tuple[Path, Path]:
         """Writes NAME.json and NAME.md."""
         stem = Path(folder) / self.recipe.name
-        record = write_json(stem.with_suffix(".json"), json.loads(json.dumps(self.to_records())))
+        record = write_json(stem.with_suffix(".json"), self.to_records())
         return record, write_text(stem.with_suffix(".md"), self.to_markdown())
 
     def _text(self, row: str, column: Column) -> str:
@@ -150,10 +149,12 @@ def make_table(
     but for exact quantities, as long as the runs have the `same_shapes` as the paper.
     """
     deviations = deviations or {}
+    # A run of one scenario is enough: `only` makes a part of a table.
     rows = [row for row in recipe.rows if any(run.experiment.scenario == row.scenario for run in runs)]
     cells = []
     for row in rows:
         for column in recipe.columns:
+            # A closed form of the shapes does not depend on data, seeds or training.
             at_protocol = same_shapes if column.exact else not deviations.get(row.scenario)
             values, interval = _differences(runs, row, column, rows) if column.against else _measured(runs, row, column)
             if values:
@@ -172,13 +173,13 @@ def make_table(
 
 def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
     """Returns the number of every seed, and their t interval; with one seed that of its own measurement, if any."""
-    found = [measure for _, measure in _measures(runs, row, column)]
-    values = [column.factor * measure["value"] for measure in found]
+    measures = [measure for _, measure in _measures(runs, row, column)]
+    values = [column.factor * measure["value"] for measure in measures]
     if len(values) > 1:
         return values, t_interval(values)
-    if not found or found[0]["low"] is None or found[0]["high"] is None:
+    if not measures or measures[0]["low"] is None or measures[0]["high"] is None:
         return values, None
-    return values, Estimate(found[0]["value"], found[0]["low"], found[0]["high"]).scaled(column.factor)
+    return values, Estimate(measures[0]["value"], measures[0]["low"], measures[0]["high"]).scaled(column.factor)
 
 
 def _differences(
@@ -188,23 +189,27 @@ def _differences(
     other = next((each for each in rows if (each.scenario, each.line) == (row.scenario, column.against)), None)
     if other is None or other == row:
         return [], None
-    own, theirs = (
+    row_samples, other_samples = (
         {seed: measure["samples"] for seed, measure in _measures(runs, each, column) if "samples" in measure}
         for each in (row, other)
     )
-    seeds = sorted(own.keys() & theirs.keys())
+    seeds = sorted(row_samples.keys() & other_samples.keys())  # paired: a seed that only one row has is left out
     if not seeds:
         return [], None
-    samples = (torch.tensor([each[seed] for seed in seeds], dtype=torch.float64) for each in (own, theirs))
+    samples = (
+        torch.tensor([each[seed] for seed in seeds], dtype=torch.float64) for each in (row_samples, other_samples)
+    )
     differences = column.factor * torch.sub(*samples)
     return differences.mean(1).tolist(), crossed_interval(differences)
 
 
 def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, Measure]]:
     """Returns the measure of every seed in which the rule of the row was measured."""
-    own = (run for run in runs if row.rule is not None and run.experiment.scenario == row.scenario)
-    found = ((run.experiment.seed, run.measure(row.rule or "", column.kind, column.quantity)) for run in own)
-    return [(seed, measure) for seed, measure in found if measure is not None]
+    runs_of_scenario = (run for run in runs if row.rule is not None and run.experiment.scenario == row.scenario)
+    measures = (
+        (run.experiment.seed, run.measure(row.rule or "", column.kind, column.quantity)) for run in runs_of_scenario
+    )
+    return [(seed, measure) for seed, measure in measures if measure is not None]
 
 
 def _cell(
@@ -238,6 +243,7 @@ def _verdict(expected: Expected, predicted: tuple[float, float], null: float) ->
     interval includes the null value too, and the printed number excludes it: noise is no agreement.
     """
     low, high = predicted
+    # Two ranges that do not overlap: the predicted interval, and the values that round to the printed number.
     if not (low <= expected.high + ROUNDING and expected.low - ROUNDING <= high):
         return OFF
     if low <= null <= high and not expected.low <= null <= expected.high:

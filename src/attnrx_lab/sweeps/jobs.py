@@ -62,7 +62,7 @@ def grid_jobs(command: str, grid: Mapping[str, Any]) -> tuple[Job, ...]:
     '{AXIS}' in quotes stays one word. Literal braces are doubled: {{share}} in a command is the {share} of a rule. An
     axis is a list of texts and numbers, or a table of names and such values.
     """
-    axes = {name: _values(name, given) for name, given in grid.items()}
+    axes = {name: _values(name, axis) for name, axis in grid.items()}
     count = math.prod(map(len, axes.values()))
     if not command.strip() or not 0 < count <= MOST_JOBS:
         raise InvalidInput(
@@ -76,22 +76,25 @@ def grid_jobs(command: str, grid: Mapping[str, Any]) -> tuple[Job, ...]:
             raise UnknownName(f"axis in the command (braces of its own are doubled, {doubled})", name, [*axes, OUT])
         for name in axes.keys() - used:
             raise InvalidInput(f"the axis {name} is nowhere in the command; write {{{name}}} where its values go.")
-        for chosen in itertools.product(*(values.items() for values in axes.values())):
-            values = {name: value for name, (_, value) in zip(axes, chosen, strict=True)}
+        for point in itertools.product(*(values.items() for values in axes.values())):
+            values = {name: value for name, (_, value) in zip(axes, point, strict=True)}
+            # {out} stays in the words, so that a job has the same id in every folder.
             words = shlex.split(command.format_map({OUT: f"{{{OUT}}}", **values}))
-            labels = {name: label for name, (label, _) in zip(axes, chosen, strict=True)}
+            labels = {name: label for name, (label, _) in zip(axes, point, strict=True)}
+            # The name of the program may be written, as in a shell.
             jobs.append(Job(tuple(words[1:] if words[0] == "attnrx" else words), labels))
     except ValueError as error:  # a quote or a brace that is not closed
         raise InvalidInput(f"the command {command!r} cannot be cut into words: {str(error).lower()}.") from error
     return tuple(jobs)
 
 
-def _values(name: str, given: Any) -> dict[Label, str]:
-    table = {value: value for value in given} if _plain(given) else given
+def _values(name: str, axis: Any) -> dict[Label, str]:
+    table = {value: value for value in axis} if _plain(axis) else axis
     if not isinstance(table, Mapping) or not _plain(list(table.values())):
         raise InvalidInput(
-            f"the axis {name} is {given!r}; give a list of texts and numbers, or a table of names and such values."
+            f"the axis {name} is {axis!r}; give a list of texts and numbers, or a table of names and such values."
         )
+    # The booleans of TOML, as they are written in rules and policies.
     return {label: str(value).lower() if isinstance(value, bool) else str(value) for label, value in table.items()}
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
 
-NAME = "attnrx sweep"
+NAME = "attnrx sweep"  # of the study in its storage
 STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "done", "FAIL": "failed"}
 Work = Callable[[Words, int], dict[str, Any]]  # words and CPU threads -> a JSON-ready record; importable
 
@@ -81,17 +81,19 @@ class SweepStudy:
 
     def add(self, jobs: Iterable[Job]) -> int:
         """Adds the jobs that are not in the study yet and returns how many they are."""
-        known = {state.job.id for state in self.states()}
-        new = [job for job in jobs if job.id not in known]
+        stored_ids = {state.job.id for state in self.states()}
+        new = [job for job in jobs if job.id not in stored_ids]
         for job in new:
             self._enqueue(job)
         return len(new)
 
     def _enqueue(self, job: Job) -> None:
+        # No parameters: those of Optuna belong to a search space, and a job has words instead.
         self.study.enqueue_trial({}, user_attrs={"words": list(job.words), "labels": dict(job.labels)})
 
     def take(self) -> "tuple[Trial, Job] | None":
         """Takes a waiting job; None if there is none."""
+        # `ask` makes a new trial where none waits.
         if all(state.state != "waiting" for state in self.states()):
             return None
         trial = self.study.ask()
@@ -106,6 +108,7 @@ class SweepStudy:
         trial.set_user_attr("results", [asdict(result) for result in results])
         trial.set_user_attr("error", error)
         state = self._optuna.trial.TrialState
+        # A complete trial of Optuna has a value; the numbers are in its attributes.
         self.study.tell(trial, 0.0 if error is None else None, state=state.COMPLETE if error is None else state.FAIL)
 
     def requeue_abandoned(self, own: bool = False) -> None:
@@ -134,8 +137,8 @@ class SweepStudy:
         return tuple(map(_state, trials.values()))
 
     def counts(self) -> dict[str, int]:
-        found = [state.state for state in self.states()]
-        return {state: found.count(state) for state in STATES.values()}
+        states_of_jobs = [state.state for state in self.states()]
+        return {state: states_of_jobs.count(state) for state in STATES.values()}
 
     def results(self) -> tuple[Result, ...]:
         """Returns the numbers of all finished jobs; the labels of each are those of its job and its own."""
@@ -177,7 +180,7 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
                 running[receiver] = process, *taken
             if not running:
                 return study.counts()
-            ready = wait(list(running))
+            ready = wait(list(running))  # a pipe is ready when it has a result, or its process has ended
             for receiver in [each for each in running if each in ready]:
                 process, trial, job = running.pop(receiver)
                 results, error = _received(receiver, process)
@@ -192,14 +195,14 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
 
 
 def _started(job: Job, folder: Path, work: Work, threads: int) -> tuple[Connection, BaseProcess]:
-    own = (folder / job.id).resolve()
-    own.mkdir(parents=True, exist_ok=True)
-    words = tuple(word.replace(f"{{{OUT}}}", str(own)) for word in job.words)
+    job_folder = (folder / job.id).resolve()
+    job_folder.mkdir(parents=True, exist_ok=True)
+    words = tuple(word.replace(f"{{{OUT}}}", str(job_folder)) for word in job.words)
     # A plain fork would copy locks that torch's threads hold; the server imports torch once for all jobs.
     context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     context.set_forkserver_preload(["attnrx.api"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_job, args=(sender, work, words, threads, str(own / "log.txt")))
+    process = context.Process(target=_run_job, args=(sender, work, words, threads, str(job_folder / "log.txt")))
     process.start()
     sender.close()  # else the receiver would wait for this copy after a crash
     return receiver, process

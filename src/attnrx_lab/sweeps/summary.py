@@ -56,10 +56,10 @@ def means_table(means: Sequence[Mean]) -> tuple[tuple[str, ...], tuple[tuple[str
     rows = (
         (
             *(MISSING if label is None else str(label) for label in labels),
-            str(max(mean.runs for mean in found.values())),
-            *(str(found.get(metric, MISSING)) for metric in metrics),
+            str(max(mean.runs for mean in means_of_metrics.values())),
+            *(str(means_of_metrics.get(metric, MISSING)) for metric in metrics),
         )
-        for labels, found in lines.items()
+        for labels, means_of_metrics in lines.items()
     )
     return (*axes, "seeds", *metrics), tuple(rows)
 
@@ -70,13 +70,13 @@ def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
     for result in results:
         labels = tuple(sorted((name, value) for name, value in result.labels.items() if name != SEED))
         groups[result.metric, labels].append(result)
-    return tuple(_mean(own) for own in groups.values())
+    return tuple(_mean(group) for group in groups.values())
 
 
-def _mean(own: Sequence[Result]) -> Mean:
-    first = own[0]
+def _mean(results: Sequence[Result]) -> Mean:
+    first = results[0]
     labels = {name: value for name, value in first.labels.items() if name != SEED}
-    measured = [result for result in own if result.value is not None]
+    measured = [result for result in results if result.value is not None]
     values = _by_seed(measured, "value")
     if len(set(values)) > 1:  # equal values have no spread: a t interval of zero width would hide the measurement's
         over = t_interval(values)
@@ -85,13 +85,13 @@ def _mean(own: Sequence[Result]) -> Mean:
     return Mean(first.metric, first.unit, labels, value, low, high, len(values))
 
 
-def _by_seed(own: Sequence[Result], name: str) -> list[float]:
+def _by_seed(results: Sequence[Result], name: str) -> list[float]:
     """Returns one value per seed: several jobs of one seed may measure the same model, such as the original."""
-    found: dict[Label, list[float]] = defaultdict(list)
-    for result in own:
+    values_of_seed: dict[Label, list[float]] = defaultdict(list)
+    for result in results:
         if (value := getattr(result, name)) is not None:
-            found[result.labels.get(SEED)].append(value)
-    return [fmean(values) for values in found.values()]
+            values_of_seed[result.labels.get(SEED)].append(value)
+    return [fmean(values) for values in values_of_seed.values()]
 
 
 # By kind of record: the list of its entries, the labels of an entry, and the metrics of an entry with their units. An
@@ -115,20 +115,21 @@ def rows_of(record: Mapping[str, Any]) -> tuple[Result, ...]:
     entries, names, metrics = RECORDS[record["kind"]]
     rows = []
     for entry in record[entries]:
-        known = {**entry.get("latency", {}), **entry}
-        labels = {name: known[name] for name in names if known.get(name) is not None}
-        n = known.get("n", known.get("rounds"))
+        # Batch, threads and rounds of a speed are those of its latency.
+        facts = {**entry.get("latency", {}), **entry}
+        labels = {name: facts[name] for name in names if facts.get(name) is not None}
+        n = facts.get("n", facts.get("rounds"))
         if not metrics:
-            rows.append(_result(known.get("claim") or known["column"], known, n, known.get("unit", ""), labels))
-        rows += [_result(metric, known[metric], n, unit, labels) for metric, unit in metrics.items()]
+            rows.append(_result(facts.get("claim") or facts["column"], facts, n, facts.get("unit", ""), labels))
+        rows += [_result(metric, facts[metric], n, unit, labels) for metric, unit in metrics.items()]
     return tuple(rows)
 
 
-def _result(metric: str, found: Any, n: int | None, unit: str, labels: Mapping[str, Label]) -> Result:
+def _result(metric: str, number: Any, n: int | None, unit: str, labels: Mapping[str, Label]) -> Result:
     """Returns a number, an estimate, or a list of the value and the ends of its interval."""
-    if isinstance(found, Mapping):
-        found = [found[name] for name in ("value", "low", "high")]
-    value, low, high = found if isinstance(found, list | tuple) else (found, None, None)
+    if isinstance(number, Mapping):
+        number = [number[name] for name in ("value", "low", "high")]
+    value, low, high = number if isinstance(number, list | tuple) else (number, None, None)
     return Result(metric, value, low, high, n, unit, labels)
 
 

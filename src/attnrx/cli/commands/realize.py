@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
+from attnrx.cli.inputs import FITS, REFINED_ON, made, model_argument, splits_argument
 from attnrx.cli.options import COUNT, STEPS, add_data, add_device, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.parser import Parser
@@ -32,6 +32,10 @@ REPAIR = (
     "fit the weights of the compressed model, block by block, to the outputs of the original's blocks on --data "
     "without labels, in this many steps per attention and per MLP, e.g. 300"
 )
+DISTILL = (
+    "fit all weights together to the outputs of the original on --data without labels, with tokens pruned and merged, "
+    "in this many passes over the images, e.g. 2; last of the fits"
+)
 FORM = (
     "instead of a prescription: give dense attention this form, with directions and strengths from its scores on "
     "--data; add --repair"
@@ -48,9 +52,11 @@ def add(parser: Parser) -> None:
     option(parser, "--norms", ("renormalized", "exact", "refit"), NORMS, "renormalized")
     option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
-    add_data(parser, "training images for --norms refit, --refine, --repair, --form, tokens by image", required=False)
+    option(parser, "--distill", STEPS, DISTILL, 0)
+    add_data(parser, "training images for --norms refit, fits of weights, --form and tokens by image", required=False)
     calibration = (
-        f"training images for --norms refit, --repair and tokens by image; the first {REFINED_ON} of them for --refine"
+        "training images for --norms refit, --repair, --distill and tokens by image; the first "
+        f"{REFINED_ON} of them for --refine"
     )
     option(parser, "--calibration-images", COUNT, calibration, 512)
     add_device(parser)
@@ -64,7 +70,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     prescription = rx.Prescription.load(arguments.prescription)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
-    how = {name: getattr(arguments, name) for name in ("by", "norms", "refine", "repair", "calibration_images")}
+    how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
     slim = made(model, prescription, how, _calibration(model, prescription, arguments))
     prescription = replace(rx.realization.calibrated(prescription, slim), about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
@@ -77,17 +83,23 @@ def _converted(arguments: Namespace) -> Outcome:
     if arguments.data is None:
         raise InvalidInput("--form svda reads the scores on images, and --data names none; add --data NAME.")
     if arguments.by == "mask" or arguments.norms != "renormalized" or arguments.refine:
-        raise InvalidInput("--form removes nothing: omit --by, --norms and --refine; --repair fits the new form.")
+        raise InvalidInput(
+            "--form removes nothing: omit --by, --norms and --refine; --repair and --distill fit the new form."
+        )
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     train = splits_argument(model, arguments).train
     images = train.take(min(arguments.calibration_images, len(train)))
     converted = rx.to_svda(model, images)
-    record: dict[str, Any] = {"form": arguments.form, "repair": arguments.repair}
+    record: dict[str, Any] = {"form": arguments.form, "repair": arguments.repair, "distill": arguments.distill}
     if arguments.repair:
         from attnrx.realization.repair import Repair
 
         repaired = rx.repair(converted, model, images, Repair(arguments.repair))
         converted, record["errors"] = repaired.model, {"before": repaired.before, "after": repaired.after}
+    if arguments.distill:
+        from attnrx.realization.distillation import Distill
+
+        converted = rx.distill(converted, model, images, Distill(arguments.distill)).model
     folder = rx.save(converted, arguments.out)
     return Outcome({"model": str(folder), **record}, (f"model: {folder}",))
 
@@ -95,7 +107,7 @@ def _converted(arguments: Namespace) -> Outcome:
 def _calibration(
     model: "nn.Module", prescription: "rx.Prescription", arguments: Namespace
 ) -> "rx.data.ImageSet | None":
-    fits = [name for name in ("--refine", "--repair") if getattr(arguments, name.removeprefix("--"))]
+    fits = [f"--{name}" for name in FITS if getattr(arguments, name)]
     # A mask keeps the norms of the model, so it refits nothing.
     fits += ["--norms refit"] * (arguments.by == "compress" and arguments.norms == "refit")
     if prescription.tokens is not None and prescription.tokens.policy.must_be_calibrated:

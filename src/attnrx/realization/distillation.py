@@ -1,0 +1,143 @@
+"""Distillation: fits all weights of a compressed model together to the outputs of the original, without labels."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageData, ImageSet
+from attnrx.errors import InvalidInput
+from attnrx.model_data import images_for
+from attnrx.model_outputs import output_kind_of
+from attnrx.models import InputValidation, evaluating, family_of
+from attnrx.progress import track
+from attnrx.realization.descent import descend_
+from attnrx.shapes import Bool, Float, Tensor
+
+# One image in so many is not fitted to: it decides whether the fit is kept.
+HELD_OUT = 8
+
+
+@dataclass(frozen=True)
+class Distill:
+    """The settings: passes over the images, the learning rate of Adam, relative to the root mean square of each tensor,
+    and the images of a step.
+
+    The learning rate decays to zero by a cosine.
+    """
+
+    epochs: int = 2
+    learning_rate: float = 2e-4
+    batch: int = 64
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.epochs < 1 or self.batch < HELD_OUT or not 0 < self.learning_rate < 1:
+            raise InvalidInput(
+                f"{self}: give at least one epoch and {HELD_OUT} images a step, and a learning rate between 0 and 1."
+            )
+
+
+@dataclass
+class Distilled:
+    """A distilled model, the mean divergence of its outputs before and after on images that it was not fitted to, and
+    notes on the images.
+
+    The divergence is the one that is minimized: half the variance of the difference of the logits, or half the squared
+    distance of embeddings relative to their squared norm.
+    """
+
+    model: nn.Module
+    before: float
+    after: float
+    notes: list[str] = field(default_factory=list)
+
+
+def distill(
+    candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Distill | None = None
+) -> Distilled:
+    """Returns a copy of the candidate whose outputs are fitted to those of the reference, without labels.
+
+    All weights are fitted together by Adam, with tokens pruned and merged as in use, so that it corrects what `repair`,
+    block by block and on all tokens, cannot. The loss is the Kullback-Leibler divergence of outputs softened by a high
+    temperature (Hinton et al., 2015, section 2.1). One image in eight is not fitted to; if the divergence on those does
+    not decrease, the weights stay.
+
+    Raises:
+        InvalidInput: The models return outputs of different widths, or there are too few images.
+        DataError: The images do not have the model's input shape, or contain NaN or infinity.
+    """
+    knobs, images = settings or Distill(), images_for(reference, calibration, "calibration")
+    if len(images) < 2 * HELD_OUT:
+        raise InvalidInput(f"distill was given {len(images)} images; give at least {2 * HELD_OUT}, better 2,000.")
+    weight = next(candidate.parameters())
+    # Steps are smaller than the rounding of half precision.
+    work = copy.deepcopy(candidate).to(torch.promote_types(weight.dtype, torch.float32))
+    fit = _OutputFit(work, reference, images, knobs)
+    with evaluating((work, reference)):
+        before = fit.held_out()
+        state = copy.deepcopy(work.state_dict())
+        if before > 0:
+            descend_(work, fit.error, fit.steps, knobs.learning_rate, knobs.seed)
+        after = fit.held_out()
+        if not after < before:  # also true for NaN
+            work.load_state_dict(state)
+            after = before
+    return Distilled(work.to(weight.dtype), before, after, fit.notes)
+
+
+class _OutputFit:
+    """The error of a model's outputs, on the next batch of the images and on those that are held out."""
+
+    def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
+        self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
+        self.kind = output_kind_of(reference)
+        self.notes: list[str] = []
+        self.is_validated = False
+        batches = -(-len(images) // knobs.batch)
+        self.steps = knobs.epochs * batches
+        # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory.
+        rounds = chain.from_iterable(self._batches() for _ in repeat(None))
+        self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps))
+
+    def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
+        """Returns the mean divergence on the next images to fit to."""
+        pixels = next(self._next)
+        return self._divergence(pixels[~_held_out(pixels)]).mean()
+
+    def held_out(self) -> float:
+        """Returns the mean divergence on the images that are held out."""
+        with torch.no_grad():
+            held_out = (pixels[_held_out(pixels)] for pixels in self._batches())
+            parts = [self._divergence(pixels) for pixels in held_out if len(pixels)]
+        return float(torch.cat(parts).mean())
+
+    def _batches(self) -> Iterator[Tensor]:
+        weight = next(self.reference.parameters())
+        # Every image is validated once, in the first pass, which is that before the fit.
+        validation = (
+            None if self.is_validated else InputValidation(self.reference, family_of(self.reference), "distill")
+        )
+        for batch in self.images.batches(self.batch, device=weight.device):
+            yield batch.images.to(weight.dtype) if validation is None else validation.take(batch.images)
+        if validation is not None:
+            self.notes, self.is_validated = validation.notes(), True
+
+    def _divergence(self, pixels: Tensor) -> Float[Tensor, "images"]:
+        with torch.no_grad():
+            target = self.reference(pixels)
+        outputs = self.model(pixels.to(next(self.model.parameters()).dtype))
+        if outputs.shape != target.shape:
+            raise InvalidInput(
+                f"the candidate returns {outputs.shape[1]} numbers per image, the reference {target.shape[1]}; distill "
+                "a model that was made from the reference."
+            )
+        return self.kind.softened(target, outputs)
+
+
+def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:
+    # The last of every group: a short last batch has images to fit to, and maybe none that are held out.
+    return torch.arange(len(pixels), device=pixels.device) % HELD_OUT == HELD_OUT - 1
