@@ -184,8 +184,10 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = []
     for start in arguments.starts:
         for seed in arguments.seeds:
-            rows += measure(start, seed, arguments)
-            print(f"start {start}, seed {seed}: {rows[-1]['accuracy']:.1f} % correct", flush=True)
+            measured = measure(start, seed, arguments)
+            accuracy = f"{measured[0]['accuracy']:.1f} % correct" if measured else "no rho removes a direction"
+            print(f"start {start}, seed {seed}: {accuracy}", flush=True)
+            rows += measured
     text = table(rows)
     write_json(Path(arguments.out) / "realizations.json", {"rows": rows, "tiny": arguments.tiny})
     print(text)

@@ -25,7 +25,7 @@ from attnrx.progress import track
 EVEN, BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 6, 1 / 4, 3, 3, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
-KNOBS, CHOICES = "knobs", "choices"
+KNOBS, CHOICES, MEASURED = "knobs", "choices", "measured"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilde
     study = optuna.create_study(
         storage=_address(search.storage),
         # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-        study_name=f"attnrx 6 {hashlib.sha256(requested.encode()).hexdigest()[:16]}",
+        study_name=f"attnrx 7 {hashlib.sha256(requested.encode()).hexdigest()[:16]}",
         # Multivariate: the best weight of one axis depends on those of others.
         sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
         load_if_exists=True,
@@ -124,24 +124,23 @@ def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilde
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
     proposals = _Proposals(space, budget, first, even, broad, search)
-    trials = [first]
 
     def objective(trial: Any) -> float:
         knobs, step = proposals.next(trial)
         trial.set_user_attr(KNOBS, knobs)
         trial.set_user_attr(CHOICES, asdict(step.choices))
-        trials.append(budget.tried(knobs, step))
-        return trials[-1].softened
+        measured = budget.tried(knobs, step)
+        values = {"cost": step.cost, "sensitivity": step.sensitivity, "divergence": measured.divergence}
+        trial.set_user_attr(MEASURED, values)
+        return measured.softened
 
     # A resumed study has trials of an earlier run, or of another machine.
     num_finished = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
     if num_finished < search.trials:
         for _ in track(range(search.trials - num_finished), "searching plans"):
             study.optimize(objective, n_trials=1)  # one by one, for the progress
-    knobs, choices = _known(study.best_trial)
-    if all(choices != trial.step.choices for trial in trials):  # found by an earlier search, or on another machine
-        trials.append(budget.tried(knobs, budget.step(knobs, choices)))
-    return tuple(trials)
+    # All trials of the study, so that a resumed search has the finalists of one without interruption.
+    return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
 
 
 @dataclass(frozen=True)
@@ -196,6 +195,12 @@ def _known(trial: Any) -> tuple[dict[str, float], Choices]:
     """Returns the knobs and the choices of a stored trial."""
     choices = {name: tuple(value) for name, value in trial.user_attrs[CHOICES].items()}
     return trial.user_attrs[KNOBS], Choices(**choices)
+
+
+def _trial_of(stored: Any) -> Trial:
+    (knobs, choices), measured = _known(stored), stored.user_attrs[MEASURED]
+    step = Step(choices, measured["cost"], measured["sensitivity"])
+    return Trial(knobs, step, measured["divergence"], stored.value)
 
 
 def _address(storage: str | None) -> str | None:

@@ -76,8 +76,7 @@ class DiffRateBaseline(SearchedBaseline):
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
-        super().__init__(model)
-        self.calibration, self.seed = calibration, seed
+        super().__init__(model, calibration, seed)
         self.family = family_of(model)
         self.layout = self.family.token_layout(model)
         self.depth = len(self.family.attention(model))
@@ -150,12 +149,11 @@ class DiffRateBaseline(SearchedBaseline):
             nn.init.constant_(logit, start)
         macs = differentiable_macs(self.model)
         optimizer = torch.optim.Adam(logits, lr=LEARNING_RATE)
-        weight = next(self.model.parameters())
         # The samples draw from the global generator, whose state is restored for the caller.
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(self.seed)
             for step in range(STEPS):
-                images = self._batch(step).to(weight)
+                images = self.images_of_step(step, BATCH)
                 with torch.no_grad():
                     target = self.model.eval()(images).log_softmax(-1)
                 divergence = F.kl_div(model(images).log_softmax(-1), target, log_target=True, reduction="batchmean")
@@ -168,13 +166,6 @@ class DiffRateBaseline(SearchedBaseline):
                 (divergence + COST_WEIGHT * (cost - share).square()).backward()
                 optimizer.step()
         return torch.stack([logit.sigmoid() for logit in logits]).cumprod(0).tolist()
-
-    def _batch(self, step: int) -> Tensor:
-        """Returns the images of one step; the passes over the images are shuffled by the seed."""
-        size = min(BATCH, len(self.calibration))
-        steps = len(self.calibration) // size  # of a pass, which drops its last incomplete batch
-        epoch, start = divmod(step, steps)
-        return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images
 
 
 def _unreachable(share: float) -> NotSupported:

@@ -9,7 +9,6 @@ from torch import nn
 from attnrx.api import realize
 from attnrx.data import ImageSet
 from attnrx.losses import Loss, LossContext
-from attnrx.shapes import ImageBatch, Tensor
 from attnrx_lab.baselines.gates import UVC, VTP, WDPRUNING, GateBudget, GatedModel, least_gated_share, prescribe_gates
 from attnrx_lab.baselines.searched import SearchedBaseline
 
@@ -31,8 +30,8 @@ class GatedBaseline(SearchedBaseline):
     """
 
     def __init__(self, model: nn.Module, kind: str, calibration: ImageSet, seed: int = 0):
-        super().__init__(model)
-        self.kind, self.calibration, self.seed = kind, calibration, seed
+        super().__init__(model, calibration, seed)
+        self.kind = kind
         GatedModel(model, kind)  # raises for models without units to gate
 
     @property
@@ -57,7 +56,7 @@ class GatedBaseline(SearchedBaseline):
         reference = self.model.eval()
         with torch.enable_grad():
             for step in range(STEPS):
-                images = self._images(step)
+                images = self.images_of_step(step, BATCH)
                 with torch.no_grad():
                     target = reference(images).log_softmax(-1)
                 logits = model(images)
@@ -68,11 +67,3 @@ class GatedBaseline(SearchedBaseline):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-
-    def _images(self, step: int) -> ImageBatch:
-        """Returns the images of one step; every pass over the images is shuffled by the seed."""
-        size = min(BATCH, len(self.calibration))
-        steps = len(self.calibration) // size  # of a pass, which drops its last incomplete batch
-        epoch, start = divmod(step, steps)
-        weight: Tensor = next(self.model.parameters())
-        return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images.to(weight)

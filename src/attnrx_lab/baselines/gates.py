@@ -221,18 +221,18 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
     Raises:
         NotSupported: Even the last units cost more.
     """
-    places = list(importance)
-    values = torch.cat([importance[place].double().cpu() for place in places]).sort().values
+    scores = torch.cat([score.double().cpu() for score in importance.values()]).sort().values
+    values = [*scores.tolist(), math.inf]  # the last leaves only the units that no threshold removes
     most = macs * family_of(model).costs(model).macs
     # The costs fall with the threshold, so that a bisection over its candidates finds the smallest one that fits.
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        prescription = _prescription(model, importance, float(values[middle]))
+        prescription = _prescription(model, importance, values[middle])
         low, high = (low, middle) if prescribed_costs(model, prescription).macs <= most else (middle + 1, high)
     if low == len(values):
         raise NotSupported(f"gates cannot reach {100 * macs:.1f} % of the MACs.")
-    return _prescription(model, importance, float(values[low]))
+    return _prescription(model, importance, values[low])
 
 
 def least_gated_share(model: nn.Module) -> float:

@@ -5,7 +5,9 @@ from abc import abstractmethod
 from torch import nn
 
 from attnrx.costs import ModelCosts
+from attnrx.data import ImageSet
 from attnrx.models import family_of
+from attnrx.shapes import ImageBatch, Tensor
 from attnrx_lab.baselines.factoring import ModelCompressor
 
 
@@ -15,8 +17,8 @@ class SearchedBaseline(ModelCompressor):
     Other compressors have a share of units, for which costs are known before anything is learned.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
+        self.model, self.calibration, self.seed = model, calibration, seed
         self._models: dict[float, nn.Module] = {}
 
     @abstractmethod
@@ -37,6 +39,14 @@ class SearchedBaseline(ModelCompressor):
         if share not in self._models:
             self._models[share] = self.searched(share)
         return self._models[share]
+
+    def images_of_step(self, step: int, batch: int) -> ImageBatch:
+        """Returns the images of one step; every pass over the images is shuffled by the seed."""
+        size = min(batch, len(self.calibration))
+        steps = len(self.calibration) // size  # of a pass, which drops its last incomplete batch
+        epoch, start = divmod(step, steps)
+        weight: Tensor = next(self.model.parameters())
+        return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images.to(weight)
 
     @property
     def _macs(self) -> int:
