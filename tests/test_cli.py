@@ -18,6 +18,7 @@ from attnrx.cli.commands import command_modules, costs
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
 from attnrx.losses import Distillation, TargetRank, Task
+from attnrx.realization.distillation import Distill, distill
 from attnrx.realization.refinement import Refinement, refine
 from pictures import write_folder
 
@@ -96,6 +97,19 @@ def test_the_chain_leaves_files_that_belong_together(chain: SimpleNamespace) -> 
 def test_a_model_named_for_other_data_is_built_for_the_data_at_hand(chain: SimpleNamespace) -> None:
     config = json.loads((chain.run / "config.json").read_text())["model"]
     assert (config["channels"], config["classes"], config["image_size"]) == (3, 3, 16)
+
+
+def test_a_realized_model_is_distilled_on_images(chain: SimpleNamespace, tmp_path: Path) -> None:
+    words = ("realize", chain.run, "--prescription", chain.rx, "--data", chain.data, "--out", tmp_path / "slim")
+    told = record(*words, "--distill", 4)
+    assert told["distill"] == 4 and told["compressed"] == chain.steps["realize"]["compressed"]
+    slim = rx.load(tmp_path / "slim")
+    stored = rx.Prescription.load(tmp_path / "slim" / "prescription.json").about["realized"]
+    images, model = rx.load_data(str(chain.data), image_size=16).train, rx.load(chain.run)
+    again = rx.realize(model, rx.Prescription.load(chain.rx))
+    assert stored["distill"] == 4
+    first, second = (distill(each, model, images, Distill(1)).before for each in (again, slim))
+    assert second < first
 
 
 @pytest.mark.slow
@@ -280,6 +294,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("realize {slim} --prescription {rx} --out x", 2, "made for the model"),
         ("realize {run} --prescription {rx} --norms refit --out x", 2, "--data"),
         ("realize {run} --prescription {rx} --refine 5 --out x", 2, "--data"),
+        ("realize {run} --prescription {rx} --distill 2 --out x", 2, "--data"),
         ("realize {run} --prescription {rx} --refine -1 --data {data} --out x", 2, "not a whole number in 0.."),
         ("realize {run} --prescription {rx} --refine 5 --by mask --data {data} --out x", 2, "--by compress"),
         ("realize {run} --prescription {rx} --out {run}", 2, "would overwrite an input"),

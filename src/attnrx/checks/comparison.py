@@ -73,10 +73,11 @@ class Comparison:
     def predictions(self) -> Predictions:
         """The predictions of all models, computed in one pass over the data on first use."""
         # On first use: a check that needs no outputs, e.g. of the latency, runs no model over the data.
-        missing = {role: model for role, model in self.models.items() if model not in self._cache}
-        if missing:
-            computed = predict(missing, self)
-            self._cache.update({model: (computed.outputs[role], computed.labels) for role, model in missing.items()})
+        # By model, because one may have several roles, e.g. a candidate that is the mask.
+        roles = {model: role for role, model in self.models.items() if model not in self._cache}
+        if roles:
+            computed = predict({role: model for model, role in roles.items()}, self)
+            self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
         classes = {role: values.shape[1] for role, values in outputs.items()}
         if len(set(classes.values())) > 1:

@@ -32,7 +32,7 @@ def add(parser: Parser) -> None:
     option(budgets, "--macs", several_shares, "shares of the MACs that stay, e.g. 0.8,0.6,0.4", metavar="SHARES")
     option(budgets, "--params", several_shares, "shares of the parameters that stay, e.g. 0.8,0.6", metavar="SHARES")
     add_out(parser, "the folder of the sizes; load PATH@macs=0.55 or PATH@faster=1.4", folder=True)
-    option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured", "quick")
+    option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured; thorough also distills", "quick")
     option(parser, "--batch", BATCH, "images per forward pass whose latency is measured", 32)
     option(parser, "--threads", THREADS, "CPU threads of that forward pass (torch's default)")
     option(parser, "--seed", SEED, "seeds every random draw", 0)

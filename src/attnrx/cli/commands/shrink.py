@@ -22,7 +22,7 @@ from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
-SUMMARY = "make a model smaller and faster for a target, without training, and verify what it cost"
+SUMMARY = "make a model smaller and faster for a target, without labels, and verify what it cost"
 EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk"
 
 
@@ -40,7 +40,7 @@ def add(parser: Parser) -> None:
     option(target, "--params", SHARE, "the share of the parameters that stays, e.g. 0.7")
     option(target, "--max-drop", accuracy_points, "the points of accuracy that may be lost, e.g. 1pt", metavar="POINTS")
     add_out(parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True)
-    option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured", "quick")
+    option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured; thorough also distills", "quick")
     option(parser, "--batch", BATCH, "images per forward pass whose latency is measured", 32)
     option(parser, "--threads", THREADS, "CPU threads of that forward pass (torch's default)")
     option(parser, "--by-image", bool, "every image its own number of tokens; no model.onnx, whose shapes are fixed")
