@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 import attnrx as rx
+import pretrained
 from attnrx.models import build_model, save_model
 from pictures import write_folder
 from test_cli import call, record
@@ -96,6 +97,15 @@ def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
     requested = ("export", made.run, "--to", "int8(images=8)", "--data", made.data, "--batch", 4, "--out", out)
     assert record(*requested)["images"]["batch"] == 4
     assert out.stat().st_size < 0.7 * made.file.stat().st_size
+
+
+def test_a_model_of_embeddings_is_exported_on_data_with_classes(made: SimpleNamespace) -> None:
+    pytest.importorskip("transformers")
+    # It is found by its outputs and not by the absence of class names: a backbone of transformers has none.
+    run = rx.save(rx.load(pretrained.CASES["hf vit, backbone"][1]()).float(), made.root / "backbone")
+    found = record("export", run, "--data", made.data, "--out", made.root / "backbone.onnx")
+    assert (found["output"], found["class_names"], len(found["parity"])) == ("embedding", [], 1)
+    assert not (made.root / "run_backbone.py").exists()
 
 
 @pytest.mark.slow

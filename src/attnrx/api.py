@@ -1,5 +1,6 @@
 """The public functions of the workflow: load -> diagnose -> prescribe -> realize -> verify -> save."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -8,16 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.checks import Check, Comparison, standard_checks
+from attnrx.checks import Check, Comparison, possible_checks, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
-from attnrx.data import ImageData, ImageSet, require_labels
+from attnrx.data import ImageData, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput
+from attnrx.errors import CardWarning, InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import export, is_exported, load_exported
 from attnrx.model_data import adapt_preprocessing, images_for
 from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra, measure_divergence
+from attnrx.model_outputs import BinaryLogit, Logits, output_kind_of
 from attnrx.models import (
     FAMILIES,
     Reader,
@@ -40,11 +42,11 @@ from attnrx.realization.distillation import distill
 from attnrx.realization.elastic import Elastic, is_elastic
 from attnrx.realization.refinement import refine
 from attnrx.realization.repair import repair
-from attnrx.reports import completed_card, model_card
+from attnrx.reports import completed_card, is_unedited, model_card
 from attnrx.rules import RulesLike, control_prescriptions, parse_rules
 from attnrx.rules import prescribe_maps as prescribe_with
 from attnrx.serialization.hub import upload
-from attnrx.serialization.storage import write_text
+from attnrx.serialization.storage import CARD_KIND, file_kind, write_text
 
 __all__ = [
     "Budget",
@@ -179,7 +181,7 @@ def verify(
     skipped = []
     if checks is None:
         # The standard checks are those that apply; a check that was requested raises where it cannot run.
-        chosen, skipped = _possible(chosen, images, comparison)
+        chosen, skipped = possible_checks(chosen, images, comparison.kind)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
     # One comparison for all checks: the outputs of the models are computed once.
@@ -197,26 +199,19 @@ def verify(
         "tokens": described_tokens(candidate),
         "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
-        "notes": [*skipped, *_chance_notes(findings, comparison)],
+        "notes": [*skipped, *_output_notes(findings, comparison)],
         **dict(about or {}),  # last: it may replace any of these
     }
     return Evidence(findings, facts)
 
 
-def _possible(checks: Sequence[Check], images: ImageSet, comparison: Comparison) -> tuple[tuple[Check, ...], list[str]]:
-    """Returns the checks that these images and outputs allow, and a note for every reason to skip some."""
-    reasons = {
-        "needs_labels": None if images.has_labels else str(images.label_problem),
-        "needs_logits": None if comparison.kind.name == "logits" else "the model returns embeddings.",
-    }
-    notes = []
-    # One note per reason, and a check without labels and logits in the first only.
-    for need, reason in reasons.items():
-        names = ", ".join(check.name for check in checks if getattr(check, need))
-        if reason is not None and names:
-            notes.append(f"not checked: {names}: {reason}")
-            checks = [check for check in checks if not getattr(check, need)]
-    return tuple(checks), notes
+def _output_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
+    """Returns notes on how the outputs were read: one logit, and classes that may not be those of the labels."""
+    kind = comparison.kind
+    if not isinstance(kind, Logits):
+        return []  # labels of nearest neighbours are those of the data
+    notes = [kind.note] if isinstance(kind, BinaryLogit) else []
+    return [*notes, *_chance_notes(findings, comparison)]
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
@@ -242,7 +237,7 @@ def save(
     """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
 
     An existing model in the folder is replaced atomically, with its prescription, evidence and card. Files that attnrx
-    did not write are kept and never overwritten.
+    did not write are kept and never overwritten; so is a card that was edited, with a `CardWarning`.
     """
     if evidence is not None:
         # Evidence of another model beside the weights would be a false claim.
@@ -253,7 +248,7 @@ def save(
             prescription.save(new / "prescription.json")
         if evidence is not None:
             evidence.save(new / "evidence.json")
-        write_text(new / "README.md", _card(model, evidence, prescription))
+        write_text(new / "README.md", _kept_card(Path(folder)) or _card(model, evidence, prescription))
 
     # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
     return save_model(folder, model, write_beside=write_documents)
@@ -261,8 +256,31 @@ def save(
 
 def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
     costs = family_of(model).costs(model)
-    facts = {"family": family_of(model).name, "parameters": costs.params, "macs": costs.macs}
+    facts = {
+        "family": family_of(model).name,
+        "outputs": output_kind_of(model).name,
+        "parameters": costs.params,
+        "macs": costs.macs,
+    }
     return model_card(facts, evidence, prescription)
+
+
+def _kept_card(folder: Path) -> str:
+    """Returns the card of a folder if it was edited after attnrx wrote it, else an empty text."""
+    card = folder / "README.md"
+    # A file that is no card is refused by the write itself, as any other that attnrx did not write.
+    if file_kind(card) != CARD_KIND:
+        return ""
+    text = card.read_text(encoding="utf-8")
+    if is_unedited(text):
+        return ""
+    warnings.warn(
+        f"{card} was edited and is kept; what it states of the earlier model may not be true of the new one. Delete it "
+        "to have one written.",
+        CardWarning,
+        stacklevel=5,
+    )
+    return text
 
 
 def push_to_hub(
@@ -275,9 +293,10 @@ def push_to_hub(
 ) -> str:
     """Uploads a folder written by `save` to the Hugging Face hub as OWNER/NAME, and returns its address.
 
-    The folder is loaded first, so that no broken model and no evidence of another model is published. A card written
-    without evidence is completed from evidence.json if the folder has one. `license` (of the weights, the hub's
-    identifier) and `base_model` (OWNER/NAME of the original) are written to the header of the card.
+    The folder is loaded first, so that no broken model and no evidence of another model is published. A card that was
+    not edited is written again from the files of the folder, e.g. with evidence.json that was added later. `license`
+    (of the weights, the hub's identifier) and `base_model` (OWNER/NAME of the original) are written to the header of
+    the card.
     `load("hub:OWNER/NAME")` loads the model again.
     """
     folder = Path(folder)
@@ -291,7 +310,7 @@ def push_to_hub(
         evidence.require(model_fingerprint(model), str(folder))
         prescription_path = folder / "prescription.json"
         prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
-        if text == _card(model, None, prescription):  # else the card was edited, and is kept
+        if is_unedited(text):
             text = _card(model, evidence, prescription)
     if license is not None or base_model is not None:
         text = completed_card(text, license, base_model)

@@ -24,6 +24,10 @@ class InvalidRule(InvalidInput):
     """A rule with a parameter outside its range."""
 
 
+class MissingMoments(InvalidRule):
+    """A rule that needs moments, for a diagnosis without them."""
+
+
 class NoOpPrescription(AttnrxError):
     """A prescription or option without any effect."""
 
@@ -54,6 +58,10 @@ class KernelWarning(UserWarning):
 
 class CacheWarning(UserWarning):
     """A damaged file in the cache folder, which is created again."""
+
+
+class CardWarning(UserWarning):
+    """An edited model card that is kept although the model in its folder was replaced."""
 
 
 class CheckpointError(AttnrxError):

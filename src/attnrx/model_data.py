@@ -9,6 +9,7 @@ from attnrx.data import ImageSet, Normalization, Splits, fit_labels, image_set
 from attnrx.data.pixels import SMALL, ImageGeometry
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.errors import DataError, InvalidInput
+from attnrx.model_outputs import Logits, output_kind_of
 from attnrx.models import family_of
 from attnrx.optional import required_module
 from attnrx.shapes import Float, Tensor
@@ -74,13 +75,13 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
     missing = {name: MissingImages(source, name, tuple(sets)) for name in NAMES}
     family = family_of(model)
     channels, height, _ = family.input_shape(model)
-    heads = family.heads(model)
-    # Without names of its classes a model has their numbers; one of embeddings has none.
-    classes = tuple(map(str, range(heads[0].out_features))) if heads else ()
+    # Without names of its classes a model has their numbers; one of embeddings has none. One logit distinguishes two
+    # classes, of which a configuration may name one.
+    classes, names = tuple(map(str, range(num_classes(model)))), family.class_names(model)
     return Splits(
         name=argument,
         **{**missing, **sets},
-        class_names=family.class_names(model) or classes,
+        class_names=names if len(names) >= len(classes) else classes,
         channels=channels,
         image_size=height,
         normalization=normalization_of(model),
@@ -102,15 +103,29 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     channels, height, _ = family.input_shape(model)
     # Named data are decoded at one size, so another one needs another call of `load_data`; the scale can be changed
     # later.
-    if (splits.channels, splits.image_size) != (channels, height):
+    if splits.channels != channels:
+        # The reader keeps grey images grey: which model they are for is the user's decision.
+        wanted = "RGB" if channels == 3 else f"{channels}-channel"
         raise DataError(
-            f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model needs {channels} "
-            f"at {height}; load the data with image_size={height}, or use a model for this data."
+            f"{splits.name} has images of {splits.channels} channel(s), the model needs {channels}: store them as "
+            f"{wanted} images, give a PyTorch dataset that converts them (in torchvision, Grayscale({channels})), or "
+            f"use a model of {splits.channels} channel(s)."
+        )
+    if splits.image_size != height:
+        raise DataError(
+            f"{splits.name} has images of {splits.image_size} pixels, the model needs {height}; load the data with "
+            f"image_size={height}, or use a model for this size."
         )
     fitted = splits.renormalized(normalization_of(model))
-    heads = family.heads(model)
-    if not heads:
+    classes = num_classes(model)
+    if not classes:
         if label_map is not None:
             raise InvalidInput("label_map was given, and the model has no classifier whose classes it could name.")
         return fitted
-    return fit_labels(fitted, heads[0].out_features, label_map)
+    return fit_labels(fitted, classes, label_map)
+
+
+def num_classes(model: nn.Module) -> int:
+    """Returns the number of classes that a model distinguishes; 0 for a model of embeddings."""
+    heads, kind = family_of(model).heads(model), output_kind_of(model)
+    return kind.num_classes(heads[0].out_features) if heads and isinstance(kind, Logits) else 0

@@ -1,4 +1,4 @@
-"""The two kinds of outputs, logits and embeddings, and how those of two models are compared."""
+"""The kinds of outputs (logits of classes, one binary logit, embeddings), and how those of two models are compared."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -17,14 +17,15 @@ GROUP = 64
 class OutputKind(ABC):
     """How outputs are compared: a divergence per image, and a decision per image that both models make.
 
-    `noun`, `distance` and `decision` are the words of findings; `unit` is that of the divergence, and `doubt` a
-    divergence at which a decision may change.
+    `noun`, `distance`, `decision` and `accuracy` are the words of findings; `unit` is that of the divergence, and
+    `doubt` a divergence at which a decision may change.
     """
 
     name: ClassVar[str]
     noun: ClassVar[str]
     distance: ClassVar[str]
     decision: ClassVar[str]
+    accuracy: ClassVar[str]
     unit: ClassVar[str]
     doubt: ClassVar[float]
 
@@ -57,7 +58,15 @@ class Logits(OutputKind):
     """Class logits: the Kullback-Leibler divergence in nats, and the class."""
 
     name, noun, unit, doubt = "logits", "logit", "nats", 0.25
-    distance, decision = "KL divergence", "prediction"
+    distance, decision, accuracy = "KL divergence", "prediction", "top-1 accuracy"
+
+    def num_classes(self, width: int) -> int:
+        """Returns the number of classes that a model with `width` outputs distinguishes."""
+        return width
+
+    def class_logits(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch classes"]:
+        """Returns one logit per class, whose softmax are the predicted probabilities."""
+        return outputs
 
     def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
         # Normalized once: the comparisons below take logits as well as log-probabilities, which log_softmax does not
@@ -67,28 +76,54 @@ class Logits(OutputKind):
     def divergence(
         self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
     ) -> Float[Tensor, "images"]:
-        return divergence(base, other)
+        return divergence(self.class_logits(base), self.class_logits(other))
 
     def softened(
         self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
     ) -> Float[Tensor, "images"]:
-        return softened_divergence(base, other)
+        return softened_divergence(self.class_logits(base), self.class_logits(other))
 
     def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
-        return outputs.argmax(-1)
+        return self.class_logits(outputs).argmax(-1)
 
     def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
         return decisions
 
 
+class BinaryLogit(Logits):
+    """One logit per image: that of class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
+
+    The divergence is that of the two Bernoulli distributions, and an eighth of the squared difference of the logits its
+    softened limit. Nothing in a model distinguishes a classifier with one logit from a regression model, whose
+    divergence and decisions mean nothing; `note` is added to the evidence of both.
+    """
+
+    name = "binary_logit"
+    note: ClassVar[str] = (
+        "the model has one output, which is taken as the logit of class 1 against class 0, with the decision at zero; "
+        "for the value of a regression, only the relative logit discrepancy of the check fidelity is meaningful."
+    )
+
+    def num_classes(self, width: int) -> int:
+        return 2
+
+    def class_logits(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch two"]:
+        # A softmax of (0, z) has the probabilities 1 - sigmoid(z) and sigmoid(z). Of z alone it would be constant.
+        return torch.cat([torch.zeros_like(outputs), outputs], dim=-1)
+
+    def prepared(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch one"]:
+        return outputs.double().cpu()
+
+
 class Embeddings(OutputKind):
     """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
 
-    The label that follows is that of the neighbour, so that accuracy is that of the one-nearest-neighbour classifier.
+    The label that follows is that of the neighbour, so that accuracy is that of the 1-nearest-neighbour classifier.
     """
 
     name, noun, unit, doubt = "embedding", "embedding", "", 0.05
     distance, decision = "cosine distance", "nearest neighbour"
+    accuracy = "1-nearest-neighbour accuracy"
 
     def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
         return outputs.double().cpu()
@@ -129,14 +164,16 @@ def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int
     return torch.cat(neighbours)
 
 
-KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (Logits(), Embeddings())}
+KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (Logits(), BinaryLogit(), Embeddings())}
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
     """Returns how the outputs of a model are compared; those of a model that no family knows are logits."""
     # Not `family_of`, which raises: checks also take modules of no family.
     family = next((family for family in FAMILIES if family.matches(model)), None)
-    return KINDS["logits" if family is None else family.output_kind(model)]
+    name = "logits" if family is None else family.output_kind(model)
+    heads = () if family is None else family.heads(model)
+    return KINDS["binary_logit" if name == "logits" and heads and heads[0].out_features == 1 else name]
 
 
 def divergence(

@@ -1,5 +1,6 @@
 """The whole workflow in one call: plans, realizes and verifies a smaller model for a target."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -15,11 +16,22 @@ from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, TargetMet
+from attnrx.evidence import KIND as EVIDENCE
 from attnrx.evidence import Evidence
-from attnrx.exporting import fitting_names, parse_format
-from attnrx.model_data import splits_for
-from attnrx.model_outputs import output_kind_of
-from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
+from attnrx.exporting import (
+    Format,
+    fitting_names,
+    own_exports,
+    parse_format,
+    precision_for,
+    remove_export,
+    require_export_path,
+    require_own_files,
+)
+from attnrx.exporting.formats import dtype_name
+from attnrx.model_data import num_classes, splits_for
+from attnrx.model_outputs import Logits, output_kind_of
+from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of, require_model_folder
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
 from attnrx.planning.effort import effort_of
 from attnrx.planning.plan_timing import final_protocol, final_speeds, rounds_of
@@ -32,6 +44,8 @@ from attnrx.realization.elastic import ORIGINAL, Elastic, Size
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
+from attnrx.serialization.atomic_writes import require_absent
+from attnrx.serialization.storage import file_kind
 from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
@@ -39,6 +53,8 @@ DIAGNOSED, PREDICTED = 128, 96
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
+SIZE = re.compile(r"(faster|macs|params)-[\w.+-]+")  # the names of the folders of sizes
+REPORT = "attnrx report"  # the kind of report.html (`file_kind`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +86,22 @@ class Shrunk:
         return f"Shrunk({self.summary()})"
 
     def save(self, folder: Path | str, onnx: bool = True) -> Path:
-        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime."""
+        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
+
+        Files of an earlier result are replaced, and its exports removed; files that attnrx did not write are kept.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+        """
+        folder, form = Path(folder), parse_format("onnx")
+        _require_result_folder(folder, self.model, (form,) if onnx else ())
+        # First: an interrupted call leaves a model without exports, and not with those of another model.
+        _remove_outdated(folder, model_fingerprint(self.model))
         folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
         write_report(folder / "report.html", self.report(f"attnrx: {folder.name}"))
         if onnx:
-            export(self.model, folder / "model.onnx", class_names=fitting_names(self.model, self.class_names))
+            path, names = folder / "model.onnx", fitting_names(self.model, self.class_names)
+            export(self.model, path, to=form, precision=precision_for(self.model, form), class_names=names)
         return folder
 
     def save_exported(
@@ -92,22 +119,28 @@ class Shrunk:
         `to` is a format of `export`, e.g. "int8" or "openvino(precision=bf16)"; the files are named after it:
         model-int8.onnx and evidence-int8.json. It is calibrated on the images that the plan was made on, and verified
         on those that neither has seen. Its speed is that of `batch` images in the runtime of the format, relative to
-        the original in its own library.
+        the original in its own library at the precision of the file, which is the model's own or else float32.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
         """
         form = parse_format(to)
+        # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
+        path, evidence_path = _exported_paths(Path(folder), form)
+        _require_own_export(path, evidence_path, form, self.model)
         # Divided as by `shrink`, so that calibration and verification keep to the same images as the plan.
         planned, _, tested = three_parts(splits_for(original, data))
         calibration = planned.take(min(form.wanted, len(planned)))
         names = fitting_names(self.model, self.class_names)
-        # Beside model.onnx, which is in float32: a folder may have several formats.
-        path = Path(folder) / f"model-{form.name}{form.suffix}"
-        file = export(self.model, path, to=form, calibration=calibration, class_names=names)
-        protocol = final_protocol(Conditions(threads=threads), batch)
+        precision = precision_for(self.model, form)
+        file = export(self.model, path, to=form, precision=precision, calibration=calibration, class_names=names)
+        conditions = Conditions(file.images.device, file.images.precision, threads)
+        protocol = final_protocol(conditions, batch)
         speed = 1 / self.target.most if self.target.of == "latency" else None
         checks = _with_accuracy(tested, Fidelity(), Latency(batch, protocol, speed, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}
         evidence = verify(file, original, tested, checks, about, batch_size=32)
-        evidence.save(path.with_name(f"evidence-{form.name}.json"))
+        evidence.save(evidence_path)
         return evidence
 
     def report(self, title: str) -> ReportContent:
@@ -161,10 +194,11 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     If the unchanged model is as fast as requested, by its kernels or by the format, it is the result.
 
     With a `folder` the intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes
-    the results.
+    the results to it.
 
     Raises:
-        InvalidInput: Not exactly one target, or labels that do not fit.
+        InvalidInput: Not exactly one target, labels that do not fit, or a `folder` in which the results would overwrite
+            files that attnrx did not write.
         NotSupported: No plan reaches the target.
     """
     target = target_of(faster, macs, params, max_drop)
@@ -206,11 +240,12 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     The budgets are those of `shrink`, several of one kind. Every size is planned, realized, repaired and verified by
     itself, and a saved model with evidence in a folder of its own; the original is the largest. Budgets in between are
     met by the next larger size with fewer tokens. All sizes are timed together, relative to the model in its own
-    library. An interrupted call goes on with the first size that is missing. A speed that the original has by its
-    kernels needs no size.
+    library. An interrupted call goes on with the first size that is missing, and a later call with other budgets adds
+    sizes to the folder. A speed that the original has by its kernels needs no size.
 
     Raises:
-        InvalidInput: Not exactly one kind of budget, or a folder with the sizes of another call.
+        InvalidInput: Not exactly one kind of budget, or a folder with sizes of another original, of other data or
+            settings.
         TargetMet: The original meets every budget.
         NotSupported: No plan reaches a budget.
     """
@@ -228,15 +263,10 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     folder = Path(folder)
     with shared_subprocess() if kind == "faster" else nullcontext():
         work = _Work.of(model, data, False, batch, threads, effort, False, weights, columns, folder, seed, log)
-        about = {"fingerprint": model_fingerprint(work.original), "effort": effort, "seed": seed}
-        stated = {"reference": about["fingerprint"], "effort": effort, "seed": seed}
-        if kind == "faster":  # only a speed depends on the batch
-            stated["batch"] = batch
-        missing = {
-            name: target
-            for name, target in targets.items()
-            if not _is_made(folder / name, {**stated, "target": str(target)})
-        }
+        made = _made_sizes(folder, work.size_conditions(), targets)
+        missing = {name: target for name, target in targets.items() if name not in made}
+        for name in missing:
+            _require_result_folder(folder / name, work.original, ())
         # A size at a time is planned, verified and saved, so an interrupted call continues with the next. A generator
         # that has raised is finished: after a target that is met, the loop makes another for the rest.
         while missing:
@@ -254,21 +284,36 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                     raise
     # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
     save(work.original, folder / ORIGINAL)
-    elastic_model = Elastic(folder, work.sizes(folder, (ORIGINAL, *targets)), {**about, "timing": work.timing_record()})
+    sizes = work.sizes(folder, (ORIGINAL, *dict.fromkeys((*made, *targets))))
+    about = {"fingerprint": model_fingerprint(work.original), "effort": effort, "seed": seed}
+    elastic_model = Elastic(folder, sizes, {**about, "timing": work.timing_record()})
     elastic_model.write()
     return elastic_model
 
 
-def _is_made(folder: Path, expected: Mapping[str, Any]) -> bool:
-    """Returns whether a size is in its folder; raises InvalidInput if it is that of another call."""
+def _made_sizes(folder: Path, conditions: Mapping[str, Any], targets: Mapping[str, Target]) -> list[str]:
+    """Returns the names of the sizes that a folder has, of these and of other budgets.
+
+    Raises:
+        InvalidInput: A size was made under other conditions: for another original, on other data ...
+    """
     # A folder is saved atomically with its evidence: it is complete or absent.
-    if not (folder / "evidence.json").exists():
-        return False
+    names = [path.parent.name for path in sorted(folder.glob("*/evidence.json")) if SIZE.fullmatch(path.parent.name)]
+    for name in names:
+        expected = dict(conditions)
+        if name in targets:
+            expected["target"] = str(targets[name])
+        if not name.startswith("faster"):  # only a speed depends on the batch
+            del expected["batch"]
+        _require_conditions(folder / name, expected)
+    return names
+
+
+def _require_conditions(folder: Path, expected: Mapping[str, Any]) -> None:
     stored = Evidence.load(folder / "evidence.json").about
     for name, value in expected.items():
         if stored.get(name) != value:
             raise InvalidInput(f"{folder} was made with {name} {stored.get(name)}, not {value}; choose another folder.")
-    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,7 +358,12 @@ class _Work:
         if state is not None:
             state.mkdir(parents=True, exist_ok=True)
             storage = str(state / "trials.db")  # of the search, which resumes from it
-        timing = TimingSettings(batch, Conditions(str(next(original.parameters()).device), threads=threads))
+        form = None if to is None else parse_format(to)
+        if folder is not None:  # before the work
+            forms = () if by_image else (parse_format("onnx"),)
+            _require_result_folder(Path(folder), original, forms, form)
+        device = str(next(original.parameters()).device)
+        timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
         search = Search(preset.trials, seed, storage, preset.variations)
         settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
         splits = _splits_of(original, data, columns)
@@ -334,7 +384,7 @@ class _Work:
             fitted,
             splits.class_names,
             settings,
-            {"effort": effort, "batch": batch},
+            {"effort": effort, "batch": batch, "planned_on": planned.fingerprint},
             by_image,
             seed,
         )
@@ -384,9 +434,14 @@ class _Work:
     def fitted_classes(self) -> dict[str, list[int]]:
         """The classes of the images of the repair, as the prescriptions record them; none for embeddings."""
         # By prediction and not by label, as the check does: data without labels have classes, too.
-        if output_kind_of(self.original).name != "logits":
+        if not isinstance(output_kind_of(self.original), Logits):
             return {}
         return {"classes": _classes(self.original, self.fitted)}
+
+    def size_conditions(self) -> dict[str, Any]:
+        """Returns what the evidence of a size of this call states, besides its target."""
+        about = {"reference": model_fingerprint(self.original), "data": self.tested.fingerprint, "seed": self.seed}
+        return {**about, **self.about}
 
     def timing_record(self) -> dict[str, Any]:
         """Returns the conditions of the latency of the sizes, as JSON-ready values."""
@@ -413,7 +468,61 @@ class _Work:
                     reduction_of(model) is not None,
                 )
             )
-        return tuple(measured)
+        # From the largest to the smallest, whatever the budgets they were made for.
+        return tuple(sorted(measured, key=lambda size: size.macs, reverse=True))
+
+
+def _timed_precision(model: nn.Module, form: Format | None) -> str:
+    """Returns the precision of the timings: that of the file of a format, else the model's own if it is timed."""
+    # Of models in float64 neither is timed at its own.
+    return precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
+
+
+def _exported_paths(folder: Path, form: Format) -> tuple[Path, Path]:
+    """Returns the paths of the file of a format in a folder of results, and of its evidence."""
+    return folder / f"model-{form.name}{form.suffix}", folder / f"evidence-{form.name}.json"
+
+
+def _require_result_folder(
+    folder: Path, model: nn.Module, forms: Sequence[Format], other: Format | None = None
+) -> None:
+    """Raises InvalidInput if results would overwrite files that attnrx did not write.
+
+    `forms` are those of `model.onnx`, if it is written, and `other` the format of another file with evidence.
+    """
+    require_model_folder(folder)
+    require_absent([folder / "report.html"], _is_report)
+    for form in forms:
+        _require_own_export(folder / f"model{form.suffix}", None, form, model)
+    if other is not None:
+        _require_own_export(*_exported_paths(folder, other), other, model)
+
+
+def _require_own_export(path: Path, evidence: Path | None, form: Format, model: nn.Module) -> None:
+    require_own_files(path, form.files(path))
+    require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
+    if evidence is not None:
+        require_absent([evidence], _is_evidence)
+
+
+def _is_report(path: Path) -> bool:
+    return file_kind(path) == REPORT
+
+
+def _is_evidence(path: Path) -> bool:
+    return file_kind(path) == EVIDENCE
+
+
+def _remove_outdated(folder: Path, fingerprint: str) -> None:
+    """Deletes what `Shrunk.save` and `save_exported` wrote to a folder for another model than this one."""
+    for path, facts in own_exports(folder).items():
+        name = re.fullmatch(r"model(?:-(\w+))?", path.stem)
+        if name is None or facts.get("model", {}).get("fingerprint") == fingerprint:
+            continue
+        remove_export(path)
+        evidence = folder / f"evidence-{name[1]}.json"
+        if _is_evidence(evidence):
+            evidence.unlink()
 
 
 def _repaired(
@@ -439,10 +548,10 @@ def _with_accuracy(images: ImageSet, *checks: Check) -> tuple[Check, ...]:
 
 def _classes(model: nn.Module, images: ImageSet) -> list[int]:
     """Returns the classes that the model puts the images into, for the check `shift`."""
-    weight, classes = next(model.parameters()), set()
+    weight, kind, classes = next(model.parameters()), output_kind_of(model), set()
     with evaluating((model,)):
         for batch in images.batches(32, device=weight.device):
-            classes |= set(model(batch.images.to(weight.dtype)).argmax(-1).tolist())
+            classes |= set(kind.decisions(kind.prepared(model(batch.images.to(weight.dtype)))).tolist())
     return sorted(classes)
 
 
@@ -493,15 +602,18 @@ def three_parts(splits: Splits) -> tuple[ImageSet, ImageSet, ImageSet]:
 
 
 def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:
-    path = None if state is None else state / "diagnosis.json"
+    path, diagnosed = None if state is None else state / "diagnosis.json", images.take(min(DIAGNOSED, len(images)))
     if path is not None and path.exists():
-        with suppress(AttnrxError):  # a damaged file, or one of another version, is made again
+        # A damaged file, or one of another version, is made again.
+        with suppress(AttnrxError, KeyError, TypeError):
             stored = Diagnosis.load(path)
-            if stored.fingerprint == model_fingerprint(model):
+            # Of the same images too: an earlier call into this folder may have been for other data.
+            sources = stored.fingerprint, stored.about["data"]["fingerprint"]
+            if sources == (model_fingerprint(model), diagnosed.fingerprint):
                 log(f"diagnosis of an earlier call: {path}")
                 return stored
     log("diagnosing")
-    diagnosis = diagnose(model, images, moments=True, images=min(DIAGNOSED, len(images)), batch_size=32)
+    diagnosis = diagnose(model, diagnosed, moments=True, batch_size=32)
     if path is not None:
         diagnosis.save(path)
     return diagnosis

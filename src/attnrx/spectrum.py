@@ -56,6 +56,13 @@ class Spectrum(Displayed):
         return self.norms != "none"
 
     @property
+    def has_own_order(self) -> bool:
+        """Whether only the strengths rank the directions: another basis would change the norms of the rows, or the
+        directions that heads share.
+        """
+        return self.has_norms or self.shared
+
+    @property
     def energy(self) -> Float[Tensor, "heads directions"]:
         """Squared strengths, normalized per head (Eq. 22); all zero for a head whose strengths are zero."""
         square = self.strength.square() * self.used

@@ -12,7 +12,7 @@ import attnrx as rx
 import cases
 from attnrx.attention import Eager, using
 from attnrx.costs import count_params, count_product_macs
-from attnrx.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
 from attnrx.kernels.compilation import native_library
 from attnrx.models import attach_tokens_, family_of
 from attnrx.prescription import Basis, Prescription, ScoreDecision
@@ -142,6 +142,21 @@ def test_directions_removed_head_by_head_leave_heads_with_rows_of_their_own(rule
     else:
         with pytest.raises(NotSupported, match="by='compress'"):
             rx.realize(models[0], prescriptions[0], by="mask")
+
+
+@pytest.mark.parametrize("form", ["cp", "tied"])
+def test_shared_directions_are_ranked_by_their_strengths(form: str) -> None:
+    model = mixed(form)
+    diagnosis = rx.diagnose(model, IMAGES, batch_size=8, moments=True)
+    for rule in ("total_rank:0.5", "uniform_rank:0.5"):
+        default, own = (rx.prescribe(diagnosis, text) for text in (rule, f"{rule},metric=own"))
+        assert default.ranks == own.ranks
+        agree(logits(rx.realize(model, default), IMAGES), logits(rx.realize(model, own), IMAGES))
+        with pytest.raises(NotSupported, match="whose heads share them"):
+            rx.prescribe(diagnosis, f"{rule},metric=weights")
+    for rule in ("shared_rank:3", "fusion_rank:3"):
+        with pytest.raises(InvalidRule, match="share their directions already"):
+            rx.prescribe(diagnosis, rule)
 
 
 def test_weaker_strengths_of_blocks_stay_mixed() -> None:

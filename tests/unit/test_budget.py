@@ -1,14 +1,16 @@
 """Budgets: the largest share is the largest, what it costs is what the realized model costs, and nothing is guessed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import cases
 from attnrx.api import prescribe
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.model_diagnosis import diagnose
-from attnrx.models import VisionTransformer, family_of
+from attnrx.models import VisionTransformer, family_of, initialize_
 from attnrx.planning.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescribe_within, prescribed_costs
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -118,6 +120,16 @@ def test_a_model_without_weights_is_enough(model: VisionTransformer, found: Diag
         outline = VisionTransformer(DENSE)
     ranks = [prescribe_within(each, found, ALL, Budget(0.6)).ranks for each in (model, outline)]
     assert ranks[0] == ranks[1]
+
+
+def test_the_model_is_the_diagnosed_one(model: VisionTransformer, found: Diagnosis) -> None:
+    other = initialize_(VisionTransformer(DENSE), seed=9)
+    with pytest.raises(FingerprintMismatch, match="the model whose costs are to fit the budget"):
+        prescribe_within(other, found, ALL, Budget(0.6))
+    with torch.device("meta"):
+        deeper = VisionTransformer(replace(DENSE, attention=DENSE.attention * 2))
+    with pytest.raises(FingerprintMismatch, match=r"diagnosis has 2 layers with .*, and the model .* 4 layers"):
+        prescribe_within(deeper, found, ALL, Budget(0.6))
 
 
 def test_what_cannot_be_met_is_said(model: VisionTransformer, found: Diagnosis) -> None:

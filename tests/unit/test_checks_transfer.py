@@ -57,6 +57,8 @@ def test_features_that_tell_nothing_are_at_chance_and_the_change_says_so():
     assert (before.value, after.value, change.value) == (100.0, 50.0, -50.0)
     assert change.outcome == "fails" and change.low is not None and change.high is not None
     assert change.low < -50 < change.high < -10
+    # An interval of a share is no point, also where every image is right.
+    assert before.low is not None and 80 < before.low < 98 and before.high == 100
 
 
 def test_identical_models_do_not_differ_at_all():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnrx.data import DATASETS, Columns, load_data
+from attnrx.data import DATASETS, Columns, load_data, require_labels
 from attnrx.data.images import evenly_spaced
 from attnrx.data.locating import EMBEDDED, locate
 from attnrx.data.splits import DatasetReader, Opened
@@ -240,3 +240,33 @@ def test_the_real_files(real_data: Path, name: str, counts: tuple[int, int]) -> 
     pixels = torch.stack(pictures).transpose(0, 1).flatten(1) / 255.0
     assert torch.allclose(pixels.mean(1), torch.tensor(card.normalization.mean), atol=0.03)
     assert torch.allclose(pixels.std(1), torch.tensor(card.normalization.std), atol=0.03)
+
+
+def unlabelled(count: int, split: str = "train") -> list[dict]:
+    return [{"image": row["image"], "split": row["split"], "weight": 3} for row in rows(count, split)]
+
+
+def test_a_table_without_labels_has_images_alone(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "images.parquet", [*unlabelled(20), *unlabelled(6, "test")], None)
+    for _ in range(2):  # decoded, and from the decoded copy
+        splits = load_data(path)
+        assert splits.class_names == () and not splits.test.has_labels
+        assert any("without labels" in note and "weight" in note for note in splits.notes)
+        labels = torch.cat([batch.labels for batch in splits.train.take(5).batches(2)])
+        assert labels.tolist() == [-1] * 5
+        with pytest.raises(DataError, match=r"has no labels, and this needs them: name their column \(--label-column"):
+            require_labels(splits.test)
+    with pytest.raises(DataError, match="no label column 'kind'"):
+        load_data(path, columns=Columns(label_column="kind"))
+    labelled = write_parquet(tmp_path / "labelled.parquet", [*rows(20), *rows(6, "test")])
+    assert load_data(labelled).test.has_labels
+
+
+def test_the_column_of_the_test_rows_is_of_true_and_false_and_has_a_test_split(tmp_path: Path) -> None:
+    content = [{**row, "held": index} for index, row in enumerate([*rows(20), *rows(6, "test")])]
+    path = write_parquet(tmp_path / "images.parquet", content)
+    with pytest.raises(DataError, match="no column 'held' of true and false"):
+        load_data(path, columns=Columns(test_column="held"))
+    path = write_parquet(tmp_path / "train.parquet", [{**row, "held": True} for row in rows(20)])
+    with pytest.raises(DataError, match=r"no test split \(it has train\), whose rows the column 'held'"):
+        load_data(path, columns=Columns(test_column="held"))

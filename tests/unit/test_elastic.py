@@ -1,6 +1,7 @@
 """Elastic models: sizes in one folder, budgets in between, what is refused, and how a call goes on."""
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,24 @@ def test_an_interrupted_call_makes_the_missing_sizes_only(made: Elastic, tmp_pat
     assert [size.name for size in again.sizes] == [size.name for size in made.sizes]
     with pytest.raises(InvalidInput, match="effort quick, not normal"):
         rx.elastic(original(), images(48), tmp_path, macs=BUDGETS, effort="normal")
+
+
+def test_a_call_with_other_budgets_keeps_the_sizes_of_the_folder(made: Elastic, tmp_path: Path) -> None:
+    folder, lines = tmp_path / "elastic", list[str]()
+    shutil.copytree(made.folder, folder)
+    more = rx.elastic(original(), images(48), folder, macs=(0.7,), batch=8, threads=1, log=lines.append)
+    assert sum("realizing and verifying" in line for line in lines) == 1
+    assert [size.name for size in more.sizes] == ["original", "macs-0.85", "macs-0.7", "macs-0.6"]
+    assert [size.macs for size in more.sizes] == sorted((size.macs for size in more.sizes), reverse=True)
+    assert Elastic.read(folder) == more
+    assert model_fingerprint(rx.load(folder, macs=0.85)) == model_fingerprint(rx.load(made.folder / "macs-0.85"))
+
+
+def test_sizes_of_other_data_are_refused(made: Elastic) -> None:
+    other = [(batch.flip(-1), labels) for batch, labels in images(48)]
+    for budgets in (BUDGETS, (0.7,)):
+        with pytest.raises(InvalidInput, match=r"macs-0\.6 was made with data .*choose another folder"):
+            rx.elastic(original(), other, made.folder, macs=budgets, batch=4, threads=1)
 
 
 @pytest.mark.parametrize(("macs", "params"), [((), ()), ((0.8,), (0.8,)), ((0.8, 0.8), ()), ((1.5,), ())])

@@ -79,3 +79,12 @@ def test_the_images_are_noise_of_the_size_that_the_model_reads() -> None:
     batch = next(iter(bench.test.batches(8))).images
     assert batch.shape == (5, *family_of(bench.model).input_shape(bench.model))
     assert torch.equal(batch, next(iter(noise_bench(bench.model, seed=3, images=5).test.batches(8))).images)
+
+
+def test_thresholds_that_were_found_on_noise_are_noted(tmp_path: Path) -> None:
+    bench, lines = noise_bench(cases.model(cases.CONFIGS["dense"]).float()), list[str]()
+    methods = [Method.parse("fixed=tokens=ward:0.5@2"), Method.parse("adaptive=tokens=ward:mean=0.5@2")]
+    found = compare_speeds(bench, methods, Rates((1,), (PROTOCOL,), shares=(0.5,)), lines.append, tmp_path / "s.json")
+    (note,) = found.about["notes"]
+    assert note.startswith("adaptive") and "noise" in note and "fixed" not in note
+    assert f"warning: {note}" in lines and read_json(tmp_path / "s.json")["about"]["notes"] == [note]

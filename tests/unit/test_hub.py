@@ -3,6 +3,7 @@
 import shutil
 import socket
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import attnrx as rx
 import cases
-from attnrx.errors import CheckpointError, DataError, InvalidInput
+from attnrx.errors import CardWarning, CheckpointError, DataError, InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.models import load_model
 from attnrx.reports import completed_card, model_card
@@ -155,3 +156,18 @@ def test_a_reachable_hub_a_proxy_and_a_local_folder_restrict_nothing(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with local_copies_if_unreachable() as reason:
         assert not reason and not hub.constants.HF_HUB_OFFLINE
+
+
+def test_an_edited_card_is_kept_by_a_new_model_as_by_a_push(cloud: Path, saved: Path) -> None:
+    card, model = saved / "README.md", cases.model(cases.CONFIGS["dense"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rx.save(model, saved)  # not edited: replaced
+    assert "## Evidence" not in card.read_text()
+    edited = card.read_text() + "\nTrained by me.\n"
+    card.write_text(edited)
+    with pytest.warns(CardWarning, match=r"README\.md was edited and is kept"):
+        rx.save(model, saved, evidence=Evidence((ACCURACY,), {"data": "digits:200:ab"}))
+    assert card.read_text() == edited
+    rx.push_to_hub(saved, "me/slim")
+    assert (cloud / "me" / "slim" / "README.md").read_text() == edited

@@ -1,12 +1,14 @@
 """Names, shapes and refusals of the models."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.models import ViTConfig, build_model, family_of, load_model, model_fingerprint
+from attnrx.models import ViTConfig, build_model, family_of, load_model, model_fingerprint, save_model
 from attnrx.models.vit import sincos_positions
 from attnrx.spec import AttentionSpec
 from cases import CONFIGS, images, model
@@ -103,3 +105,11 @@ def test_scores_are_bounded_by_the_largest_strength() -> None:
     for layer, largest in worst:
         limit = layers[layer].spectrum().strength.abs().amax(-1) * layers[layer].spec.scale
         assert (largest <= limit * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("name", ["hf", "timm", "hub", "torchvision", "open_clip", "lvvit", "svda"])
+def test_a_folder_may_be_called_like_a_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = model(CONFIGS["svda"])
+    save_model(name, saved)
+    assert model_fingerprint(load_model(name)) == model_fingerprint(saved)

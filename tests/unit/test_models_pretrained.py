@@ -298,8 +298,11 @@ def test_wrong_images_and_statistics_are_refused() -> None:
         TIMM.adopt(adopted)
     with pytest.raises(InvalidInput, match="one mean"):
         TIMM.adopt(model, mean=(0.5,))
-    with pytest.raises(InvalidInput, match="one mean"):
-        TIMM.adopt(of_timm(VIT, in_chans=1))
+    gray = of_timm(VIT, in_chans=1)
+    with pytest.raises(InvalidInput, match=r"model\.pretrained_cfg\.update\(mean=\(0\.5,\), std=\(0\.5,\)\)"):
+        load(gray)
+    gray.pretrained_cfg.update(mean=(0.5,), std=(0.5,))
+    assert TIMM.normalization(load(gray)) == ((0.5,), (0.5,))
     with pytest.raises(InvalidInput, match="img_size="):
         TIMM.adopt(model, input_shape=(3, 32, 32))
     with pytest.raises(InvalidInput, match="not adopted by the family"):

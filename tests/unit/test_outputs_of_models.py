@@ -1,18 +1,24 @@
-"""Embeddings are compared by cosine distance and nearest neighbours, logits by KL and classes."""
+"""Embeddings are compared by cosine distance and nearest neighbours, logits by KL and classes, one as two classes."""
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import timm
 import torch
 from torch.nn.functional import normalize
 
 import attnrx as rx
-from attnrx.checks import Calibration, Promises
-from attnrx.errors import InvalidInput
+from attnrx.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval, Shift
+from attnrx.errors import DataError, InvalidInput
+from attnrx.model_data import splits_for
 from attnrx.model_outputs import GROUP, KINDS, output_kind_of
+from attnrx_lab.checks import Robustness
+from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from pretrained import adopted_once
 
-LOGITS, EMBEDDINGS = KINDS["logits"], KINDS["embedding"]
+LOGITS, BINARY, EMBEDDINGS = KINDS["logits"], KINDS["binary_logit"], KINDS["embedding"]
 
 
 def drawn(images: int, seed: int = 0) -> torch.Tensor:
@@ -29,9 +35,12 @@ def test_the_kind_follows_from_the_model():
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_equal_outputs_have_no_divergence(kind):
     base = drawn(70)
+    other = drawn(70, 1)
+    if kind is BINARY:
+        base, other = base[:, :1], other[:, :1]
     for measure in (kind.divergence, kind.softened):
         assert measure(base, base).abs().max() < 1e-12
-        assert (measure(base, drawn(70, 1)) > 0).all()
+        assert (measure(base, other) > 0).all()
     assert torch.equal(kind.decisions(base), kind.decisions(base + 1e-9))
 
 
@@ -87,5 +96,124 @@ def test_a_backbone_is_diagnosed_planned_and_verified(name):
 def test_calibration_needs_probabilities():
     model = adopted_once("hf clip tower")[2]
     data = torch.utils.data.TensorDataset(torch.zeros(4, 3, 16, 16, dtype=torch.float64), torch.zeros(4).long())
-    with pytest.raises(InvalidInput, match="probabilities"):
-        rx.verify(copy.deepcopy(model), model, data, [Calibration()])
+    for check in (Calibration(), Shift(classes=(0,)), Robustness()):
+        with pytest.raises(InvalidInput, match=f"{check.name} needs probabilities"):
+            rx.verify(copy.deepcopy(model), model, data, [check])
+
+
+@pytest.fixture(scope="module")
+def binary() -> torch.nn.Module:
+    """A classifier with one output, whose weights are large enough for decisions of both signs."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "img_size": 16,
+        "patch_size": 8,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 1,
+    }
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).double()
+    head: Any = model.get_submodule("head")
+    head.weight.data.normal_()
+    return rx.load(model).eval()
+
+
+@pytest.fixture(scope="module")
+def binary_data() -> torch.utils.data.TensorDataset:
+    images = torch.randn(48, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.utils.data.TensorDataset(images, torch.arange(48) % 2)
+
+
+def test_one_logit_is_compared_as_the_two_classes_of_its_sigmoid():
+    base, other = drawn(9)[:, :1], drawn(9, 1)[:, :1]
+    two = [torch.cat([torch.zeros_like(logit), logit], dim=1) for logit in (base, other)]
+    assert torch.allclose(BINARY.divergence(base, other), LOGITS.divergence(*two))
+    assert torch.allclose(BINARY.softened(base, other), (base - other)[:, 0].double().square() / 8)
+    # The divergence of Bernoulli distributions, and its limit for a high temperature.
+    p, q = base.double().sigmoid()[:, 0], other.double().sigmoid()[:, 0]
+    bernoulli = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    assert torch.allclose(BINARY.divergence(base, other), bernoulli)
+    assert torch.allclose(1e6 * BINARY.divergence(base / 1e3, other / 1e3), BINARY.softened(base, other), rtol=1e-2)
+    assert torch.equal(BINARY.decisions(base), (base[:, 0] > 0).long())
+    assert torch.equal(BINARY.prepared(base), base.double())
+
+
+def test_a_binary_classifier_has_evidence_of_its_errors(binary, binary_data):
+    assert output_kind_of(binary) is BINARY
+    diagnosis = rx.diagnose(binary, binary_data, moments=True)
+    slim = rx.realize(binary, rx.prescribe(diagnosis, "vo=uniform_rank:2 fc1=uniform_rank:2"))
+    evidence = rx.verify(slim, binary, binary_data, [Accuracy(), Fidelity(), Calibration()])
+    found = {finding.details["quantity"]: finding for finding in evidence.findings}
+    logits = [model(binary_data.tensors[0]).detach()[:, 0] for model in (binary, slim)]
+    p, q = (logit.sigmoid() for logit in logits)
+    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    assert found["divergence"].value == pytest.approx(float(divergence.mean()), rel=1e-6) and divergence.mean() > 1e-3
+    agreement = 100 * float(((logits[0] > 0) == (logits[1] > 0)).double().mean())
+    assert found["agreement"].value == pytest.approx(agreement) and agreement < 100
+    right = 100 * float(((logits[1] > 0) == binary_data.tensors[1]).double().mean())
+    assert found["accuracy"].value == pytest.approx(right)  # of the candidate, the later finding
+    assert found["expected calibration error of the candidate"].value > 0
+    assert any("one output" in note for note in evidence.about["notes"])
+    assert rx.distill(slim, binary, binary_data).before > 1e-4
+
+
+def test_labels_of_two_classes_fit_one_logit(binary, binary_data):
+    splits = splits_for(binary, {"train": binary_data, "validation": binary_data})
+    assert splits.class_names == ("0", "1")
+    fitted = rx.adapt_preprocessing(splits, binary)
+    assert fitted.train.has_labels
+    wrong = torch.utils.data.TensorDataset(binary_data.tensors[0], torch.arange(48) % 3)
+    with pytest.raises(DataError, match=r"label 2, the .* distinguishes 2 classes"):
+        rx.verify(binary, binary, wrong, [Accuracy()])
+
+
+def test_the_accuracy_of_embeddings_is_named_after_the_nearest_neighbour(tmp_path):
+    model = adopted_once("vit, no classifier")[2]
+    images = torch.randn(48, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(images, torch.arange(48) % 4)
+    evidence = rx.verify(copy.deepcopy(model), model, data, [Accuracy(), Fidelity()])
+    assert [finding.claim for finding in evidence.of("accuracy")] == [
+        "1-nearest-neighbour accuracy of the reference",
+        "1-nearest-neighbour accuracy of the candidate",
+        "the candidate loses at most 1 points of 1-nearest-neighbour accuracy",
+    ]
+    assert not any("top-1" in str(finding) for finding in evidence.findings)
+    assert "points of 1-nearest-neighbour accuracy" in rx.reports.summary_of(evidence)
+    assert not any("labels may not be" in note for note in evidence.about["notes"])
+    card = (rx.save(model, tmp_path / "saved", evidence=evidence) / "README.md").read_text()
+    assert "pipeline_tag: image-feature-extraction" in card
+    assert "embeddings = model(images)" in card
+    assert "model-index" not in card and "logits" not in card and "classification" not in card
+
+
+def test_methods_are_compared_by_the_sign_of_one_logit(binary, binary_data):
+    diagnosis, images = rx.diagnose(binary, binary_data), rx.data.image_set(binary_data)
+    bench = MethodBench(binary, diagnosis, images, images, batch_size=16)
+    (trial,) = compare_methods(bench, [Method.parse("values=vo=uniform_rank:2,metric=weights")], shares=(0.5,)).trials
+    assert trial.divergence.value > 1e-4 and 0 < trial.accuracy.value < 100
+
+
+def test_neighbours_that_every_model_keeps_are_not_counted():
+    model = adopted_once("vit, no classifier")[2]
+    images = torch.randn(GROUP + 8, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for count, k in ((10, 10), (11, 10), (3, 2)):
+        with pytest.raises(InvalidInput, match=rf"retrieval\(ks={k}\): {count} images .* at least {k + 2} images"):
+            rx.verify(copy.deepcopy(model), model, images[:count], [Retrieval(ks=(k,))])
+    (finding,) = rx.verify(copy.deepcopy(model), model, images[:12], [Retrieval(ks=(10,))]).findings
+    assert finding.value == finding.high == 100 and finding.low is not None and finding.low < 99
+    few, many = rx.verify(copy.deepcopy(model), model, images, [Retrieval(ks=(1, 10))]).findings
+    assert (few.n, many.n) == (GROUP + 8, GROUP)  # the last 8 images have 7 neighbours each
+    with pytest.raises(InvalidInput, match=f"from 1 to {GROUP - 2}"):
+        Retrieval(ks=(GROUP - 1,))
+
+
+def test_images_of_other_channels_or_size_are_refused_with_what_helps():
+    model = adopted_once("vit")[2]
+    with pytest.raises(DataError, match=r"images of 1 channel\(s\), the model needs 3: store them as RGB") as refusal:
+        rx.adapt_preprocessing(rx.load_data("digits", image_size=16), model)
+    assert "image_size" not in str(refusal.value)
+
+    splits = splits_for(model, {"train": torch.randn(4, 3, 16, 16)})
+    with pytest.raises(DataError, match="images of 32 pixels, the model needs 16; load the data with image_size=16"):
+        rx.adapt_preprocessing(replace(splits, image_size=32), model)

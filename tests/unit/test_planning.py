@@ -19,10 +19,12 @@ import cases
 import planned
 import pretrained
 from attnrx.checks import Comparison, Promises
+from attnrx.checks.promises import limits_of
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, TargetMet, UnknownName
-from attnrx.model_outputs import divergence, softened_divergence
+from attnrx.evidence import Finding
+from attnrx.model_outputs import KINDS, divergence, softened_divergence
 from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
 from attnrx.planning import AXES, Plan, PlanSettings, PredictedQuantity, Search, Target, plan
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled
@@ -142,7 +144,7 @@ def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, mo
         depth = len(family.attention(whole))
         assert len(blocks) == depth
         for layer in range(depth):
-            with resumed(whole, family, blocks[layer][1], layer + 1):
+            with resumed(whole, family, blocks[layer].output, layer + 1):
                 # Where nobody watches the last layer, it leaves out what nobody reads, and rounds otherwise.
                 torch.testing.assert_close(whole(torch.randn_like(batch)), expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(whole(batch), expected)
@@ -260,7 +262,9 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
         "promised_agreement",
         "promised_change",
     ]
-    assert all(finding.outcome == "holds" for finding in findings)  # the very images that were promised by
+    # The very images that were promised by; ten of them may predict an agreement so badly that it has no limit.
+    assert findings[0].outcome == "holds"
+    assert all(finding.outcome == ("reported" if finding.limit is None else "holds") for finding in findings)
     broken = Comparison(cases.model(CONFIG, seed=5), model, pixels(CONFIG, 10), prescription=kept)
     assert Promises()(broken)[0].outcome == "fails"
 
@@ -434,6 +438,38 @@ def test_what_is_expected_of_other_images_is_wider_for_few() -> None:
     assert (low, high) == pytest.approx((1 - 1.96 * 2 * (1 / 100 + 1 / 400) ** 0.5, 1 + 1.96 * 2 * 0.0125**0.5))
     few = expected.interval(10)
     assert few[0] < low < high < few[1]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "value", "spread", "interval"),
+    [
+        ("divergence", 0.01, 0.1, (0.0, 0.01 + 0.196 * (1 / 200 + 1 / 6) ** 0.5)),
+        ("agreement", 0.95, 10.0, (0.0, 1.0)),
+        ("change", -0.9, 1.0, (-1.0, -0.9 + 1.96 * (1 / 200 + 1 / 6) ** 0.5)),
+    ],
+)
+def test_an_interval_is_within_the_range_of_its_quantity(
+    quantity: str, value: float, spread: float, interval: tuple[float, float]
+) -> None:
+    expected = PredictedQuantity(value, spread, 200, limits_of(quantity, KINDS["logits"]))
+    assert expected.interval(6) == pytest.approx(interval)
+    assert set(expected.to_record()) == {"value", "spread", "images"}
+
+
+def test_a_limit_that_cannot_be_missed_is_no_claim(model: VisionTransformer) -> None:
+    def findings(spread: float) -> list[Finding]:
+        agreement = {"value": 0.9, "spread": spread, "images": 20}
+        divergence = {"value": 0.1, "spread": spread, "images": 20}
+        record = {"expected": {"divergence": divergence, "agreement": agreement}, "measured": None}
+        return list(Promises(promised=record)(Comparison(cases.model(CONFIG, seed=5), model, pixels(CONFIG, 10))))
+
+    divergence, agreement = findings(0.2)
+    assert "reported" not in (divergence.outcome, agreement.outcome)
+    assert agreement.limit is not None and agreement.limit > 0 and "as predicted" in agreement.claim
+    divergence, agreement = findings(5.0)
+    assert divergence.outcome in ("holds", "fails") and divergence.details["interval"][0] == 0
+    assert (agreement.outcome, agreement.limit) == ("reported", None) and "sets no limit" in agreement.claim
+    assert agreement.details["interval"] == [0, 100]
 
 
 @pytest.mark.parametrize(

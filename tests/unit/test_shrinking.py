@@ -1,5 +1,6 @@
 """One call to a smaller model: its target, the images it plans and verifies on, its folder, and how it goes on."""
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -11,7 +12,9 @@ import torch
 
 import attnrx as rx
 import cases
+from attnrx.checks import Costs
 from attnrx.errors import DataError, InvalidInput, NotSupported
+from attnrx.exporting import load_exported, parse_format
 from attnrx.model_data import splits_for
 from attnrx.model_outputs import output_kind_of
 from attnrx.models import ViTConfig, model_fingerprint
@@ -19,7 +22,7 @@ from attnrx.planning import Plan, Point, Target
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.target import target_of
 from attnrx.reports import summary_of
-from attnrx.shrinking import Shrunk, three_parts
+from attnrx.shrinking import STATE, Shrunk, _timed_precision, three_parts
 from comparisons import pixels
 from planned import CONFIG, original
 
@@ -128,6 +131,18 @@ def test_a_call_goes_on_where_it_was(tmp_path: Path) -> None:
     assert again.plan.expected["divergence"].value == pytest.approx(first.plan.expected["divergence"].value, rel=1e-6)
 
 
+def test_a_call_on_other_data_measures_anew(tmp_path: Path) -> None:
+    other, lines = [(batch.flip(-1), labels) for batch, labels in images(48)], list[str]()
+    first = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path)
+    again = rx.shrink(original(), other, macs=0.8, folder=tmp_path, log=lines.append)
+    assert "diagnosing" in lines and not any("earlier call" in line for line in lines)
+    assert first.plan is not None and again.plan is not None
+    # As many plans are measured as in the first call, with other results.
+    assert sum(line.startswith("plan at") for line in lines) == len(first.plan.about["trials"])
+    values = [{trial["divergence"] for trial in found.about["trials"]} for found in (first.plan, again.plan)]
+    assert not values[0] & values[1]
+
+
 def test_an_effort_with_distillation_comes_nearer_to_the_original(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -169,3 +184,96 @@ def test_tokens_by_image_are_calibrated_and_saved(tmp_path: Path) -> None:
     with torch.no_grad():
         # Not to the bit: a loaded tensor need not be aligned, and BLAS sums in another order then.
         torch.testing.assert_close(loaded(batch), found.model(batch), rtol=1e-10, atol=1e-10)
+
+
+def result(rules: str = "vo=uniform_rank:0.5", dtype: torch.dtype = torch.float32) -> Shrunk:
+    """A smaller model as `shrink` returns it, without a plan."""
+    model = copy.deepcopy(original()).to(dtype)
+    prescription = rx.prescribe(rx.diagnose(model, images(16), moments=True), rules)
+    small = rx.realize(model, prescription)
+    evidence = rx.verify(small, model, images(16), [Costs()], prescription=prescription)
+    return Shrunk(small, prescription, evidence, None, Target("macs", 0.9))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["report.html", "model.onnx", "model.onnx.json", "run_model.py", "config.json"])
+def test_files_of_the_user_are_kept_and_refused_before_the_work(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InvalidInput, match=re.escape(name)):
+        result().save(tmp_path)
+    lines: list[str] = []
+    with pytest.raises(InvalidInput, match=re.escape(name)):
+        rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
+    assert "diagnosing" not in lines
+    assert names(tmp_path) - {STATE} == {name} and (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["model-int8.onnx", "evidence-int8.json", "run_model-int8.py"])
+def test_files_of_the_user_are_kept_by_other_formats(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InvalidInput, match=re.escape(name)):
+        result().save_exported(tmp_path, "int8", original(), images(24))
+    with pytest.raises(InvalidInput, match=re.escape(name)):
+        rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, to="int8")
+    assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_exports_of_an_earlier_model_are_removed(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    first, before = result(), copy.deepcopy(original()).float()
+    first.save(tmp_path)
+    first.save_exported(tmp_path, "onnx(opset=18)", before, images(24), batch=2, threads=1)
+    exports = {"model.onnx", "model.onnx.json", "run_model.py"}
+    exports |= {"model-onnx.onnx", "model-onnx.onnx.json", "run_model-onnx.py", "evidence-onnx.json"}
+    assert exports < names(tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    first.save(tmp_path, onnx=False)  # the same model: its exports are still true
+    assert exports < names(tmp_path)
+    result("vo=uniform_rank:0.75").save(tmp_path, onnx=False)
+    assert not exports & names(tmp_path) and "mine.txt" in names(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_format_of_two_files_is_written_again(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    before = copy.deepcopy(original()).float()
+    for rules in ("vo=uniform_rank:0.5", "vo=uniform_rank:0.75"):
+        found = result(rules)
+        found.save(tmp_path, onnx=False)
+        evidence = found.save_exported(tmp_path, "openvino", before, images(24), batch=2, threads=1)
+        facts = load_exported(tmp_path / "model-openvino.xml").facts
+        assert facts["model"]["fingerprint"] == model_fingerprint(rx.load(tmp_path))
+        assert rx.Evidence.load(tmp_path / "evidence-openvino.json").about == evidence.about
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.slow
+def test_models_of_other_precisions_are_saved_with_their_exports(dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    found, before = result(dtype=dtype), copy.deepcopy(original()).to(dtype)
+    found.save(tmp_path)
+    assert load_exported(tmp_path / "model.onnx").images.precision == "float32"
+    evidence = found.save_exported(tmp_path, "onnx", before, images(24), batch=2, threads=1)
+    assert evidence.about["file"] == "model-onnx.onnx"
+    assert "'precision': 'float32'" in str(evidence.about["checks"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "precision"),
+    [
+        (torch.bfloat16, None, "bfloat16"),
+        (torch.float16, None, "float16"),
+        (torch.float32, None, "float32"),
+        (torch.float64, None, "float32"),
+        (torch.bfloat16, "onnx", "float32"),
+        (torch.bfloat16, "program", "bfloat16"),
+        (torch.float64, "program", "float32"),
+    ],
+)
+def test_a_model_is_timed_at_its_own_precision(dtype: torch.dtype, form: str | None, precision: str) -> None:
+    model = copy.deepcopy(original()).to(dtype)
+    assert _timed_precision(model, None if form is None else parse_format(form)) == precision

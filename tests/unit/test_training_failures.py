@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import attnrx as rx
+from attnrx.data import Normalization, from_tensors
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged
-from attnrx.models import VisionTransformer, load_model
+from attnrx.models import VisionTransformer, initialize_, load_model
 from attnrx.serialization.storage import read_json, write_json
 from attnrx.training import checkpoints, train
 from cases import CONFIGS
 from pictures import write_folder
 from test_cli import call
 from tiny_runs import MODEL, At, config, model, run, splits
+
+RGB = Normalization((0.5,) * 3, (0.5,) * 3)
 
 
 class Crash(Exception):
@@ -55,8 +59,9 @@ def test_nan_in_the_first_step_says_that_there_is_no_checkpoint(tmp_path: Path) 
 
 
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
+    coloured = from_tensors("coloured", torch.zeros(26, 3, 8, 8, dtype=torch.uint8), torch.zeros(26).long(), RGB)
     with pytest.raises(InvalidInput, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):
-        train(model(), replace(splits(), channels=3), config(), tmp_path)
+        train(model(), replace(splits(), train=coloured, channels=3), config(), tmp_path)
 
 
 def test_other_classes_are_refused(tmp_path: Path) -> None:
@@ -81,6 +86,20 @@ def test_the_command_takes_a_batch_that_the_data_allow(tmp_path: Path) -> None:
     assert read_json(tmp_path / "run" / "training.json")["steps"] == 4
     refused = call(*words, tmp_path / "other", "--batch-size", 31)
     assert refused.code == 2 and "batch_size=31 is more than the 30" in refused.err
+
+
+@pytest.mark.parametrize("name", ["lvvit:s", "hub:owner/name", "elastic@macs=0.6"])
+def test_the_command_trains_the_model_that_it_loaded(name: str, tmp_path: Path, monkeypatch) -> None:
+    data = write_folder(tmp_path / "pets", {"train": 4, "validation": 2, "test": 2})
+    config = replace(MODEL, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    loaded = initialize_(VisionTransformer(config), seed=1)
+    monkeypatch.setattr(rx, "load", lambda *_, **__: loaded)
+    settings = ("--epochs", 1, "--learning-rate", 1e-12, "--precision", "fp32")
+    done = call("train", name, "--data", data, *settings, "--out", tmp_path / "run")
+    assert done.code == 0, done.err
+    expected, actual = (each.state_dict() for each in (loaded, load_model(tmp_path / "run")))
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
+    assert torch.allclose(actual["classifier.weight"], initialize_(VisionTransformer(config), 1).classifier.weight)
 
 
 def test_a_dense_model_has_no_strength_to_set(tmp_path: Path) -> None:

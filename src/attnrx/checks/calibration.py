@@ -7,8 +7,13 @@ import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import calibration_error, calibration_gaps, estimate, resampled_means
-from attnrx.errors import InvalidInput
+from attnrx.checks.statistics import (
+    biased_change,
+    calibration_error,
+    calibration_gaps,
+    calibration_interval,
+    resampled_means,
+)
 from attnrx.evidence import Finding
 
 
@@ -17,8 +22,9 @@ class Calibration(Check):
     """The expected calibration error (ECE) of both models and its paired change, in points.
 
     Confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The ECE estimate is
-    non-negative and therefore biased upwards on few images; most of the bias cancels in the change. `most_rise` limits
-    the change, in points; with None the change is only reported.
+    non-negative and therefore biased upwards on few images; most of the bias cancels in the change of similar models.
+    The intervals take the bias into account (`statistics.calibration_interval`, `statistics.biased_change`).
+    `most_rise` limits the change, in points; with None the change is only reported.
     """
 
     name: ClassVar[str] = "calibration"
@@ -28,23 +34,23 @@ class Calibration(Check):
     most_rise: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        if comparison.kind.name != "logits":
-            raise InvalidInput("the check calibration needs probabilities; this model returns embeddings.")
+        kind = comparison.require_logits(self.name)
         predictions, seed = comparison.predictions, comparison.seed
         n, roles = len(predictions), ("reference", "candidate")
         gaps = []  # by model [images, bins]
         for role in roles:
             # Of every image, from which the error of any resample is a mean of columns and a sum.
-            confidence = predictions.outputs[role].double().softmax(-1).amax(-1)
+            confidence = kind.class_logits(predictions.outputs[role].double()).softmax(-1).amax(-1)
             gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
-        values = [float(100 * calibration_error(gap.mean(0))) for gap in gaps]
-        # Both models share the resamples, so that the change is paired. [draws, models]
-        draws = 100 * calibration_error(resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)))
+        # Both models share the resamples, so that the change is paired. [models, bins] and [models, draws, bins]
+        means = torch.stack([gap.mean(0) for gap in gaps])
+        draws = resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)).transpose(0, 1)
         judged = {
-            f"expected calibration error of the {role}": estimate(value, samples).judged(n)
-            for role, value, samples in zip(roles, values, draws.T, strict=True)
+            f"expected calibration error of the {role}": calibration_interval(*each).scaled(100.0).judged(n)
+            for role, *each in zip(roles, means, draws, strict=True)
         }
-        change = estimate(values[1] - values[0], draws[:, 1] - draws[:, 0])
+        values, samples = calibration_error(means), calibration_error(draws)
+        change = biased_change(float(values[1] - values[0]), samples[1] - samples[0]).scaled(100.0)
         claim = "change of calibration error, candidate minus reference"
         judged[claim] = change.judged(n, self.most_rise, at_least=False)
         return tuple(

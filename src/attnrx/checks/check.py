@@ -1,7 +1,7 @@
 """The base class of checks, which map a comparison to findings, and their text form."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +9,7 @@ from attnrx.checks.comparison import Comparison
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
+from attnrx.model_outputs import Logits, OutputKind
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 
@@ -44,6 +45,24 @@ class Check(ABC):
         """Returns the name and the knobs for the record: image sets as fingerprints, without models and functions."""
         knobs = {name: _plain(knob) for name, knob in vars(self).items()}
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
+
+
+def possible_checks(
+    checks: Sequence[Check], images: ImageSet, kind: OutputKind
+) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+    """Returns the checks that these images and outputs allow, and a note for every reason to skip some."""
+    reasons = {
+        "needs_labels": None if images.has_labels else str(images.label_problem),
+        "needs_logits": None if isinstance(kind, Logits) else "the model returns embeddings.",
+    }
+    notes = []
+    # One note per reason, and a check without labels and logits in the first only.
+    for need, reason in reasons.items():
+        names = ", ".join(check.name for check in checks if getattr(check, need))
+        if reason is not None and names:
+            notes.append(f"not checked: {names}: {reason}")
+            checks = [check for check in checks if not getattr(check, need)]
+    return tuple(checks), tuple(notes)
 
 
 def _plain(knob: Any) -> Any:

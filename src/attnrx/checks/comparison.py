@@ -10,7 +10,7 @@ from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
-from attnrx.model_outputs import KINDS, OutputKind, output_kind_of
+from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
 from attnrx.models import evaluating
 from attnrx.prescription import Prescription
 from attnrx.progress import track
@@ -74,14 +74,18 @@ class Comparison:
         """The predictions of all models, computed in one pass over the data on first use."""
         # On first use: a check that needs no outputs, e.g. of the latency, runs no model over the data.
         # By model, because one may have several roles, e.g. a candidate that is the mask.
-        roles = {model: role for role, model in self.models.items() if model not in self._cache}
+        roles: dict[nn.Module, str] = {}
+        for role, model in self.models.items():
+            if model not in self._cache:
+                roles.setdefault(model, role)  # the first role, by which errors name the model
         if roles:
             computed = predict({role: model for model, role in roles.items()}, self)
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
         classes = {role: values.shape[1] for role, values in outputs.items()}
         if len(set(classes.values())) > 1:
-            what = "distinguish different numbers of classes" if kind.name == "logits" else "return different widths"
+            is_classifier = isinstance(kind, Logits)
+            what = "distinguish different numbers of classes" if is_classifier else "return different widths"
             raise InvalidInput(f"the models {what} ({classes}); compare models of the same task.")
         return Predictions(outputs, self._cache[self.reference][1], kind)
 
@@ -89,6 +93,13 @@ class Comparison:
     def kind(self) -> OutputKind:
         """What the models return, by the reference."""
         return output_kind_of(self.reference)
+
+    def require_logits(self, check: str) -> Logits:
+        """Returns what the models return; raises InvalidInput for embeddings, which have no classes."""
+        kind = self.kind
+        if not isinstance(kind, Logits):
+            raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns embeddings.")
+        return kind
 
     @property
     def place(self) -> tuple[int, int]:
@@ -118,23 +129,26 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
     concatenate = processes.all_rows if comparison.together else torch.cat
     outputs = {role: concatenate(rows) for role, rows in parts.items()}
     predictions = Predictions(outputs, concatenate(labels), comparison.kind)
-    classified = data.label_problem is None and predictions.kind.name == "logits"
+    has_labels = data.label_problem is None
     # After the exchange, so that all processes raise, and none waits for one that has stopped.
     for role, rows in outputs.items():
-        _require_valid(role, rows, predictions.labels if classified else None)
+        _require_valid(role, rows, predictions.labels if has_labels else None, predictions.kind)
     return predictions
 
 
-def _require_valid(role: str, logits: Tensor, labels: Tensor | None) -> None:
-    bad = int((~logits.isfinite().all(-1)).sum())
+def _require_valid(role: str, outputs: Tensor, labels: Tensor | None, kind: OutputKind) -> None:
+    bad = int((~outputs.isfinite().all(-1)).sum())
     if bad:
         raise InvalidInput(
-            f"the {role} returns NaN or infinity for {bad} of {len(logits)} images; "
+            f"the {role} returns NaN or infinity for {bad} of {len(outputs)} images; "
             "check its weights and the normalization of the data."
         )
-    if labels is not None and int(labels.max()) >= logits.shape[1]:
+    if labels is None or not isinstance(kind, Logits):
+        return
+    classes = kind.num_classes(outputs.shape[1])
+    if int(labels.max()) >= classes:
         raise DataError(
-            f"the data has a label {int(labels.max())}, the {role} distinguishes {logits.shape[1]} classes; "
+            f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
             "verify on the dataset that the model was trained for."
         )
 

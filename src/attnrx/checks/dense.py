@@ -10,7 +10,7 @@ from torch.nn.functional import interpolate, one_hot
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import mean_change, mean_estimate
+from attnrx.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.errors import DataError
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
@@ -93,7 +93,7 @@ class PatchProbe(Check):
         retrained = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
         same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
         n, seed = len(base), comparison.seed
-        accuracy = mean_estimate(base, seed).scaled(100.0).judged(n)
+        accuracy = mean_share(base, seed).scaled(100.0).judged(n)
         details: dict[str, Any] = {"quantity": "patch accuracy", "model": "reference"}
         claim = "accuracy of the segmentation probe, reference"
         findings = [Finding(self.name, claim, unit="%", **accuracy, seed=seed, details=details)]

@@ -19,8 +19,9 @@ STABILIZER = 1e-12
 class Fidelity(Check):
     """Relative discrepancy (Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
 
-    Of logits, predictions agree and the divergence is that of Kullback and Leibler in nats; of embeddings, nearest
-    neighbours agree and the divergence is the cosine distance (`attnrx.model_outputs`).
+    Of logits, predictions agree and the divergence is that of Kullback and Leibler in nats (of one logit: that of the
+    sigmoid's probabilities); of embeddings, nearest neighbours agree and the divergence is the cosine distance
+    (`attnrx.model_outputs`).
 
     The paper compares the compressed model with the masked one only; here both are compared with the reference too.
     `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.

@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import mean_estimate, proportion
+from attnrx.checks.statistics import mean_share, proportion
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.model_outputs import GROUP, nearest_neighbours
@@ -18,7 +18,8 @@ from attnrx.shapes import Float, Int, Tensor
 class Retrieval(Check):
     """The share of the nearest neighbours of every image that the candidate keeps, and of the zero-shot classes.
 
-    The k nearest neighbours by cosine similarity are sought among `GROUP` consecutive images, for every k of `ks`.
+    The k nearest neighbours by cosine similarity are sought among `GROUP` consecutive images, for every k of `ks`. A
+    group of at most k + 1 images has no others, and is not counted.
     With `text_embeddings` [classes, width] the class of an image is that of the most similar one, and the share of the
     images is measured that both models put into the same class.
     """
@@ -29,17 +30,24 @@ class Retrieval(Check):
     text_embeddings: Float[Tensor, "classes width"] | None = None
 
     def __post_init__(self):
-        if not self.ks or not all(0 < k < GROUP for k in self.ks):
-            raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 1}.")
+        # All other images of a group are neighbours for any model.
+        if not self.ks or not all(0 < k < GROUP - 1 for k in self.ks):
+            raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 2}.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         outputs, n, seed = comparison.predictions.outputs, len(comparison.predictions), comparison.seed
         base, other = outputs["reference"], outputs["candidate"]
         findings = []
         for k in self.ks:
-            recall = neighbours_kept(nearest_neighbours(base, k), nearest_neighbours(other, k))
+            counted = n if n % GROUP > k + 1 else n - n % GROUP
+            if not counted:
+                raise InvalidInput(
+                    f"{self.name}(ks={k}): {n} images have no more than {k} neighbours each, which every model keeps; "
+                    f"give at least {k + 2} images, or fewer neighbours, as in {self.name}(ks=1)."
+                )
+            recall = neighbours_kept(*(nearest_neighbours(outputs[:counted], k) for outputs in (base, other)))
             claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
-            share = mean_estimate(recall, seed).scaled(100.0).judged(n)
+            share = mean_share(recall, seed).scaled(100.0).judged(counted)
             details = {"quantity": f"recall at {k}"}
             findings.append(Finding(self.name, claim, unit="%", **share, seed=seed, details=details))
         if self.text_embeddings is not None:

@@ -35,6 +35,7 @@ class Shift(Check):
 
         Raises InvalidInput if the classes of the calibration are not known, or one kind has no test image.
         """
+        comparison.require_logits(self.name)
         known, predictions = self._known(comparison), comparison.predictions
         divergence = predictions.kind.divergence(predictions.outputs["reference"], predictions.outputs["candidate"])
         n = len(divergence)

@@ -140,9 +140,34 @@ def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
     return Estimate(value, low, high)
 
 
+def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
+    """Returns a change whose estimate may be biased with an interval from its bootstrap samples.
+
+    The samples are biased by as much as the estimate, so that their percentiles are twice as wrong as the value: the
+    interval covers that of the samples centred on the value, and the basic one, which is centred on the value less the
+    bias. It contains the value.
+    """
+    percentiles, bias = estimate(value, samples), float(samples.mean()) - value
+    # The basic interval is that of the percentiles, reflected at the value.
+    basic = 2 * value - percentiles.high, 2 * value - percentiles.low
+    low, high = min(basic[0], percentiles.low - bias), max(basic[1], percentiles.high - bias)
+    return Estimate(value, min(low, value), max(high, value))
+
+
 def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
     """Returns the mean over images with its bootstrap interval."""
     return estimate(float(values.double().mean()), resampled_means(values[:, None], seed)[:, 0])
+
+
+def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
+    """Returns the mean of shares in [0, 1], the analogue of `proportion` for fractional successes.
+
+    Two pseudo-images, of 0 and of 1, are added to the resampled ones, so that the interval has nonzero width where all
+    shares are equal.
+    """
+    pseudo, mean = torch.tensor([0.0, 1.0], dtype=torch.float64), float(shares.double().mean())
+    found = estimate(mean, resampled_means(torch.cat([shares.double().cpu(), pseudo])[:, None], seed)[:, 0])
+    return Estimate(mean, min(found.low, mean), max(found.high, mean))
 
 
 def mean_change(changes: Float[Tensor, "images"], seed: int) -> Estimate:
@@ -226,3 +251,19 @@ def calibration_gaps(
 def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, "*draws"]:
     """Returns the expected calibration error from the mean gaps: sum over bins of |share x (confidence - accuracy)|."""
     return mean_gaps.abs().sum(-1)
+
+
+def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float[Tensor, "draws bins"]) -> Estimate:
+    """Returns the expected calibration error with an interval that covers that of the population, in bins as well.
+
+    The error is a sum of magnitudes, which noise increases: on few images a calibrated model has an error well above
+    zero, and that of resamples is higher still, so that percentiles of it may exclude the value itself. The error
+    differs from that of the population by at most the sum of the magnitudes of the changes by bin (the triangle
+    inequality), whose quantile is the distance to the lower end. The upper end is as far above the value as the low
+    resamples are below their mean; the bias is not subtracted from it. Contains the value; conservative.
+    """
+    value, errors = float(calibration_error(mean_gaps)), calibration_error(resampled_gaps)
+    distances = calibration_error(resampled_gaps - mean_gaps)
+    below = float(errors.mean()) - estimate(value, errors).low
+    # An error is at most 1.
+    return Estimate(value, max(0.0, value - estimate(value, distances).high), min(1.0, value + max(0.0, below)))

@@ -39,6 +39,41 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
     return images if arguments.images is None else images.take(arguments.images)
 
 
+def names_model(text: str) -> bool:
+    """Whether a text names a model and not a file: a folder, a size of an elastic model, or KIND:NAME."""
+    path = Path(text)
+    return path.is_dir() or _elastic_folder(text) is not None or (":" in text and not path.exists())
+
+
+def _elastic_folder(source: str) -> Path | None:
+    """Returns the folder of an elastic model in FOLDER@macs=0.6, else None."""
+    from attnrx.realization.elastic import is_elastic  # imports torch
+
+    folder = source.rpartition("@")[0]
+    return Path(folder) if folder and is_elastic(folder) else None
+
+
+def stored_folder(source: str, model: "nn.Module") -> Path:
+    """Returns the folder with the prescription and the evidence of a model: its source, or that of an elastic size.
+
+    A budget between two sizes loads one with fewer tokens, which has no evidence of its own: its folder has no such
+    files.
+    """
+    from attnrx.realization.elastic import Elastic
+
+    elastic_folder = _elastic_folder(source)
+    if elastic_folder is None:
+        return Path(source)
+    # By fingerprint and token policy, which is no weight.
+    subject = {"candidate": rx.models.model_fingerprint(model), "tokens": rx.models.described_tokens(model)}
+    for size in Elastic.read(elastic_folder).sizes:
+        path = elastic_folder / size.name / "evidence.json"
+        about = rx.Evidence.load(path).about if path.exists() else {}
+        if {name: about.get(name) for name in subject} == subject:
+            return path.parent
+    return Path(source)
+
+
 def outline(source: str, trust: bool = False) -> "nn.Module":
     """Returns a model for cost computations; a name is built on the meta device, without weights or downloads."""
     import torch
@@ -81,6 +116,15 @@ def default_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def require_clock(clock: str | None, device: str) -> None:
+    """Raises InvalidInput for the clock of CUDA streams and models on another device."""
+    if clock == "cuda" and not device.startswith("cuda"):
+        raise InvalidInput(
+            f"--clock cuda times streams of a CUDA device, and the models are on {device}; take wall or cpu, or "
+            "--device cuda where there is one."
+        )
 
 
 Number = TypeVar("Number", int, float)

@@ -16,7 +16,7 @@ import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.outcome import Outcome, show
 from attnrx.cli.parser import Parser, UsageError, require_environment, require_out
-from attnrx.errors import AttnrxError, DataError, ScaleWarning, nearest
+from attnrx.errors import AttnrxError, CardWarning, DataError, ScaleWarning, nearest
 from attnrx.progress import Log
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
@@ -155,9 +155,9 @@ def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
 
 
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-    """Logs a ScaleWarning without source location, and other warnings in Python's format."""
-    is_own = issubclass(category, ScaleWarning)
-    # A ScaleWarning is about the user's images, so the line of code that warns does not help.
+    """Logs a warning of attnrx without source location, and other warnings in Python's format."""
+    is_own = issubclass(category, ScaleWarning | CardWarning)
+    # They are about the user's images and files, so the line of code that warns does not help.
     text = f"attnrx: warning: {message}" if is_own else warnings.formatwarning(message, category, filename, lineno)
     log(text.rstrip())
 

@@ -97,7 +97,8 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
     """Raises InvalidInput if --out would overwrite an input, or exists and is not a regular file (or a folder).
 
     An existing file inside an input folder, or one named after an input file (its tensors or facts), may be replaced
-    only if attnrx wrote it with the `kind` of the command's output.
+    only if attnrx wrote it with the `kind` of the command's output. A file that attnrx wrote with another kind is never
+    replaced.
     """
     if getattr(arguments, "out", None) is None or not Path(arguments.out).exists():
         return
@@ -119,6 +120,17 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
         if replaced or out.samefile(input_path):
             described = f"{input_path} (--{name.replace('_', '-')})"
             raise InvalidInput(f"--out {out} would overwrite an input: {described}. {advice}")
+    if not parser.writes_folder:
+        _require_kind(out, parser.kind)
+
+
+def _require_kind(out: Path, kind: str) -> None:
+    """Raises InvalidInput for a file that attnrx wrote with another kind."""
+    from attnrx.serialization.storage import file_kind  # imports torch
+
+    found = file_kind(out)
+    if found is not None and kind and not _is(out, kind):
+        raise InvalidInput(f"--out {out} would replace an {found} by an {kind}; choose another file, or delete it.")
 
 
 def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:

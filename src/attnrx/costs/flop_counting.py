@@ -1,5 +1,6 @@
 """Costs counted on a real model, with which the closed form must agree."""
 
+import copy
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
+    # A copy without gradients: under no_grad torch's counter raises an AssertionError for timm's attention pooling,
+    # whose query is a parameter.
+    counted = copy.deepcopy(model).requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter, _Operations() as operations:
-        model(images)
+        counted(images)
     counts = counter.get_flop_counts()["Global"]
     names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
     # A fused kernel without a formula counts as zero: the total would be too small without a warning.

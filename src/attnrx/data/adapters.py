@@ -10,6 +10,7 @@ PIL pictures is preprocessed as the model's library does it (`Family.preprocessi
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,8 @@ UNLABELLED = -1  # no class number, so it cannot equal an answer
 
 ImageData = Any
 """What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
+
+NUMBERS = "give one class number (an integer) for each image, e.g. the argmax of a one-hot vector"
 
 Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 
@@ -107,11 +110,15 @@ def _indexed(dataset: Any, reading: "_Reading", loader: DataLoader[Any] | None =
 
 @dataclass(frozen=True)
 class _Reading:
-    """What turns the items of a user's data into batches; `argument` names the data in messages."""
+    """What turns the items of a user's data into batches; `argument` names the data in messages.
+
+    With `num_classes` every image must have a label below it.
+    """
 
     name: str
     argument: str
     preprocess: Preprocess | None = None
+    num_classes: int | None = None
 
     def fields(self, given: Any) -> tuple[Any, Any]:
         if isinstance(given, Batch):
@@ -137,13 +144,14 @@ class _Reading:
         images, labels = self.fields(given)
         images = self._require_images(images, 4)
         # On the CPU, on whatever device the user's loader puts the batch; `_pass` moves it to the device of the pass.
-        numbers = torch.full((len(images),), UNLABELLED) if labels is None else torch.as_tensor(labels).detach().cpu()
+        numbers = torch.full((len(images),), UNLABELLED) if labels is None else self._numbers(labels)
         # Floats (soft labels, targets of a regression) would be cut to class numbers without an error.
         if numbers.shape != (len(images),) or numbers.is_floating_point():
             raise InvalidInput(
                 f"the labels of {self.argument} are {numbers.dtype} {list(numbers.shape)} for {len(images)} images; "
-                "give one class number (an integer) for each."
+                f"{NUMBERS}."
             )
+        self.require_classes(numbers)
         return Batch(images.detach().cpu(), numbers.long(), torch.arange(len(images)))
 
     def collated(self, items: Sequence[Any]) -> Batch:
@@ -170,14 +178,30 @@ class _Reading:
             )
         return self.preprocess(image)
 
+    def _numbers(self, labels: Any) -> Tensor:
+        try:
+            return torch.as_tensor(labels).detach().cpu()
+        except (TypeError, ValueError, RuntimeError):  # names of classes, or lists of several lengths
+            raise InvalidInput(f"the labels of {self.argument} are {_described(labels)}; {NUMBERS}.") from None
+
     def _class_number(self, label: Any) -> int:
-        number = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
-        # __index__: integers of Python and NumPy. A bool has it too, and is no class number.
-        if isinstance(number, bool | float) or not hasattr(number, "__index__"):
-            raise InvalidInput(
-                f"a label of {self.argument} is {label!r}; give one class number (an integer) for each image."
-            )
+        number = label.item() if math.prod(getattr(label, "shape", (0,))) == 1 else label
+        # __index__: integers. A bool has it too, and so has an array or tensor of several numbers.
+        if isinstance(number, bool) or hasattr(number, "shape") or not hasattr(number, "__index__"):
+            raise InvalidInput(f"a label of {self.argument} is {_described(label)}; {NUMBERS}.")
         return int(number)
+
+    def require_classes(self, labels: Int[Tensor, "images"]) -> None:
+        """Raises DataError for labels that are no class of the model, if they are limited to its classes."""
+        wrong = labels if self.num_classes is None else labels[(labels < 0) | (labels >= self.num_classes)]
+        if self.num_classes is None or not len(wrong):
+            return
+        label = int(wrong[0])
+        found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
+        raise DataError(
+            f"{self.argument} has {found}, and the model has the classes 0 to {self.num_classes - 1}; give every image "
+            "one of them; where no loss reads labels, the images can be given without any."
+        )
 
     def _require_images(self, images: Any, dimensions: int) -> Tensor:
         if not isinstance(images, Tensor) or images.ndim != dimensions:
@@ -202,6 +226,12 @@ class _Reading:
                 f"{self.argument} is augmented by its own transforms; attnrx augments only the datasets that it loads "
                 "itself."
             )
+
+
+def _described(label: Any) -> str:
+    """Returns a label for a message: its shape, if it has one, because it may have an entry per class."""
+    shape = getattr(label, "shape", None)
+    return f"{label!r}"[:80] if shape is None else f"a {type(label).__name__} {list(shape)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +318,13 @@ class IndexedImages(RowImages):
         """Returns the set itself: the user's own transforms decide the scale."""
         return self
 
+    def limited_to(self, num_classes: int) -> "IndexedImages":
+        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
+        store = replace(self.store, reading=replace(self.store.reading, num_classes=num_classes))
+        if store.labels is not None:  # known before the images are read
+            store.reading.require_classes(store.labels[self.rows])
+        return replace(self, store=store)
+
     def _pass(self, order: Pass) -> Iterator[Batch]:
         self.store.reading.require_no_augmentation(order)  # so that every step's random numbers are None
         steps = [self.rows[positions].tolist() for positions, _ in order.steps(len(self))]
@@ -353,6 +390,10 @@ class IteratedImages(ImageSet):
     def renormalized(self, normalization: Normalization) -> ImageSet:
         """Returns the set itself: the user's own transforms decide the scale."""
         return self
+
+    def limited_to(self, num_classes: int) -> "IteratedImages":
+        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
+        return replace(self, reading=replace(self.reading, num_classes=num_classes))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         self.reading.require_no_augmentation(order)

@@ -8,7 +8,7 @@ from attnrx.data.pixels import ImageGeometry, Normalization
 from attnrx.data.tables import Columns
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-COLUMNS = Columns()
+COLUMNS = Columns(label_column="label")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ DATASETS: Mapping[str, DatasetCard] = {
         geometry=ImageGeometry(32, 3, "fill"),
         normalization=Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         hub_id="uoft-cs/cifar10",
-        columns=Columns(image_column="img"),
+        columns=Columns(image_column="img", label_column="label"),
     ),
     "cifar100": DatasetCard(
         geometry=ImageGeometry(32, 3, "fill"),

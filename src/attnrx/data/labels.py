@@ -57,6 +57,42 @@ class Relabelled(ImageSet):
             yield batch if self.numbers is None else replace(batch, labels=self.numbers.to(labels.device)[labels])
 
 
+@dataclass(frozen=True, eq=False)
+class Unlabelled(ImageSet):
+    """The images of a set that was stored without labels; `problem` says so where labels are needed."""
+
+    source: ImageSet
+    problem: str
+
+    @property
+    def has_labels(self) -> bool:
+        return False
+
+    @property
+    def label_problem(self) -> str | None:
+        return self.problem
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def take(self, count: int) -> ImageSet:
+        return replace(self, source=self.source.take(count))
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        return replace(self, source=self.source.part(process, processes, batch_size))
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        return replace(self, source=self.source.renormalized(normalization))
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        for batch in self.source._pass(order):
+            yield replace(batch, labels=torch.full_like(batch.labels, -1))
+
+
 def own_labels(images: ImageSet) -> ImageSet:
     """The images with the labels of their dataset, for a head that is trained on them."""
     return images.source if isinstance(images, Relabelled) else images

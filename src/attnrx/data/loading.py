@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.data.images import ImageSet, evenly_spaced
+from attnrx.data.labels import Unlabelled
 from attnrx.data.locating import DatasetLocation, locate
 from attnrx.data.pixels import (
     Augmentation,
@@ -206,6 +207,12 @@ class _Loading:
         notes: tuple[str, ...],
     ) -> Splits:
         location = self.location
+        if not class_names:
+            problem = (
+                f"{location.requested} has no labels, and this needs them: name their column (--label-column NAME, in "
+                'Python columns=Columns(label_column="NAME")).'
+            )
+            sets = {split: Unlabelled(images, problem) for split, images in sets.items()}
         missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
         # An eighth of the side is the usual padding of 4 pixels at 32 x 32.
         flip, shift = (True, True) if location.card is None else (location.card.flip, location.card.shift)

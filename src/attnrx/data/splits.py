@@ -108,7 +108,10 @@ class StoredImages:
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened dataset: stored images by split, class names, and notes about decisions made on opening."""
+    """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
+
+    Without class names the images have no labels; those that are stored are zeros.
+    """
 
     splits: Mapping[str, StoredImages]
     class_names: tuple[str, ...]
@@ -204,10 +207,12 @@ def validation_as_test_(parts: dict[str, Any]) -> list[str]:
 
 
 def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
-    """Refuses empty splits, labels outside the classes, and classes that only occur outside of train."""
+    """Refuses empty splits, and where there are labels those outside the classes, and classes that train lacks."""
     for split, numbers in labels.items():
         if not len(numbers):
             raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
+        if not class_names:  # no labels
+            continue
         outside = ((numbers < 0) | (numbers >= len(class_names))).nonzero().flatten()
         if len(outside):
             row = int(outside[0])

@@ -1,7 +1,7 @@
 """Parquet files and hub datasets, read with the `datasets` library."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnrx.data.files import group_by_split, stamp
-from attnrx.data.splits import DatasetReader, Opened, StoredImages, numbered_classes
+from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages, numbered_classes
 from attnrx.errors import DataError, nearest
 from attnrx.optional import required_module
 from attnrx.runtime.hardware import cache_folder
@@ -23,18 +23,30 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
+LABEL = "label"
+
 
 @dataclass(frozen=True)
 class Columns:
     """The names of the columns that hold the image, its label and, in a file of several splits, the split.
 
-    `test_column` may name a boolean column: of the test images only the rows with true are used.
+    Without a `label_column` it is "label" where a table has it, and else the images have no labels. `test_column` may
+    name a boolean column: of the test images only the rows with true are used.
     """
 
     image_column: str = "image"
-    label_column: str = "label"
+    label_column: str | None = None
     split_column: str = "split"
     test_column: str | None = None
+
+    def fits(self, names: Collection[str], *, labelled: bool) -> bool:
+        """Whether a table of these columns has the image and, with `labelled`, the label."""
+        label = self.label_column or (LABEL if labelled else None)
+        return self.image_column in names and (label is None or label in names)
+
+    def of(self, names: Collection[str]) -> "Columns":
+        """Returns the columns for a table of these names: one without labels has no label column."""
+        return replace(self, label_column=LABEL) if self.label_column is None and LABEL in names else self
 
 
 @dataclass(frozen=True)
@@ -116,14 +128,18 @@ class ParquetReader(DatasetReader):
         """
         features = {file: _features(file) for file in self.files}
         first = features[self.files[0]]
+        # One with labels before one without: the columns of the catalogue may name the label otherwise.
         fitting = (
-            candidate
+            candidate.of(first)
+            for labelled in (True, False)
             for candidate in self.candidates
-            if {candidate.image_column, candidate.label_column} <= first.keys()
+            if candidate.fits(first, labelled=labelled)
         )
         columns = next(fitting, self.candidates[0])
         for file, file_features in features.items():
             _check_columns(list(file_features), columns, str(file))
+            if columns.label_column is None:
+                continue
             if _class_names(file_features[columns.label_column]) != _class_names(first[columns.label_column]):
                 raise DataError(
                     f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
@@ -168,18 +184,38 @@ def _first_line(error: BaseException) -> str:
 def _opened(
     tables: "Mapping[str, datasets.Dataset]", columns: Columns, source: str, name_row: Callable[[str, int], str]
 ) -> Opened:
+    columns = columns.of({name for table in tables.values() for name in table.column_names})
     for table in tables.values():
         _check_columns(table.column_names, columns, source)
-    labels, class_names = _unify_labels(
-        {name: _labels(table, columns, source) for name, table in tables.items()}, source
-    )
+    labels, class_names, notes = _read_labels(tables, columns, source)
     splits = {}
     for name, table in tables.items():
         # One table for all splits of a file; each has its own rows of it.
         images = _encoded_images(table, columns, source)
         for split, rows in _rows_by_split(table, name, columns, source).items():
             splits[split] = _stored(images, labels[name], rows, partial(name_row, name))
-    return Opened(splits, class_names)
+    if columns.test_column is not None and not any(map(_is_test, splits)):
+        raise DataError(
+            f"{source} has no test split (it has {', '.join(splits)}), whose rows the column {columns.test_column!r} "
+            "could choose; omit --test-column, in Python Columns(test_column=...)."
+        )
+    return Opened(splits, class_names, notes)
+
+
+def _read_labels(
+    tables: "Mapping[str, datasets.Dataset]", columns: Columns, source: str
+) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...], tuple[str, ...]]:
+    """Returns the labels of every table, the class names, and notes; without labels zeros, and no class names."""
+    if columns.label_column is not None:
+        read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
+        return (*_unify_labels(read, source), ())
+    found = ", ".join(next(iter(tables.values())).column_names)
+    note = f"no label column (it has {found}): the images are used without labels"
+    return {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, (), (note,)
+
+
+def _is_test(split: str) -> bool:
+    return SPLITS.get(split.lower()) == "test"
 
 
 def _stored(
@@ -206,7 +242,7 @@ def _stored(
 
 def _check_columns(found: list[str], columns: Columns, source: str) -> None:
     for kind, wanted in (("image", columns.image_column), ("label", columns.label_column)):
-        if wanted not in found:
+        if wanted is not None and wanted not in found:
             raise DataError(
                 f"{source} has no {kind} column {wanted!r} (it has {', '.join(found)}): {nearest(wanted, found)} "
                 f'Give --{kind}-column NAME, in Python columns=Columns({kind}_column="NAME").'
@@ -224,13 +260,15 @@ def _rows_by_split(
     masks = {str(split): split_of_row == split for split in dict.fromkeys(split_of_row.tolist())} or {
         name or "train": split_of_row
     }
-    if columns.test_column is not None and "test" in masks:
+    tests = [split for split in masks if columns.test_column is not None and _is_test(split)]
+    for split in tests:
+        assert columns.test_column is not None
         if getattr(table.features.get(columns.test_column), "dtype", None) != "bool":
             raise DataError(
                 f"{source} has no column {columns.test_column!r} of true and false (it has "
                 f"{', '.join(table.column_names)}) to choose the test images."
             )
-        masks["test"] = masks["test"] & np.asarray(table[columns.test_column][:], dtype=bool)
+        masks[split] = masks[split] & np.asarray(table[columns.test_column][:], dtype=bool)
     return {split: torch.from_numpy(np.flatnonzero(mask)) for split, mask in masks.items()}
 
 
@@ -269,11 +307,11 @@ def _class_names(feature: object) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
 
 
-def _labels(table: "datasets.Dataset", columns: Columns, source: str) -> _LabelColumn:
+def _labels(table: "datasets.Dataset", label_column: str, source: str) -> _LabelColumn:
     """Reads the labels, with their names from the schema or from a column `<label>_name`."""
     import pyarrow.types as kinds
 
-    column = _arrow_column(table, columns.label_column)
+    column = _arrow_column(table, label_column)
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise DataError(f"{source} has {column.null_count} rows without a label, the first is row {row}; remove them.")
@@ -281,12 +319,12 @@ def _labels(table: "datasets.Dataset", columns: Columns, source: str) -> _LabelC
         return _LabelColumn(np.asarray(column.to_pylist()), None)
     if not kinds.is_integer(column.type):
         raise DataError(
-            f"column {columns.label_column!r} of {source} holds {column.type}, not class numbers or names. "
+            f"column {label_column!r} of {source} holds {column.type}, not class numbers or names. "
             'Give --label-column NAME, in Python columns=Columns(label_column="NAME").'
         )
     values = column.to_numpy().astype(np.int64)
-    names = _class_names(table.features[columns.label_column])
-    named = f"{columns.label_column}_name"
+    names = _class_names(table.features[label_column])
+    named = f"{label_column}_name"
     if named in table.column_names:
         names = _names_by_number(values, _arrow_column(table, named).to_pylist(), names, source)
     return _LabelColumn(values, names)

@@ -6,6 +6,7 @@ attnrx.exporting.load_exported("slim.onnx")(images)              # logits, from 
 
 from attnrx.exporting.exported import Exported, Images, is_exported, load_exported
 from attnrx.exporting.formats import FORMATS, AOTInductor, Format, Int8, Onnx, OpenVINO, Program, parse_format
+from attnrx.exporting.own_files import own_exports, own_script, remove_export, require_export_path, require_own_files
 from attnrx.exporting.writing import (
     DYNAMIC,
     ExportSubject,
@@ -14,6 +15,7 @@ from attnrx.exporting.writing import (
     compare_with_original,
     export,
     fitting_names,
+    precision_for,
     write_exported,
 )
 
@@ -36,6 +38,12 @@ __all__ = [
     "fitting_names",
     "is_exported",
     "load_exported",
+    "own_exports",
+    "own_script",
     "parse_format",
+    "precision_for",
+    "remove_export",
+    "require_export_path",
+    "require_own_files",
     "write_exported",
 ]

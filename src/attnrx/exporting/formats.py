@@ -73,6 +73,10 @@ class Format(ABC):
         """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""
         return ROUNDING[dtype]
 
+    def files(self, path: Path) -> tuple[Path, ...]:
+        """Returns the paths of the files of every export to `path`; weights of more than MOST_BYTES may add others."""
+        return (path,)
+
     @property
     def calibrated(self) -> bool:
         """Whether the format needs calibration images."""
@@ -161,6 +165,8 @@ image = image.resize((width, height), Image.Resampling.BICUBIC)
 pixels = np.asarray(image, np.float32).reshape(height, width, channels) / 255
 images = ((pixels - np.array(about["mean"])) / np.array(about["std"])).transpose(2, 0, 1)[None].astype("{precision}")
 logits = session.run(None, {{"images": images}})[0][0]
+if len(logits) == 1:  # that of class 1 against class 0
+    logits = np.array([0.0, logits[0]])
 best = int(logits.argmax())
 probability = np.exp(logits[best] - np.logaddexp.reduce(logits))
 print(about["class_names"][best] if about["class_names"] else best, f"{{probability:.3f}}")
@@ -171,7 +177,7 @@ MOST_BYTES = 1_500_000_000
 
 @dataclass(frozen=True)
 class Onnx(Format):
-    """An ONNX file with input "images" and output "logits", or "features" of all patches.
+    """An ONNX file with input "images" and output "logits", "embedding" or "features" of all patches.
 
     Weights above MOST_BYTES are in an external file.
 
@@ -221,12 +227,13 @@ class Onnx(Format):
         translated.save(str(path), external_data=size > MOST_BYTES)
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Writes image shape, normalization and class names into the metadata, as JSON."""
+        """Writes image shape, normalization and class names into the metadata, as JSON, and names the output."""
         onnx = _library("onnx")
         # Only the metadata change: weights in an external file are neither read nor written.
         model = onnx.load(path, load_external_data=False)
         shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
         onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in shown.items()})
+        _name_output(model, facts["output"])
         onnx.save(model, path)
 
     def example(self, path: Path) -> str | None:
@@ -268,6 +275,15 @@ def _name_batch(model: Any) -> None:
         for index, size in enumerate(value.shape or ()):
             if not isinstance(size, int) and symbol in str(size):
                 value.shape[index] = re.sub(rf"\b{re.escape(symbol)}\b", BATCH, str(size))
+
+
+def _name_output(model: Any, name: str) -> None:
+    """Renames the output of an ONNX graph, which has one."""
+    (output,) = model.graph.output
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [name if each == output.name else each for each in names]
+    output.name = name
 
 
 TRIED_ON = 32  # images on which maps are quantised by turns
@@ -401,6 +417,9 @@ class OpenVINO(Format):
         if self.precision not in ("f32", "bf16", "int8"):
             raise InvalidInput(f"openvino(precision={self.precision}): choose from f32, bf16, int8.")
         self._int8()  # raises for invalid knobs
+
+    def files(self, path: Path) -> tuple[Path, ...]:
+        return path, path.with_suffix(".bin")
 
     def _int8(self) -> Int8:
         return Int8(images=self.images, tolerance=self.tolerance)

@@ -1,7 +1,6 @@
 """Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +13,15 @@ from torch import nn
 
 from attnrx.attention import Attention, Eager, Fused, using
 from attnrx.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
+from attnrx.costs.conditions import PRECISIONS as TIMED_PRECISIONS
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import FAILS, Finding, judged
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
 from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format, raising, script_path
-from attnrx.model_data import images_for
+from attnrx.exporting.own_files import own_script, remove_export, require_export_path, require_own_files, sealed_script
+from attnrx.model_data import images_for, num_classes
+from attnrx.model_outputs import Logits, OutputKind, output_kind_of
 from attnrx.models import (
     TokenReduction,
     described_tokens,
@@ -30,9 +32,9 @@ from attnrx.models import (
 )
 from attnrx.optional import installed_versions
 from attnrx.progress import track
-from attnrx.serialization.atomic_writes import flush, require_replaceable, temporary_folder
+from attnrx.serialization.atomic_writes import flush, temporary_folder
 from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import file_kind, file_sha256, write_json, write_text
+from attnrx.serialization.storage import file_sha256, write_json, write_text
 from attnrx.shapes import Float, Tensor
 
 DYNAMIC = "dynamic"
@@ -64,13 +66,15 @@ class PatchFeatures(nn.Module):
 class ExportSubject:
     """The model to export, in evaluation mode, with the input of the file and facts for PATH.json.
 
-    `calibration` are normalized images; without them parity is measured on noise.
+    `calibration` are normalized images; without them parity is measured on noise. `outputs` is the kind of the model's
+    outputs, None for features of patches.
     """
 
     model: nn.Module
     images: Images
     calibration: ImageSet | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    outputs: OutputKind | None = None
 
     @classmethod
     def of(
@@ -98,7 +102,7 @@ class ExportSubject:
         size = batch if isinstance(batch, int) else None
         images = Images(family.input_shape(model), dtype_name(weight.dtype), size, str(weight.device))
         mean, std = family.normalization(model)
-        costs = family.costs(model)
+        costs, outputs = family.costs(model), output_kind_of(model)
         facts = {
             "model": {
                 "family": family.name,
@@ -108,9 +112,17 @@ class ExportSubject:
                 "tokens": described_tokens(model),
             },
             "normalization": {"mean": list(mean), "std": list(std)},
-            "class_names": list(family.class_names(model)),
+            "class_names": list(family.class_names(model)) if isinstance(outputs, Logits) else [],
+            "output": "logits" if isinstance(outputs, Logits) else outputs.name,
         }
-        return cls(converted, images, calibration, facts)
+        return cls(converted, images, calibration, facts, outputs)
+
+    @property
+    def noun(self) -> str:
+        """The word for one number of the outputs."""
+        if isinstance(self.outputs, Logits):
+            return "logit"
+        return "feature" if self.outputs is None else "feature of the embedding"
 
     @property
     def prunes_tokens(self) -> bool:
@@ -147,7 +159,8 @@ def export(  # noqa: PLR0913  (keywords)
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and returns the file as a module.
 
-    With `features` the file returns the features of all patches instead of the logits (`PatchFeatures`).
+    With `features` the file returns the features of all patches instead of the logits (`PatchFeatures`). The file of a
+    model without a classifier returns its embeddings, and has no class names.
 
     `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
     e.g. openvino(precision=bf16). The file accepts batches of any size, or of `batch` images; `precision` defaults to
@@ -155,11 +168,13 @@ def export(  # noqa: PLR0913  (keywords)
     if a logit differs by more than rounding (for int8: than `most_difference`), no file is written. PATH.json contains
     the fingerprint of the model, the shape and normalization of images, `class_names` (by default the model's, if it
     has any), versions, and the measured parity. An ONNX file contains shape, normalization and class names too, and the
-    script run_NAME.py beside it classifies an image with onnxruntime alone.
+    script run_NAME.py beside it classifies an image with onnxruntime alone. An earlier export at the path is replaced
+    with its script; other files beside it are never overwritten.
 
     Raises:
         NotSupported: The model cannot be written in this format, or the logits differ.
-        InvalidInput: The suffix, the batch or the precision is invalid.
+        InvalidInput: The suffix, the batch or the precision is invalid, or a file would be overwritten that attnrx did
+            not write.
     """
     form = parse_format(to) if isinstance(to, str) else to
     reduction = reduction_of(model)
@@ -171,21 +186,32 @@ def export(  # noqa: PLR0913  (keywords)
     images = None if calibration is None else images_for(model, calibration, "calibration")
     subject = ExportSubject.of(model, form, batch, precision, images)
     if class_names:
-        (outputs,) = {head.out_features for head in family_of(model).heads(model)}
-        if len(class_names) != outputs:
-            raise InvalidInput(f"{len(class_names)} class_names for a model with {outputs} outputs: give one for each.")
+        classes = num_classes(model)
+        if not classes:
+            raise InvalidInput(
+                f"{len(class_names)} class_names for a model without a classifier, which returns embeddings: omit them."
+            )
+        if len(class_names) != classes:
+            raise InvalidInput(f"{len(class_names)} class_names for a model with {classes} outputs: give one for each.")
         subject = replace(subject, facts={**subject.facts, "class_names": list(class_names)})
     if features:
         facts = {**subject.facts, "class_names": [], "output": "features"}
-        subject = replace(subject, model=PatchFeatures(subject.model).eval(), facts=facts)
+        subject = replace(subject, model=PatchFeatures(subject.model).eval(), facts=facts, outputs=None)
     return write_exported(subject, path, form)
 
 
 def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the class names of a dataset if the model has none of its own and as many outputs, else none."""
-    family = family_of(model)
-    fits = all(head.out_features == len(class_names) for head in family.heads(model))
-    return tuple(class_names) if fits and not family.class_names(model) else ()
+    """Returns the class names of a dataset if the model has none of its own and as many classes, else none."""
+    fits = len(class_names) == num_classes(model) > 0
+    return tuple(class_names) if fits and not family_of(model).class_names(model) else ()
+
+
+def precision_for(model: nn.Module, form: Format) -> str | None:
+    """Returns the `precision` to export a model at: None, its own, if files of the format have it and it is timed; else
+    float32.
+    """
+    dtype = next(model.parameters()).dtype
+    return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
 def compare_with_original(
@@ -221,7 +247,10 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     """
     path = Path(path)
     form.require(path, subject.images.dtype)
-    _require_writable(path)
+    # A subject without facts is of no known family, e.g. the reference of a timing.
+    classifies = bool(subject.facts) and isinstance(subject.outputs, Logits)
+    example = form.example(path) if classifies else None
+    require_export_path(path, form, with_script=example is not None)
     if form.calibrated and subject.calibration is None:
         raise InvalidInput(f"{form.name} is calibrated on images: give calibration images of the model's task.")
     batches = subject.batches(form.wanted)
@@ -257,9 +286,10 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
             "versions": installed_versions(*PACKAGES),
         }
         _put(room, path, facts)
-    classifies = subject.facts.get("output", "logits") == "logits"
-    if subject.facts and classifies and (example := form.example(path)) is not None:
-        write_text(script_path(path), example)
+    if example is not None:
+        write_text(script_path(path), sealed_script(example))
+    elif (outdated := own_script(path)) is not None:
+        outdated.unlink()
     return Exported(path, form, subject.images, facts).eval()
 
 
@@ -287,7 +317,7 @@ def _unfused(model: nn.Module) -> Iterator[None]:
 
 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
-    """Compares the logits, or the features of patches, of the file with those of the model on the same images.
+    """Compares the outputs of the file with those of the model on the same images.
 
     In models with token reduction up to the share MAY_DIFFER of the images is excluded from the differences.
 
@@ -307,48 +337,38 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     # No more images are excluded than differ, so that the largest difference is that of all others.
     differing = min(allowed, int((shares > limit).sum()))
     share, largest = float(shares[images - differing - 1]), float(difference[order][: images - differing].max())
-    agreement = 100 * float((expected.argmax(-1) == actual.argmax(-1)).double().mean())
-    same_class = "images that exported and eager put into the same class"
-    output = "feature" if isinstance(subject.model, PatchFeatures) else "logit"
-    claim = f"largest difference of a {output}, exported against eager, as a share of the largest {output}"
+    noun, kind = subject.noun, subject.outputs
+    claim = f"largest difference of a {noun}, exported against eager, as a share of the largest {noun}"
     details = {"quantity": "parity", "largest_difference": largest, "images_left_out": differing}
     verdict = judged(share, limit, n=images, at_least=False)
     parity = Finding("parity", claim, share, **verdict, details=details)
+    agreement = None
+    if isinstance(kind, Logits):
+        agreement = 100 * float((kind.decisions(expected) == kind.decisions(actual)).double().mean())
     if parity.outcome == FAILS:
+        kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their class"
         raise NotSupported(
-            f"the file written as {form.name} does not match the model: a {output} differs by {largest:.3g}, "
-            f"{share:.3g} of the largest where {limit:g} is allowed, and {agreement:.0f} % of {images} images keep "
-            "their class. No file was saved."
+            f"the file written as {form.name} does not match the model: a {noun} differs by {largest:.3g}, "
+            f"{share:.3g} of the largest where {limit:g} is allowed{kept}. No file was saved."
         )
-    if output == "feature":
+    if agreement is None:
         return (parity,)
+    same_class = "images that exported and eager put into the same class"
     return parity, Finding("parity", same_class, agreement, "%", n=images, details={"quantity": "agreement"})
-
-
-def _require_writable(path: Path) -> None:
-    """Raises InvalidInput if `path` is not a regular file, or PATH.json exists and was not written by an export."""
-    require_replaceable(path)
-    facts_file = facts_path(path)
-    if os.path.lexists(facts_file) and file_kind(facts_file) != KIND:
-        raise InvalidInput(
-            f"the facts go into {facts_file}, which exists and was not written by an export: move it away, or choose "
-            "another name."
-        )
 
 
 def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
     """Moves the exported files to their path.
 
     A file and its facts cannot be replaced in one step. Between the two steps the facts contain those of the earlier
-    export too, and the hash of the file decides which are valid. An export of several files cannot replace another.
+    export too, and the hash of the file decides which are valid. Of several files no hash decides: the earlier export
+    is removed first, and the facts make the new one valid at the end.
     """
-    files, earlier = facts["files"], present_facts(path)
-    existing = [path.with_name(name) for name in files if path.with_name(name).exists()]
-    if len(files) > 1 and existing:
-        raise InvalidInput(
-            f"{', '.join(map(str, existing))}: an export of {len(files)} files cannot replace another one at once. "
-            "Delete that first, or choose another name."
-        )
+    files = facts["files"]
+    if len(files) > 1:
+        require_own_files(path, [path.with_name(name) for name in files])
+        remove_export(path)
+    earlier = present_facts(path)
     # Without an earlier export the facts are written last: a file without facts is not taken for an export.
     if earlier is not None:
         write_json(facts_path(path), {**facts, "earlier": earlier})

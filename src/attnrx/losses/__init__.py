@@ -2,10 +2,10 @@
 
 from attnrx.losses.exits import MultiExit
 from attnrx.losses.halting import HaltingPrior, Ponder
-from attnrx.losses.loss import Loss, LossContext, Task
+from attnrx.losses.loss import Loss, LossContext, Task, TeacherSource
 from attnrx.losses.penalties import FusionOwnership, KeepRatio, PerturbationRobustness, TargetRank
 from attnrx.losses.reinforcement import PolicyGradient
-from attnrx.losses.teaching import Distillation, FeatureDistillation, TokenSimilarity
+from attnrx.losses.teaching import Distillation, FeatureDistillation, TokenSimilarity, load_teachers
 
 LOSSES: tuple[type[Loss], ...] = (
     Distillation,
@@ -37,5 +37,7 @@ __all__ = [
     "Ponder",
     "TargetRank",
     "Task",
+    "TeacherSource",
     "TokenSimilarity",
+    "load_teachers",
 ]

@@ -1,7 +1,7 @@
 """The base class of training losses, the context that they receive, and cross-entropy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +13,9 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import TokenReduction, reduction_of
 from attnrx.shapes import Float, Int, Tensor
 
+TeacherSource = tuple[str, str | None]
+"""A folder or a name that `load_model` reads, and the file of its weights, if it needs one."""
+
 
 @dataclass(frozen=True)
 class LossContext:
@@ -22,7 +25,8 @@ class LossContext:
     `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. For mixed
     images, an image has its own label with weight `share` and its `partners` label with the rest. `features` are the
     block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some. `progress`
-    is the completed share of the run. `memory` is shared by the losses of this step.
+    is the completed share of the run. `memory` is shared by the losses of this step. `teachers` are the models that
+    losses compare with, if they are loaded already.
     """
 
     model: nn.Module
@@ -36,6 +40,7 @@ class LossContext:
     features: Sequence[Float[Tensor, "batch _ features"]] = ()
     progress: float = 1.0
     memory: dict[Any, Any] = field(default_factory=dict)
+    teachers: Mapping[TeacherSource, nn.Module] = field(default_factory=dict)
 
     def noise(self) -> Float[Tensor, "batch channels height width"]:
         """Returns standard normal noise for the images: drawn for all processes together, then cut.

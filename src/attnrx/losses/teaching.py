@@ -1,9 +1,11 @@
 """Learning from a teacher: another, frozen model that runs on the images of a step."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -11,14 +13,36 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses.loss import Loss, LossContext
+from attnrx.losses.loss import Loss, LossContext, TeacherSource
 from attnrx.model_data import normalization_of
 from attnrx.models import family_of, load_model, recording_blocks, reduction_of
 from attnrx.shapes import Float, Tensor
 
 
+class Taught(Loss):
+    """A loss that compares the model with a teacher: a folder or a name that `load_model` reads, with its weights."""
+
+    teacher: str
+    weights: str | None
+
+    def __post_init__(self):
+        # Before any message with the loss, which would hold all layers of a module.
+        if not isinstance(self.teacher, str | os.PathLike):
+            raise InvalidInput(
+                f"{type(self).__name__}(teacher=...) was given a {type(self.teacher).__name__}: give the folder of a "
+                "saved model (attnrx.save(model, folder)) or a name that attnrx.load reads, so that the run can be "
+                "resumed."
+            )
+        object.__setattr__(self, "teacher", os.fspath(self.teacher))  # a text, as in a file of the settings
+        super().__post_init__()
+
+    @property
+    def source(self) -> TeacherSource:
+        return self.teacher, self.weights
+
+
 @dataclass(frozen=True)
-class Distillation(Loss):
+class Distillation(Taught):
     """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
     The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads, such as
@@ -36,7 +60,7 @@ class Distillation(Loss):
             raise InvalidInput(f"{self}: temperature must be positive and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        teacher_logits, _ = taught(context, self.teacher, self.weights)
+        teacher_logits, _ = taught(context, self.source)
         if teacher_logits.shape != context.logits.shape:
             raise InvalidInput(
                 f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
@@ -50,7 +74,7 @@ class Distillation(Loss):
 
 
 @dataclass(frozen=True)
-class FeatureDistillation(Loss):
+class FeatureDistillation(Taught):
     """The mean squared difference between the output tokens of the model's blocks and the teacher's.
 
     Every token is first centred and scaled to unit variance over its features, as a LayerNorm without weights does
@@ -71,7 +95,7 @@ class FeatureDistillation(Loss):
             raise InvalidInput(f"{self}: last counts blocks from the last one; give 1 or more, or None for all.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        (_, teacher_features), features = taught(context, self.teacher, self.weights), context.features
+        (_, teacher_features), features = taught(context, self.source), context.features
         shapes = [[tuple(tokens.shape[1:]) for tokens in outputs] for outputs in (features, teacher_features)]
         if shapes[0] != shapes[1]:
             raise InvalidInput(
@@ -92,7 +116,7 @@ def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "
 
 
 @dataclass(frozen=True)
-class TokenSimilarity(Loss):
+class TokenSimilarity(Taught):
     """One minus the cosine between the last layer's tokens and the teacher's, over the kept patches (Eq. 14).
 
     The teacher must have equal patches and width. SPOT uses it with weight 10 for LV-ViT and without it for DeiT.
@@ -107,7 +131,7 @@ class TokenSimilarity(Loss):
         reduction = reduction_of(context.model)
         if reduction is None or reduction.run.sizes is None or reduction.run.patch_indices is None:
             raise NotSupported("TokenSimilarity needs token pruning, and this model has none; omit the loss.")
-        _, teacher_features = taught(context, self.teacher, self.weights)
+        _, teacher_features = taught(context, self.source)
         target, tokens = teacher_features[-1], context.features[-1]
         if target.shape != tokens.shape:
             raise InvalidInput(
@@ -124,16 +148,25 @@ class TokenSimilarity(Loss):
 Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tokens features"]]]
 
 
-def taught(context: LossContext, teacher: str, weights: str | None) -> Answer:
+def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
+    """Returns the teachers of the losses, as their files are now."""
+    sources = {loss.source for loss in losses if isinstance(loss, Taught)}
+    return {(name, weights): load_model(name, weights=weights) for name, weights in sorted(sources, key=str)}
+
+
+def taught(context: LossContext, source: TeacherSource) -> Answer:
     """Runs the teacher on the images of the step, once for all losses that need it.
 
     Returns its logits, and the outputs of its blocks where the step needs features. A teacher trained with another
     normalization receives the images on its own scale.
     """
-    key = (teacher, weights)
-    if key not in context.memory:
-        context.memory[key] = _run(_load(teacher, weights, context.images.device, context.images.dtype), context)
-    return context.memory[key]
+    if source not in context.memory:
+        device, dtype = context.images.device, context.images.dtype
+        teacher = context.teachers.get(source)
+        if teacher is None:
+            teacher = _load(*source, _versions(source))
+        context.memory[source] = _run(teacher.to(device, dtype).eval().requires_grad_(False), context)
+    return context.memory[source]
 
 
 @torch.no_grad()
@@ -148,5 +181,13 @@ def _run(teacher: nn.Module, context: LossContext) -> Answer:
 
 
 @lru_cache(maxsize=2)  # a frozen loss holds no model; loading it again for every step would be slow
-def _load(teacher: str, weights: str | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    return load_model(teacher, weights=weights).to(device, dtype).eval().requires_grad_(False)
+def _load(teacher: str, weights: str | None, versions: tuple[tuple[str, int, int, int], ...]) -> nn.Module:
+    return load_model(teacher, weights=weights)
+
+
+def _versions(source: TeacherSource) -> tuple[tuple[str, int, int, int], ...]:
+    """Returns what changes with the files of a teacher: path, inode, size and time of each; empty for a name."""
+    paths = [Path(path) for path in source if path is not None and Path(path).exists()]
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    stats = [(file, file.stat()) for file in files if file.is_file()]
+    return tuple((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)

@@ -170,7 +170,8 @@ def load_model(
     """
     if isinstance(source, nn.Module):
         return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
-    library, _, name = str(source).partition(":")
+    # Without a colon it is a folder, also one that is called like a library.
+    library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     with_weights = {"timm": TimmFamily(), "torchvision": TorchvisionFamily()}
     if library in with_weights:
         return with_weights[library].load(name, weights, pretrained)

@@ -12,6 +12,7 @@ from torch import nn
 
 from attnrx.attention import Attention, Positions
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models.call_state import CallState
 from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.observation_hooks import evaluating
 from attnrx.models.token_hooks import reduction_of
@@ -53,6 +54,18 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
     return channels, height, width
 
 
+class _LastLayerCall(CallState):
+    """`at_work` states whether the shortcut is active in this forward pass."""
+
+    at_work: bool = False
+
+
+class _AdapterCall(CallState):
+    """`key_value_tokens` are those of the next call of the attention, if its queries are some of them; else None."""
+
+    key_value_tokens: Tensor | None = None
+
+
 class LastLayer:
     """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
 
@@ -71,14 +84,22 @@ class LastLayer:
         norm after the block, `prefix` the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
-        self.at_work = False
+        self._call = _LastLayerCall()
         block.register_forward_pre_hook(self, with_kwargs=True)
+
+    @property
+    def at_work(self) -> bool:
+        return self._call.at_work
+
+    @at_work.setter
+    def at_work(self, at_work: bool) -> None:
+        self._call.at_work = at_work
 
     def stop(self) -> None:
         """Ends the shortcut, also where the attention was not called because the forward pass failed before it."""
         self.at_work = False
         adapter: Any = self.block.get_submodule(self.attention)
-        adapter.key_value_tokens = None
+        adapter.call.key_value_tokens = None
 
     @property
     def watched(self) -> bool:
@@ -100,7 +121,7 @@ class LastLayer:
         if not (self.at_work and all(ranks) and attention.plan(tokens).backend.takes_few_queries):
             return args, kwargs
         # The block will normalize the queries that it receives; keys and values need the norm of all tokens.
-        adapter.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
+        adapter.call.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
         queries = tokens[:, : self.prefix]
         return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
 
@@ -168,9 +189,8 @@ class RotationCache:
     """The positions made of the last rotary embedding, which a library passes to every layer."""
 
     def __init__(self) -> None:
-        self._of: Tensor | None = None
-        self._version = 0
-        self._positions: Positions | None = None
+        # One tuple, because another thread may replace it between two reads.
+        self._cached: tuple[Tensor | None, int, Positions | None] = (None, 0, None)
 
     def __call__(self, embedding: Tensor, make: Callable[[], Positions]) -> Positions:
         """Returns what `make` returns for this embedding, from the cache unless a graph or gradients are recorded."""
@@ -179,9 +199,11 @@ class RotationCache:
         # By identity, as a library passes one tensor to all layers; a reference to it is stored, so that its address is
         # not used again. Inference tensors have no version counter, and raise an error where it is read.
         version = 0 if embedding.is_inference() else embedding._version
-        if self._positions is None or self._of is not embedding or self._version != version:
-            self._of, self._version, self._positions = embedding, version, make()
-        return self._positions
+        of, cached_version, positions = self._cached
+        if positions is None or of is not embedding or cached_version != version:
+            positions = make()
+            self._cached = (embedding, version, positions)
+        return positions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RotationCache":
         copied = memo[id(self)] = RotationCache()  # one for all layers of the copy
@@ -191,7 +213,6 @@ class RotationCache:
 class Adapter(nn.Module):
     """Replaces the attention module of a layer and calls attnrx attention.
 
-    `key_value_tokens` holds the key/value tokens of the next call where its queries are a subset of them; else None.
     `rotations` is the cache of all layers, `prefix` the number of tokens before the patches. `pair_bias` returns the
     bias of pairs that belongs to this layer, if it has one.
     """
@@ -201,13 +222,13 @@ class Adapter(nn.Module):
         self.attention = attention
         self.rotations, self.prefix = rotations, prefix
         self.pair_bias = pair_bias
-        self.key_value_tokens: Tensor | None = None
+        self.call = _AdapterCall()
 
     def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
-        key_value_tokens = self.key_value_tokens
+        key_value_tokens = self.call.key_value_tokens
         if key_value_tokens is None:
             return self.attention(tokens, None, positions)
-        self.key_value_tokens = None  # for one call only: the next one may have other images
+        self.call.key_value_tokens = None  # for one call only: the next one may have other images
         return self.attention(tokens, key_value_tokens, positions)
 
     def positions(

@@ -139,21 +139,29 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     tensors = read_tensors(folder / "model.safetensors", record["weights_sha256"])
     require_finite_tensors(tensors, str(folder / "model.safetensors"))
     _require_depth(record["model"], tensors, path)
+    model = _built(by_name[record["family"]], record, folder)
     try:
-        with torch.device("meta"):
-            family = by_name[record["family"]]
-            model = family.build(record["model"])
-            tokens = record["tokens"]
-            # Before the weights are loaded, which include those of learned predictors.
-            if tokens is not None:
-                attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
         model.load_state_dict(tensors, strict=True, assign=True)
         require_ordinary_weights(model)
-    except Exception as error:  # timm and transformers build from the record too and raise their own errors
+    except Exception as error:  # torch raises several types
         raise CheckpointError(
             f"{folder}: the weights do not fit config.json ({error}). The two files are of different models."
         ) from error
     return model.eval()
+
+
+def _built(family: Family, record: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Returns the model of a config.json without weights."""
+    tokens = record["tokens"]
+    try:
+        with torch.device("meta"):
+            model = family.build(record["model"])
+            # Before the weights are loaded, which include those of learned predictors.
+            if tokens is not None:
+                attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
+    except Exception as error:  # timm and transformers build from the record too and raise their own errors
+        raise CheckpointError(f"{folder}: the model of config.json cannot be built: {error}") from error
+    return model
 
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:

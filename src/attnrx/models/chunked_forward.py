@@ -27,6 +27,10 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: I
     `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
     independently, as all models do in evaluation mode.
     """
+    # Token reducers and some backends need an image: an empty batch has the outputs of a black one, without its row.
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not (is_traced or model.training or len(images)):
+        return run(images.new_zeros(1, *images.shape[1:]))[:0]
     context = AttentionContext.of(images.flatten(2))
     if not context.free_on_cpu or largest < 1:
         return run(images)
@@ -41,7 +45,7 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: I
         if reduction is not None:
             runs.append(copy.copy(reduction.run))
     if reduction is not None:
-        reduction.run = TokenRun.joined(runs)
+        reduction.call.run = TokenRun.joined(runs)
     return torch.cat(outputs)
 
 

@@ -277,6 +277,13 @@ class TimmFamily(AdoptedFamily):
         if shape != native_shape and not getattr(model, "dynamic_img_size", False):
             raise InvalidInput(f"{name} was created for images of {native_shape}: create it with img_size={shape[1:]}.")
         mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
+        own = tuple(facts["mean"])
+        if mean == own and len(own) != shape[0]:  # timm keeps the statistics of the pretrained images
+            raise InvalidInput(
+                f"{name} was created for images of {shape[0]} channels, and its pretrained_cfg has mean={own}: state "
+                f"the statistics of your images before loading it, e.g. model.pretrained_cfg.update(mean="
+                f"{(0.5,) * shape[0]}, std={(0.5,) * shape[0]})."
+            )
         return Origin(name, arguments, shape, mean, std)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
 from attnrx.kernels.native_merging import Merged, can_merge
+from attnrx.models.call_state import CallState
 from attnrx.models.token_restoration import RestorableStage, TokenRestoration
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.tokens import (
@@ -85,6 +86,14 @@ class TokenRun:
         return joined
 
 
+class _ReductionCall(CallState):
+    """The run of a forward pass, and the blocks that it restores if it replaces those of the reduction."""
+
+    def __init__(self) -> None:  # called in every thread
+        self.run = TokenRun()
+        self.restored_blocks: Container[int] | None = None
+
+
 class TokenReduction(nn.Module):
     """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
 
@@ -93,6 +102,7 @@ class TokenReduction(nn.Module):
     `straight_through` the tokens have a gradient with respect to the samples.
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
+    `run` is that of the last forward pass in this thread.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -105,7 +115,7 @@ class TokenReduction(nn.Module):
         self.counts = policy.counts(shape.layout.patches)
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
-        self.run = TokenRun()
+        self.call = _ReductionCall()
         self.temperature = 1.0
         self.straight_through = True
         self.restored_blocks: Container[int] = ()
@@ -120,20 +130,31 @@ class TokenReduction(nn.Module):
     @contextmanager
     def restoring(self, blocks: Container[int]) -> Iterator[None]:
         """Restores the tokens of all patches after these blocks only."""
-        before, self.restored_blocks = self.restored_blocks, blocks
+        call = self.call
+        before, call.restored_blocks = call.restored_blocks, blocks
         try:
             yield
         finally:
-            self.restored_blocks = before
+            call.restored_blocks = before
+
+    @property
+    def _blocks_to_restore(self) -> Container[int]:
+        blocks = self.call.restored_blocks
+        return self.restored_blocks if blocks is None else blocks
+
+    @property
+    def run(self) -> TokenRun:
+        return self.call.run
 
     @contextmanager
     def separate_run(self) -> Iterator[None]:
         """Keeps the statistics of the last forward pass while others run."""
-        before, self.run = self.run, TokenRun()
+        call = self.call
+        before, call.run = call.run, TokenRun()
         try:
             yield
         finally:
-            self.run = before
+            call.run = before
 
     @property
     def draws(self) -> bool:
@@ -161,7 +182,7 @@ class TokenReduction(nn.Module):
         """Starts a batch, or a chunk of one."""
         self.run.begin()
         # In training every patch stays in its place, so none has to be restored.
-        if self.restored_blocks and not self.draws:
+        if self._blocks_to_restore and not self.draws:
             self.run.restorations.append(TokenRestoration(self.shape.layout.prefix))
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
@@ -172,7 +193,7 @@ class TokenReduction(nn.Module):
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
         """Returns the tokens of all patches after a block, if it is one of `restored_blocks`; else None."""
-        if self.run.restoration is None or block not in self.restored_blocks:
+        if self.run.restoration is None or block not in self._blocks_to_restore:
             return None
         return self.run.restoration.leave(tokens, block + 1)
 

@@ -1,6 +1,6 @@
 """Budgets: the largest kept share whose closed-form MACs fit a target; no model is built."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -9,10 +9,10 @@ from torch import nn
 from attnrx.costs import ModelCosts
 from attnrx.costs.conventions import ATTENTION
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.maps import COST_PARTS, LINEAR_MAPS, TOKENS
 from attnrx.model_diagnosis import diagnosis_or_spectra
-from attnrx.models import family_of, hidden_units, rank_of, require_all_tokens
+from attnrx.models import family_of, hidden_units, model_fingerprint, rank_of, require_all_tokens
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
 from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps
@@ -118,6 +118,7 @@ def prescribe_within(
 
     Raises:
         InvalidInput: The template has no {share}, or {share} is a share of tokens and the budget is per layer.
+        FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: Even the smallest share exceeds the budget.
         NoOpPrescription: The budget allows the unchanged model.
     """
@@ -128,6 +129,8 @@ def prescribe_within(
             f"tokens={template.texts[TOKENS]}: a layer has no share of the tokens of its own; give a keep ratio "
             f"instead of {SHARE}, or a budget of the whole model."
         )
+    if isinstance(diagnosis, Diagnosis):
+        _require_diagnosed(model, diagnosis)
     diagnosis = diagnosis_or_spectra(diagnosis, *(text for name, text in template.texts.items() if name != TOKENS))
     search = _Search(model, diagnosis, template, budget)
     shares = search.shares()
@@ -143,6 +146,26 @@ def prescribe_within(
         "spent": [macs / original_macs for macs, original_macs in zip(spent, search.original_costs, strict=True)],
     }
     return replace(prescription, about={**prescription.about, "budget": record})
+
+
+def _require_diagnosed(model: nn.Module, diagnosis: Diagnosis) -> None:
+    """Raises FingerprintMismatch if the diagnosis belongs to another model, or to one with layers of other shapes."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        diagnosis.require(model_fingerprint(model), "the model whose costs are to fit the budget")
+        return
+    # Without weights there is no fingerprint, and only the shapes of the layers can differ.
+    found = [(len(layer.spectrum.heads), layer.spectrum.query.shape[-1] - 1) for layer in diagnosis.layers]
+    actual = [(len(layer.spec.heads), layer.spec.width) for layer in family_of(model).attention(model)]
+    if found != actual:
+        raise FingerprintMismatch(
+            f"the diagnosis has {_shapes(found)}, and the model whose costs are to fit the budget {_shapes(actual)}; "
+            "give the model that was diagnosed."
+        )
+
+
+def _shapes(layers: Sequence[tuple[int, int]]) -> str:
+    shapes = " or ".join(f"{heads} heads of {width} features" for heads, width in sorted(set(layers)))
+    return f"{len(layers)} layers with {shapes}"
 
 
 class _Search:

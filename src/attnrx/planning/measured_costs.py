@@ -144,7 +144,9 @@ def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostT
     # Blocks are timed on a grid of levels and numbers of tokens, axes with an interaction (qk and vo, which share the
     # kernel of attention) in all pairs, the MLP by itself. The rest of the table is interpolated, made monotone, and
     # scaled to the time of the whole model.
-    grid = sorted({max(space.shape.layout.prefix + 1, round(share * tokens)) for share in TIMED})
+    # Without the axis of tokens it is the number of all tokens alone.
+    least = min(space.shape.layout.prefix + 1, tokens)
+    grid = sorted({max(least, round(share * tokens)) for share in TIMED})
     timer = _Timer(space, timing, grid)
     # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
     # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.

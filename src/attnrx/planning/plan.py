@@ -61,7 +61,7 @@ class Plan(Displayed):
             "target": self.target,
             "spend": self.spend,
             "price": self.cost,  # the name in the file format, schema 2
-            "expected": {name: asdict(quantity) for name, quantity in self.expected.items()},
+            "expected": {name: quantity.to_record() for name, quantity in self.expected.items()},
             "measured": None if self.measured is None else dict(self.measured),
         }
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from attnrx.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
 from attnrx.data import ImageSet
-from attnrx.exporting import export, parse_format
+from attnrx.exporting import export, parse_format, precision_for
 from attnrx.models import family_of
 from attnrx.planning.cost_table import CostTable
 from attnrx.planning.effort import Effort
@@ -137,4 +137,5 @@ class PlanTimer:
         self.log(f"timing a file of {self.to}")
         with TemporaryDirectory() as folder:  # the runtime reads the file while it is timed
             calibration = self.images.take(min(form.wanted, len(self.images)))
-            yield export(model, Path(folder) / f"model{form.suffix}", to=form, calibration=calibration)
+            path, precision = Path(folder) / f"model{form.suffix}", precision_for(model, form)
+            yield export(model, path, to=form, precision=precision, calibration=calibration)

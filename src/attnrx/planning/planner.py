@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.checks.promises import limits_of
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NotSupported, TargetMet
+from attnrx.errors import InvalidInput, InvalidRule, MissingMoments, NotSupported, TargetMet
 from attnrx.exporting import parse_format
 from attnrx.model_data import images_for
-from attnrx.model_outputs import KINDS
+from attnrx.model_outputs import OutputKind
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
 from attnrx.planning.budget import prescribed_costs
@@ -27,7 +28,7 @@ from attnrx.planning.plan_search import EVEN, Search, Trial, refine_plan, search
 from attnrx.planning.plan_timing import PlanTimer
 from attnrx.planning.reference_outputs import Answers, Deviation
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities
-from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
+from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space, require_axes, step_for
 from attnrx.planning.target import DROP, Target
 from attnrx.progress import Log, no_log
 from attnrx.realization import realize
@@ -53,7 +54,8 @@ HALVINGS = 6
 class PlanSettings:
     """The settings of a plan: axes, token reducer, search, timing and the amount of measurement.
 
-    Without a `reducer` it is `ward`; with a relevance where the outputs are those of a class token.
+    Without `axes` they are all that the model has; those left out are logged with the reason. Without a `reducer` it is
+    `ward`; with a relevance where the outputs are those of a class token.
 
     With `to`, a format of `attnrx.export`, a target of latency is that of the file in this format: the files of whole
     plans are timed, and the plan leaves to the runtime and the precision what they gain.
@@ -62,7 +64,7 @@ class PlanSettings:
     makes the settings of a preset.
     """
 
-    axes: tuple[str, ...] = AXES
+    axes: tuple[str, ...] | None = None
     reducer: str | None = None
     search: Search = field(default_factory=Search)
     timing: TimingSettings = field(default_factory=TimingSettings)
@@ -72,8 +74,11 @@ class PlanSettings:
     to: str | None = None
 
     def __post_init__(self):
+        # Both raise before the work.
+        if self.axes is not None:
+            require_axes(self.axes)
         if self.to is not None:
-            parse_format(self.to)  # raises before the work
+            parse_format(self.to)
 
     @classmethod
     def of(cls, effort: str, timing: TimingSettings | None = None, **changes: Any) -> "PlanSettings":
@@ -84,14 +89,46 @@ class PlanSettings:
         return cls(timing=timing, effort=preset, **{"search": search, **changes})
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
-        """Returns the search space; ranks vary between heads, except for latency on CUDA, where heads are padded."""
+        """Returns the search space; ranks vary between heads, except where heads are padded to the largest rank (for
+        latency on CUDA) or cannot be reordered by their ranks (under a norm over the outputs of all heads).
+
+        Raises:
+            NotSupported: The model lacks an axis that was named, or all of them.
+        """
         # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
         # have no such steps, and every rank is allowed.
-        reducer = self._reducer(model) if TOKENS in self.axes else None
         is_latency = target.spend == "latency"
-        form = "uniform_rank" if is_latency and self.timing.conditions.on_cuda else "total_rank"
-        least = min(layer.spec.head_dim for layer in family_of(model).attention(model))
-        return Space(model, diagnosis, reducer, self.axes, form, multiple=max(least // EIGHTHS, 1) if is_latency else 1)
+        specs = [layer.spec for layer in family_of(model).attention(model)]
+        uniform = (is_latency and self.timing.conditions.on_cuda) or any(spec.fixes_values for spec in specs)
+        form = "uniform_rank" if uniform else "total_rank"
+        least = min(spec.head_dim for spec in specs)
+        multiple = max(least // EIGHTHS, 1) if is_latency else 1
+        # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result.
+        space, present, reasons = Space(model, diagnosis, None, RANKS, form, multiple), [], {}
+        for axis in self.axes or AXES:
+            try:
+                if axis == TOKENS:
+                    space = self._with_tokens(space)
+                space.require_choices(axis)
+                present.append(axis)
+            except (NotSupported, InvalidRule) as error:
+                # An axis that the model has, but the diagnosis did not measure, is not left out.
+                if self._names(axis) or isinstance(error, MissingMoments):
+                    raise
+                reasons[axis] = str(error)
+        if not present:
+            raise NotSupported(f"nothing of this model can be planned. {' '.join(reasons.values())}")
+        for axis, reason in reasons.items():
+            self.log(f"the plan is without {axis}: {reason}")
+        return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
+
+    def _names(self, axis: str) -> bool:
+        return self.axes is not None or (axis == TOKENS and self.reducer is not None)
+
+    def _with_tokens(self, space: Space) -> Space:
+        """Returns the space with the axis of tokens; raises NotSupported if the model cannot prune or merge them."""
+        patches = family_of(space.model).token_layout(space.model).patches
+        return replace(space, axes=AXES, reducer=self._reducer(space.model), step=step_for(patches))
 
     def _reducer(self, model: nn.Module) -> Reducer:
         if self.reducer is not None:
@@ -163,7 +200,7 @@ class Planner:
 
     def __init__(self, space: Space, settings: PlanSettings, target: Target, images: ImageSet):
         self.space, self.settings, self.target, self.log = space, settings, target, settings.log
-        self.answers = Answers.of(space.model, images, settings.batch_size)
+        self.answers, self.data = Answers.of(space.model, images, settings.batch_size), images.fingerprint
         self.effort = settings.effort
         self.timer = PlanTimer(space, settings.timing, settings.effort, images, settings.to, settings.log)
         # Whole plans are many in a search, so they are measured on the first images only; finalists on all.
@@ -337,9 +374,9 @@ class Planner:
     def _searched(self, most: float) -> Trial:
         requested = (
             f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.space.reducer} "
-            f"{len(self.fewer)}"
+            f"{self.data} {len(self.fewer)}"
         )
-        # `requested` is the key of stored trials: target, cost, model and space decide what a trial means.
+        # `requested` is the key of stored trials: target, cost, model, space and images decide what a trial means.
         self.trials = refine_plan(self.space, self.settings.search, requested, _Budget(self, most), self._first(most))
         return self._best(self.trials)
 
@@ -418,7 +455,7 @@ class Planner:
             str(self.target),
             self.target.spend,
             best.step.cost,
-            expected_of(deviation, others.kind.doubt),
+            expected_of(deviation, others.kind),
             explained(space, self.cost_table, self.alone["divergence"], choices, self.answers.kind.unit),
             self._front(best, most),
             self.promised,
@@ -467,7 +504,7 @@ class _Budget:
         return trial
 
 
-def expected_of(deviation: Deviation, doubt: float = KINDS["logits"].doubt) -> dict[str, PredictedQuantity]:
+def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:
     """Returns the predictions for other images."""
     quantities = {"divergence": deviation.divergence, "agreement": deviation.agrees}
     if deviation.change is not None:
@@ -476,14 +513,14 @@ def expected_of(deviation: Deviation, doubt: float = KINDS["logits"].doubt) -> d
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
     # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of
-    # `doubt` is that of an image whose class is in doubt.
-    more = {"divergence": doubt**2, "agreement": 1.0, "change": 1.0}
+    # `outputs.doubt` is that of an image whose decision is in doubt.
+    more = {"divergence": outputs.doubt**2, "agreement": 1.0, "change": 1.0}
     spreads = {
         name: ((values - values.mean()).square().sum() + more[name]) / (count - 1)
         for name, values in quantities.items()
     }
     return {
-        name: PredictedQuantity(float(values.mean()), float(spreads[name].sqrt()), count)
+        name: PredictedQuantity(float(values.mean()), float(spreads[name].sqrt()), count, limits_of(name, outputs))
         for name, values in quantities.items()
     }
 

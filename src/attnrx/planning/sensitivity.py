@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,19 +57,30 @@ def _replaced(block: nn.Module, given: Any) -> Iterator[None]:
         del block.forward  # restores the method of the class
 
 
+class BlockCall(NamedTuple):
+    """One call of a block: its input tokens, the other arguments (e.g. rotations or a bias), and the output."""
+
+    tokens: Tensor
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
 @contextmanager
-def recorded(model: nn.Module, family: Family) -> Iterator[list[tuple[Any, Any]]]:
-    """Yields a list of (input, output) of every block, filled by forward passes; the caller must clear it."""
-    blocks: list[tuple[Any, Any]] = []
+def recorded(model: nn.Module, family: Family) -> Iterator[list[BlockCall]]:
+    """Yields a list of the calls of every block, filled by forward passes; the caller must clear it."""
+    calls: list[BlockCall] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        blocks.append((args[0] if args else kwargs["hidden_states"], output))
+        others = dict(kwargs)
+        tokens = args[0] if args else others.pop("hidden_states")
+        calls.append(BlockCall(tokens, args[1:], others, output))
 
     with ExitStack() as stack:
         for name in block_names(model, family):
             handle = model.get_submodule(name).register_forward_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
-        yield blocks
+        yield calls
 
 
 def as_output(tokens: Tensor, output: Any) -> Any:
@@ -145,9 +156,8 @@ def measure_sensitivities(
     }
     # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
     # of its layers on average.
-    counts = sorted({max(space.step, round(share * space.patches)) for share in effort.pruned_shares})
     # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruning` never reads them.
-    counts = counts if TOKENS in space.axes else []
+    counts = _pruned_counts(space, effort) if TOKENS in space.axes else []
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
     layers = measured_layers(space.depth, effort.every)
@@ -172,6 +182,12 @@ def measure_sensitivities(
     return by_measure
 
 
+def _pruned_counts(space: Space, effort: Effort) -> list[int]:
+    """Returns the numbers of pruned patches that are measured; at least one patch stays."""
+    counts = (max(space.step, round(share * space.patches)) for share in effort.pruned_shares)
+    return sorted({min(count, space.patches - 1) for count in counts})
+
+
 def measured_layers(depth: int, every: int) -> tuple[int, ...]:
     """Returns every `every`-th layer and the last one."""
     return tuple(sorted({*range(0, depth, every), depth - 1}))
@@ -186,30 +202,29 @@ def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
 
 
 class _BatchProbe:
-    """One batch with the recorded inputs of every block, from which changed blocks are evaluated at some layers."""
+    """One batch with the recorded calls of every block, from which changed blocks are evaluated at some layers."""
 
     def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
         self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
 
     def take(self, images: Pixels, base: Float[Tensor, "batch classes"]) -> None:
         self.images, self.base = images, base
-        with recorded(self.space.model, self.family) as blocks:
+        with recorded(self.space.model, self.family) as self.calls:
             self.space.model(images)
-            self.inputs = [entered for entered, _ in blocks]
-            self.kind = blocks[0][1]  # an output, as an example of the format
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
         """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
-        sums = np.zeros((len(self.inputs), len(MEASURES)))
+        sums = np.zeros((len(self.calls), len(MEASURES)))
         names = block_names(other, self.family)
         for layer in self.layers:
-            output = other.get_submodule(names[layer])(self.inputs[layer])
+            call = self.calls[layer]
+            output = other.get_submodule(names[layer])(call.tokens, *call.args, **call.kwargs)
             sums[layer] = self._from(self.space.model, output, layer + 1)
         return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
         """Returns the sums over images [layer, measure] with `count` patches pruned before one layer at a time."""
-        sums, reducer = np.zeros((len(self.inputs), len(MEASURES))), self.space.reducer
+        sums, reducer = np.zeros((len(self.calls), len(MEASURES))), self.space.reducer
         assert reducer is not None
         needs = set(reducer.needs)
         # A stage before the first layer is not possible: its place is measured before the second.
@@ -220,7 +235,8 @@ class _BatchProbe:
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
             # A reducer that needs captured attention requires running the previous layer, or all of them.
             start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
-            sums[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
+            call = self.calls[start]
+            sums[layer] = self._from(changed, as_output(call.tokens, call.output), start)
         # Row 0 is an end of the interpolation over layers only: no plan has a stage there.
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
         return sums

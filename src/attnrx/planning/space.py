@@ -1,6 +1,6 @@
 """The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from attnrx.models import family_of, shape_of
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
 from attnrx.spectrum import Spectrum
-from attnrx.tokens import Reducer, Shape, TokenPolicy
+from attnrx.tokens import Reducer, Shape, TokenLayout, TokenPolicy
 
 RANKS = ("qk", "vo", "mlp")
 
@@ -26,6 +26,20 @@ LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
 # The increments of the number of pruned patches, in steps: large ones, because a stage has a fixed cost.
 JUMPS = (1, 2, 4, 8, 16)
+# The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
+STEP = 4
+
+
+def require_axes(axes: Sequence[str]) -> None:
+    """Raises UnknownName for axes that do not exist, or none."""
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown or not axes:
+        raise UnknownName("axis of a plan", ", ".join(unknown) or "none", AXES)
+
+
+def step_for(patches: int) -> int:
+    """Returns the step of the number of pruned patches in images of this many."""
+    return max(1, min(STEP, patches // 4))
 
 
 @dataclass(frozen=True)
@@ -77,14 +91,12 @@ class Space(Displayed):
     axes: tuple[str, ...] = AXES
     form: str = "total_rank"
     multiple: int = 1
-    step: int = 4
+    step: int = STEP
     levels: tuple[float, ...] = LEVELS
     _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
-        unknown = [axis for axis in self.axes if axis not in AXES]
-        if unknown or not self.axes:
-            raise UnknownName("axis of a plan", ", ".join(unknown) or "none", AXES)
+        require_axes(self.axes)
         if TOKENS in self.axes and self.reducer is None:
             raise InvalidInput("a plan over tokens needs a reducer, e.g. ward; give one, or omit the axis.")
         if self.reducer is not None and self.reducer.learned:
@@ -93,10 +105,28 @@ class Space(Displayed):
                 "ward, tome or class_attention."
             )
 
+    def require_choices(self, axis: str) -> None:
+        """Raises NotSupported or InvalidRule if an axis has nothing to choose from in this model."""
+        if axis == TOKENS:
+            if self.depth < 2 or not self.at_once(self.patches):
+                raise NotSupported(
+                    f"patches are pruned before the second layer or a later one, at most half of them at once; this "
+                    f"model has {self.depth} layers and {self.patches} patches. Omit tokens."
+                )
+        elif not self.available(axis):
+            raise NotSupported(f"no level of {axis} removes anything of this model's {axis}. Omit {axis}.")
+
     @cached_property
     def shape(self) -> Shape:
         """The shape of the model for the token reducer."""
-        return shape_of(self.model, family_of(self.model))
+        family = family_of(self.model)
+        if TOKENS in self.axes:
+            return shape_of(self.model, family)
+        # No token is pruned, so all of them are as those before the patches. The layout of the family does not exist
+        # for models whose tokens cannot be pruned, e.g. with attention pooling.
+        tokens = family.costs(self.model).layers[0].tokens
+        specs = [layer.spec for layer in family.attention(self.model)]
+        return Shape(specs[0].width, len(specs[0].heads), TokenLayout(tokens, 0, False, "class"), depth=len(specs))
 
     @cached_property
     def depth(self) -> int:
@@ -105,7 +135,7 @@ class Space(Displayed):
 
     @property
     def patches(self) -> int:
-        """The number of patches of an image."""
+        """The number of patches that can be pruned; 0 without the axis of tokens."""
         return self.shape.layout.patches
 
     @property

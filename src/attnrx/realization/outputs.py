@@ -11,7 +11,7 @@ from attnrx.kernels.packed_linear import PackedLinear
 from attnrx.models import Family, LowRankLinear
 from attnrx.prescription import HiddenDecision, OutputDecision
 from attnrx.realization.directions import value_features
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, Int, Tensor
 
 
 def compress_values_(target: Attention, source: Attention, values: OutputDecision, order: Sequence[int]) -> None:
@@ -59,22 +59,23 @@ def reduced(
     rows = [encode[:, : block.shape[0]] @ block for encode, block in zip(encodes, parts, strict=True)]
     augmented = torch.cat([stored.new_zeros(0, stored.shape[1]), *rows])
     weight = attention.output.weight.detach().cpu().double()
-    output = weight @ values.decode.double()
+    # `decode` and `center` are padded to the widest head, and the weight is not.
+    present = _present_features(spec.reads, len(values.center))
+    decode, center = values.decode.double()[present], values.center.double()[present]
+    output = weight @ decode
     own_bias = attention.output.bias
     bias = weight.new_zeros(weight.shape[0]) if own_bias is None else own_bias.detach().cpu().double()
     # encode @ center by head: a row of `encode` is nonzero on its own head only.
-    encoded_centers = torch.cat(
-        [
-            encode @ center[: encode.shape[1]]
-            for encode, center in zip(encodes, _centers(values, attention), strict=True)
-        ]
-    )
-    bias = bias + weight @ values.center.double() + output @ (augmented[:, -1] - encoded_centers)
+    by_head = zip(encodes, center.split(spec.reads), strict=True)
+    encoded_centers = torch.cat([encode[:, : len(mean)] @ mean for encode, mean in by_head])
+    bias = bias + weight @ center + output @ (augmented[:, -1] - encoded_centers)
     return augmented[:, :-1], output, bias
 
 
-def _centers(values: OutputDecision, attention: Attention) -> Sequence[Tensor]:
-    return values.center.double().split(attention.spec.reads)
+def _present_features(reads: Sequence[int], padded: int) -> Int[Tensor, "features"]:
+    """Returns the indices of the value features of all heads among `padded` ones, equally many for every head."""
+    widest = padded // max(len(reads), 1)
+    return torch.cat([torch.arange(0), *(head * widest + torch.arange(width) for head, width in enumerate(reads))])
 
 
 def _write_(target: Attention, value: Tensor, output: Tensor, bias: Tensor) -> None:

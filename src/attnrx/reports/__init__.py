@@ -1,6 +1,6 @@
 """Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
 
-from attnrx.reports.card import completed_card, model_card
+from attnrx.reports.card import completed_card, is_unedited, model_card
 from attnrx.reports.content import (
     AttentionSamples,
     ComparisonRecord,
@@ -26,6 +26,7 @@ __all__ = [
     "TradeOffPoint",
     "completed_card",
     "evidence_page",
+    "is_unedited",
     "model_card",
     "model_ranks",
     "sample_attention",

@@ -1,5 +1,6 @@
 """The model card: README.md of a saved model in Markdown, with measured and recorded facts only."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -22,20 +23,30 @@ HUB_NAMES = {
     "base_model": (r"[\w.-]+/[\w.-]+", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
 }
 
+# The task of the hub by what a model returns, and the word for it in code.
+TASKS = {"embedding": ("image-feature-extraction", "embeddings")}
+CLASSIFICATION = ("image-classification", "logits")
+
 USE = """\
 ```python
 import attnrx as rx
 
 model = rx.load("path/to/this/folder")
-logits = model(images)  # images normalized as in config.json
+{outputs} = model(images)  # images normalized as in config.json
 ```"""
+
+# The last line, by which an edit is found: a comment, which is not shown.
+SEAL = "<!-- attnrx card {} -->\n"
 
 
 def model_card(
     facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
 ) -> str:
-    """Returns the card; `facts` become a table, and its "name" the heading."""
-    rows = []
+    """Returns the card; `facts` become a table, and its "name" the heading.
+
+    The fact "outputs" is the name of an `OutputKind`: a model of embeddings is no classifier on the hub.
+    """
+    rows, task = [], TASKS.get(str(facts.get("outputs")), CLASSIFICATION)
     for name, value in facts.items():
         is_count = isinstance(value, int) and value >= COUNTED
         if name != "name":
@@ -44,16 +55,27 @@ def model_card(
     if prescription is not None and prescription.removed_share:
         removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
     blocks = [
-        _head(facts, evidence),
+        _head(facts, evidence, task[0]),
         f"# {_escaped(facts.get('name', UNNAMED))}",
         removed + _escaped(sentence(evidence)),
         _table(("", ""), rows),
         "## How to use it",
-        USE,
+        USE.format(outputs=task[1]),
         *_prescribed(prescription),
         *_evidence(evidence),
     ]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    text = "\n\n".join(block for block in blocks if block) + "\n\n"
+    return text + _seal(text)
+
+
+def is_unedited(card: str) -> bool:
+    """Whether a card is as `model_card` returned it."""
+    text = card[: card.rfind(SEAL.partition("{")[0])]
+    return card == text + _seal(text)
+
+
+def _seal(text: str) -> str:
+    return SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def completed_card(card: str, license: str | None = None, base_model: str | None = None) -> str:
@@ -76,18 +98,19 @@ def completed_card(card: str, license: str | None = None, base_model: str | None
     return f"---\n{head}---\n{card[header.end() :]}"
 
 
-def _head(facts: Mapping[str, Any], evidence: Evidence | None) -> str:
+def _head(facts: Mapping[str, Any], evidence: Evidence | None, task: str) -> str:
     """Returns the YAML header for the hub; texts are quoted as JSON, a subset of YAML."""
-    lines = ["library_name: attnrx", "pipeline_tag: image-classification"]
+    lines = ["library_name: attnrx", f"pipeline_tag: {task}"]
     # The hub reads these fields for its search and, from model-index, for the results that it shows.
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
-    found = [] if evidence is None else evidence.of("accuracy")
+    # That of nearest neighbours is no result of a classifier.
+    found = evidence.of("accuracy") if evidence is not None and task == CLASSIFICATION[0] else ()
     accuracy = next((each.value for each in found if each.details.get("model") == "candidate"), None)
     if evidence is not None and accuracy is not None:
         data = str(evidence.about.get("data", "unnamed"))
         lines += ["metrics:", "- accuracy", "model-index:"]
         lines += [f"- name: {json.dumps(str(facts.get('name', UNNAMED)))}", "  results:", "  - task:"]
-        lines += ["      type: image-classification", "    dataset:", f"      name: {json.dumps(data)}"]
+        lines += [f"      type: {task}", "    dataset:", f"      name: {json.dumps(data)}"]
         lines += [f"      type: {json.dumps(data.partition(':')[0])}", "    metrics:", "    - type: accuracy"]
         lines += [f"      value: {accuracy / 100:.6g}", "      name: top-1 accuracy"]
     return "\n".join(["---", *lines, "---"])

@@ -13,6 +13,7 @@ from attnrx.reports.content import Measured, ReportContent
 from attnrx.reports.numbers import known
 
 Record = Mapping[str, Any]
+TOP_1 = "top-1 accuracy"  # of findings that do not name their measure
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def summary_parts(content: ReportContent) -> list[SummaryPart]:
     parts = [SummaryPart(speed.text, speed.setting, speed.interval) for speed in speeds(content)[:1]]
     change = finding_of(content, "accuracy change")
     if change is not None and known(change.value) is not None:
-        amount = f"{_signed(change.value)} points of accuracy"
+        amount = f"{_signed(change.value)} points of {accuracy_name(change)}"
         parts.append(SummaryPart(amount, interval=_interval(change.low, change.high)))
     for unit, name in (("macs", "MACs"), ("params", "parameters")):
         parts += [SummaryPart(text) for text in _saved(content, unit, name)]
@@ -136,8 +137,14 @@ def finding_of(content: ReportContent, quantity: str, model: str | None = None) 
     return None
 
 
+def accuracy_name(finding: Finding) -> str:
+    """Returns "accuracy", or the name of an accuracy that is not that of predicted classes."""
+    measure = str(finding.details.get("measure", TOP_1))
+    return "accuracy" if measure == TOP_1 else measure
+
+
 def accuracies(content: ReportContent) -> tuple[Measured, Measured] | None:
-    """Returns the top-1 accuracies of the original and of the smaller model in percent."""
+    """Returns the accuracies of the original and of the smaller model in percent."""
     both = [finding_of(content, "accuracy", model) for model in ("reference", "candidate")]
     if any(finding is None or known(finding.value) is None for finding in both):
         return None

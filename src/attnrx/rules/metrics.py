@@ -48,7 +48,8 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
 
     Raises:
         UnknownName: The metric is none of METRICS.
-        NotSupported: The layer is SVDA, whose rows are divided by their norms and must not be combined.
+        NotSupported: The layer is SVDA, whose rows are divided by their norms and must not be combined, or its heads
+            share their directions.
         InvalidInput: The diagnosis lacks the moments of the metric.
     """
     if metric not in METRICS:
@@ -58,6 +59,12 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
         raise NotSupported(
             f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
             "which changes the norms; its own strengths rank its directions: omit the metric."
+        )
+    if layer.spectrum.shared:
+        raise NotSupported(
+            f"metric={metric!r} would give every head directions of its own in a layer whose heads share them (CP "
+            "SlimAtt, IrrAtt); the strengths rank the shared directions: omit the metric, or prescribe the original "
+            "model."
         )
     return METRICS[metric](layer)
 

@@ -7,7 +7,7 @@ import torch
 
 from attnrx.decompositions import Balanced, balance, compensated, elimination_losses, factor_directions, pays, read_out
 from attnrx.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
-from attnrx.errors import InvalidRule, UnknownName
+from attnrx.errors import InvalidRule, MissingMoments, UnknownName
 from attnrx.maps import HEADS, HIDDEN, LINEAR_MAPS
 from attnrx.prescription import HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
 from attnrx.rules.decisions import keep_only
@@ -109,17 +109,15 @@ def decide_values(
     if rule is not None:
         _require_moments(diagnosis, "vo", rule, metric)
     balanced = [_value_directions(layer, metric) for layer in diagnosis.layers]
-    spectra = [
-        without_heads(_spectrum(table.left, table.right, table.strength, layer.spectrum.heads, "vo"), removal)
-        for table, layer, removal in zip(balanced, diagnosis.layers, heads, strict=True)
-    ]
+    tables = [_value_spectrum(table, layer, metric) for table, layer in zip(balanced, diagnosis.layers, strict=True)]
+    spectra = [without_heads(table, removal) for table, removal in zip(tables, heads, strict=True)]
     view = _view(diagnosis, spectra)
     decisions: list[OutputDecision | None] = []
     for index, (layer, directions) in enumerate(zip(diagnosis.layers, balanced, strict=True)):
         spectrum = spectra[index]
         decision = keep_only(spectrum, spectrum.used) if rule is None else rule.decide(view, index)
         decision = limited_to_heads(decision, heads[index])
-        if bool(decision.keep.all()):
+        if bool((decision.keep | ~tables[index].used).all()):
             decisions.append(None)
             continue
         is_centered = metric == CENTERED
@@ -140,8 +138,8 @@ def _require_moments(diagnosis: Diagnosis, name: str, rule: Rule, metric: str) -
         raise _needs_moments(name, rule, ", ".join(missing))
 
 
-def _needs_moments(name: str, rule: Rule, missing: str) -> InvalidRule:
-    return InvalidRule(
+def _needs_moments(name: str, rule: Rule, missing: str) -> MissingMoments:
+    return MissingMoments(
         f"{name}={rule} needs {missing}, which the diagnosis does not have: diagnose again with Moments() among the "
         "diagnostics (attnrx diagnose --moments), or use metric=weights, which needs no data."
     )
@@ -227,9 +225,10 @@ def _decide_map(rule: Rule, view: Diagnosis, index: int, entry: MapDiagnosis, me
     (rank,) = decision.ranks
     if not 0 < rank or not pays(rank, table.directions.shape[1], entry.inputs):
         return None
-    # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder.
+    # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder; a copy, because files hold
+    # no tensors that share their memory.
     encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
-    return OutputDecision((rank,), encode, encode.mT, table.center, table.strength[None], reasons)
+    return OutputDecision((rank,), encode, encode.mT.clone(), table.center, table.strength[None], reasons)
 
 
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
@@ -239,6 +238,17 @@ def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
     # The covariance of every head with itself: [heads, reads, reads].
     blocks = covariance.unflatten(2, covariance.shape[:2]).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     return balance(blocks, layer.reading("readout_gram"))
+
+
+def _value_spectrum(directions: Balanced, layer: LayerDiagnosis, metric: str) -> Spectrum:
+    """Returns the value directions of a layer, as many used ones per head as the head has value features."""
+    spectrum = _spectrum(directions.left, directions.right, directions.strength, layer.spectrum.heads, "vo")
+    # Readings are padded with zeros to the widest head. A feature without values and without columns of the output
+    # projection is padding. Directions are sorted by strength, so those that combine padding only are the last ones.
+    names, others = (NEEDS[WEIGHTS][:2], 1) if metric == WEIGHTS else (("output_covariance", "readout_gram"), 2)
+    sizes = torch.stack([layer.reading(name).abs().sum(others) for name in names])  # [2, heads, features]
+    num_features = (sizes > 0).any(0).sum(-1)
+    return replace(spectrum, used=torch.arange(spectrum.used.shape[1]) < num_features[:, None])
 
 
 def _spectrum(

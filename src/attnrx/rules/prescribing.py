@@ -120,8 +120,8 @@ def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
         raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
     if name != "qk":
         return in_metric(rule, output_metric(rule, name))
-    has_norms = any(layer.spectrum.has_norms for layer in diagnosis.layers)
-    metric = metric_of(rule, defaults=not has_norms)  # forms with norms (SVDA) have only their own strengths
+    has_own_order = any(layer.spectrum.has_own_order for layer in diagnosis.layers)
+    metric = metric_of(rule, defaults=not has_own_order)
     return rule if metric is None else in_metric(rule, metric)
 
 

@@ -38,6 +38,11 @@ class JointForm:
             raise UnknownName("metric of shared directions", metric, JOINT_METRICS)
         if spectrum.pairs is not None:
             raise InvalidRule("heads with rotated pairs (rotary positions) cannot share directions.")
+        if spectrum.shared:
+            raise InvalidRule(
+                "the heads of this layer share their directions already; prescribe the original model, or remove some "
+                "of the directions, e.g. qk=total_rank:0.5."
+            )
         if spectrum.has_norms:
             raise InvalidRule("heads whose rows are divided by their norms (SVDA) cannot share directions.")
         if metric == "centered":

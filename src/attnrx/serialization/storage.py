@@ -134,6 +134,7 @@ def _tensors_path(path: Path | str, sha256: str) -> Path:
 
 
 # Markers at the beginning of files that are neither JSON nor safetensors.
+CARD_KIND = "attnrx model card"
 _CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content="attnrx report">'
 
 
@@ -148,7 +149,7 @@ def file_kind(path: Path | str) -> str | None:
         # The beginning suffices for cards, pages and safetensors; JSON is parsed as a whole, because its kind may be
         # anywhere.
         if start.startswith(_CARD):
-            return "attnrx model card"
+            return CARD_KIND
         if _PAGE in start:
             return "attnrx report"
         if start[8:9] == b"{":  # safetensors: eight bytes of length, then a JSON object

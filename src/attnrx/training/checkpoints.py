@@ -13,7 +13,8 @@ from torch import nn
 
 from attnrx.data import Splits
 from attnrx.errors import CheckpointError
-from attnrx.models import described_tokens, family_of
+from attnrx.losses import TeacherSource
+from attnrx.models import described_tokens, family_of, model_fingerprint
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import (
     check_schema,
@@ -137,13 +138,19 @@ def load_whole_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change when a run is resumed
 
 
-def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[str, Any]:
-    """Returns the model, the data and the config of a run as JSON-ready values."""
+def identity(
+    model: nn.Module, splits: Splits, config: TrainingConfig, teachers: Mapping[TeacherSource, nn.Module]
+) -> dict[str, Any]:
+    """Returns the model, the data, the config and the weights of the teachers of a run as JSON-ready values."""
     return {
         "config": to_dict(config),
         "data": {"name": splits.name, "train": splits.train.fingerprint, "validation": splits.validation.fingerprint},
         "model": family_of(model).describe(model),
         "tokens": described_tokens(model),
+        # The config states where they are read from; the model there may be another one now.
+        "teachers": {
+            " ".join(filter(None, source)): model_fingerprint(teacher) for source, teacher in teachers.items()
+        },
     }
 
 

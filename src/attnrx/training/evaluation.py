@@ -24,8 +24,13 @@ RETAINED = 0.9  # the energy that `retained_rank` directions hold
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, images: ImageSet) -> tuple[float, float]:
-    """Returns the accuracy and the cross-entropy on all images, which the processes share, possibly unequally."""
+def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] | tuple[None, None]:
+    """Returns the accuracy and the cross-entropy on all images, which the processes share, possibly unequally.
+
+    Both are None without images, for a split without labels.
+    """
+    if images is None:
+        return None, None
     accelerator, model = learner.accelerator, learner.model
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     model.eval()

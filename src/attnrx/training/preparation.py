@@ -2,19 +2,21 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from attnrx.data import Splits
+from attnrx.data import ImageSet, Splits, require_labels
+from attnrx.data.adapters import IndexedImages, IteratedImages
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.model_data import normalization_of
-from attnrx.models import family_of, require_ordinary_weights
+from attnrx.losses import TeacherSource
+from attnrx.model_data import normalization_of, num_classes
+from attnrx.models import evaluating, family_of, require_ordinary_weights
 from attnrx.optional import required_module
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
@@ -93,9 +95,14 @@ def reproducible() -> Iterator[None]:
 
 
 def require_fit(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
-    """Returns the data on the model's input scale; raises InvalidInput if the model or the batch size does not fit it.
+    """Returns the data on the model's input scale; raises an error if the model or the batch size does not fit it.
 
-    Where no loss uses the labels, the data may have fewer classes than the model.
+    Where a loss reads labels, every training image must have one of a class of the model; else none needs a label, and
+    the data may have fewer classes than the model.
+
+    Raises:
+        InvalidInput: The batch size, the size of the images or the number of classes does not fit.
+        DataError: A loss reads labels, and there are none, or not those of the model.
     """
     if config.batch_size > len(splits.train):
         raise InvalidInput(
@@ -103,24 +110,64 @@ def require_fit(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spl
             "give a smaller one."
         )
     require_ordinary_weights(model)
-    family = family_of(model)
-    shape, actual = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
+    _require_image_shape(model, splits)
+    classes = _require_classes(model, splits, config)
+    if config.reads_labels:
+        require_labels(splits.train)
+        splits = replace(splits, train=_limited(splits.train, classes))
+    normalization = normalization_of(model)
+    return splits if normalization == splits.normalization else splits.renormalized(normalization)
+
+
+def _require_image_shape(model: nn.Module, splits: Splits) -> None:
+    # Of the first image, because a user's data have no declared size.
+    shape = family_of(model).input_shape(model)
+    actual = tuple(next(splits.train.take(1).batches(1)).images.shape[1:])
     if shape != actual:
         raise InvalidInput(
             f"the model takes images of {shape} (channels, height, width) and {splits.name} has {actual}; "
             "load the data with the model's image_size, or build the model for this data."
         )
-    with torch.no_grad():
-        parameter = next(model.parameters())
-        classes = model.forward(torch.zeros(1, *shape, dtype=parameter.dtype, device=parameter.device)).shape[-1]
-    actual = len(splits.class_names)
-    if classes < actual or (config.reads_labels and classes != actual):
+
+
+def _require_classes(model: nn.Module, splits: Splits, config: TrainingConfig) -> int:
+    """Returns the number of classes of the model, 0 for a model of embeddings; raises an error if it does not fit."""
+    classes, actual = num_logits(model), len(splits.class_names)
+    if not classes and config.reads_labels:
+        raise InvalidInput(
+            f"the losses {', '.join(loss.name for loss in config.losses if loss.reads_labels)} read labels, and the "
+            "model has no classifier; train it with a teacher only, e.g. FeatureDistillation, or give it a classifier."
+        )
+    # One logit distinguishes two classes, but the losses take one logit per class.
+    if classes and (num_classes(model) < actual or (config.reads_labels and classes != actual)):
         raise InvalidInput(
             f"the model has {classes} classes and {splits.name} has {actual}; build the model for this data, or train "
             "with a teacher only, without the task loss."
         )
-    normalization = normalization_of(model)
-    return splits if normalization == splits.normalization else splits.renormalized(normalization)
+    return classes
+
+
+def num_logits(model: nn.Module) -> int:
+    """Returns the number of logits of an image; 0 for a model of embeddings."""
+    family, parameter = family_of(model), next(model.parameters())
+    if not family.heads(model):
+        return 0
+    with evaluating((model,)):
+        blank = torch.zeros(1, *family.input_shape(model), dtype=parameter.dtype, device=parameter.device)
+        return model.forward(blank).shape[-1]
+
+
+def _limited(images: ImageSet, classes: int) -> ImageSet:
+    """Returns the images with a check of their labels, where these are a user's; named datasets are checked on loading.
+
+    The labels are checked on the CPU, because on a GPU a label out of range ends the process.
+    """
+    return images.limited_to(classes) if isinstance(images, IndexedImages | IteratedImages) else images
+
+
+def measurable(images: ImageSet, classes: int) -> ImageSet | None:
+    """Returns the images for a measurement of accuracy; None without labels, or if the model has no logit per class."""
+    return _limited(images, classes) if classes > 1 and images.label_problem is None else None
 
 
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
@@ -144,13 +191,14 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     return accelerator
 
 
-def prepare(
+def prepare(  # noqa: PLR0913  (a learner has as many parts)
     target: nn.Module,
     model: nn.Module,
     splits: Splits,
     config: TrainingConfig,
     accelerator: "Accelerator",
     features: list[Tensor] | None = None,
+    teachers: Mapping[TeacherSource, nn.Module] | None = None,
 ) -> Learner:
     """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
@@ -185,4 +233,5 @@ def prepare(
         # On the device, so that a step writes it without waiting for the GPU.
         first_bad=torch.tensor(NEVER, device=accelerator.device),
         features=features,
+        teachers=teachers or {},
     )

@@ -119,9 +119,11 @@ def default_reporter() -> Reporter:
 
 
 def _epoch_line(record: Mapping[str, Any], outline: Outline) -> str:
+    shares = (("train", record["accuracy"]), ("validation", record["validation_accuracy"]))
+    measured = "".join(f"{name} {share:.2%}  " for name, share in shares if share is not None)
     return (
-        f"epoch {record['epoch']}/{outline.epochs}  loss {record['loss']:.4f}  train {record['accuracy']:.2%}  "
-        f"validation {record['validation_accuracy']:.2%}  {record['images_per_second']:.0f} images/s"
+        f"epoch {record['epoch']}/{outline.epochs}  loss {record['loss']:.4f}  {measured}"
+        f"{record['images_per_second']:.0f} images/s"
     )
 
 

@@ -1,6 +1,6 @@
 """One optimization step: forward, losses, backward, clipping, update; and the sums over the steps of an epoch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.data import Batch
-from attnrx.losses import LossContext
+from attnrx.losses import LossContext, TeacherSource
 from attnrx.models import reduction_of
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.training.config import Mixed, TrainingConfig
@@ -56,7 +56,7 @@ class Learner:
     steps.
 
     `target` is the caller's model; it differs from `model` if the weights are sharded. `features` receives the outputs
-    of the blocks in each forward pass, if a loss needs them.
+    of the blocks in each forward pass, if a loss needs them. `teachers` stay the same during the run.
     """
 
     model: nn.Module
@@ -70,6 +70,7 @@ class Learner:
     schedule: Schedule
     first_bad: Tensor
     features: list[Tensor] | None
+    teachers: Mapping[TeacherSource, nn.Module]
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -152,6 +153,7 @@ class Learner:
                 share=mixed.share,
                 features=tuple(self.features or ()),
                 progress=step / self.schedule.steps,
+                teachers=self.teachers,
             )
             terms = [loss(context) for loss in config.losses]
         total = torch.stack([loss.weight * term for loss, term in zip(config.losses, terms, strict=True)]).sum()

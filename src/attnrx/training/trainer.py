@@ -13,6 +13,7 @@ from torch import nn
 
 from attnrx.data import Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
+from attnrx.losses import load_teachers
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
 from attnrx.serialization.storage import check_schema, read_json, write_json
@@ -33,6 +34,8 @@ from attnrx.training.preparation import (
     Interruption,
     interruptible,
     make_accelerator,
+    measurable,
+    num_logits,
     prepare,
     reproducible,
     require_fit,
@@ -73,7 +76,8 @@ def train(
     """
     folder, splits = Path(folder), splits_for(model, data)
     splits = require_fit(model, splits, config)
-    requested = identity(model, splits, config)
+    teachers = load_teachers(config.losses)
+    requested = identity(model, splits, config, teachers)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
         raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
     # Before the accelerator is created, because a finished run needs no processes.
@@ -90,7 +94,7 @@ def train(
     recording = recording_blocks(trained_model, family_of(trained_model)) if needs_features else nullcontext()
     reporter = (reporter or default_reporter()) if accelerator.is_main_process else Silent()
     with reproducible(), recording as features, interruptible() as interruption:
-        learner = prepare(model, trained_model, splits, config, accelerator, features)
+        learner = prepare(model, trained_model, splits, config, accelerator, features, teachers)
         return _Run(learner, splits, folder, requested, reporter).complete(interruption)
 
 
@@ -120,6 +124,10 @@ class _Run:
         self.reporter, self.steps_per_epoch = reporter, learner.schedule.steps_per_epoch
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), History(folder)
+        classes = num_logits(learner.target)  # never sharded
+        self.validation, self.test = (measurable(images, classes) for images in (splits.validation, splits.test))
+        # A learner counts the right answers of a step in any case, also where there is nothing to compare with.
+        self.is_labelled = classes > 1 and splits.train.label_problem is None
         self.probe = Probe(splits.validation, self.accelerator.device)
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
         # On a CPU with one process nothing waits, so every step is checked.
@@ -219,7 +227,7 @@ class _Run:
         learner = self.learner
         # Everything reported of an epoch is about the weights that would be saved.
         with learner.mean.in_place() if learner.mean else nullcontext():
-            validation_accuracy, validation_loss = evaluate(learner, self.splits.validation)
+            validation_accuracy, validation_loss = evaluate(learner, self.validation)
             layers = self.probe.read(learner.model)
         sums = learner.meter.named(learner.summed(learner.meter.sums))
         # Before the checkpoint below, which then holds the empty sums of the next epoch.
@@ -231,7 +239,7 @@ class _Run:
             "loss": sums["loss"] / sums["steps"],
             "gradient_norm": sums["gradient_norm"] / sums["steps"],
             "losses": {loss.name: sums[loss.name] / sums["steps"] for loss in self.config.losses},
-            "accuracy": sums["correct"] / sums["images"],
+            "accuracy": sums["correct"] / sums["images"] if self.is_labelled else None,
             "validation_accuracy": validation_accuracy,
             "validation_loss": validation_loss,
             "seconds": seconds,
@@ -261,13 +269,14 @@ class _Run:
         learner = self.learner
         if learner.mean is not None:
             learner.mean.swap_()
-        test, _ = evaluate(learner, self.splits.test)
-        best = max(self.history.records, key=lambda record: record["validation_accuracy"])
+        test, _ = evaluate(learner, self.test)
+        # Without labels all are None, and so is the best one.
+        best = max(self.history.records, key=lambda record: record["validation_accuracy"] or 0.0)
         accuracy = {
             "test": test,
             "validation": self.history.records[-1]["validation_accuracy"],
             "best_validation": best["validation_accuracy"],
-            "best_epoch": best["epoch"],
+            "best_epoch": None if self.validation is None else best["epoch"],
         }
         seconds = self.seconds + time.perf_counter() - self.began
         record = {

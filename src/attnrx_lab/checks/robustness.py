@@ -45,6 +45,7 @@ class Robustness(Check):
 
     name: ClassVar[str] = "robustness"
     needs_labels: ClassVar[bool] = True
+    needs_logits: ClassVar[bool] = True
     corruptions: tuple[str, ...] = FEW
     severities: tuple[int, ...] = SEVERITIES
     images: int | None = 2000
@@ -111,6 +112,7 @@ def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison:
 
 def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) -> Classes:
     classes: dict[str, list[Tensor]] = {role: [] for role in (LABELS, *models)}
+    decisions = comparison.require_logits(Robustness.name).decisions
     normalization = Normalization(*family_of(comparison.reference).normalization(comparison.reference))
     # One stream of random numbers on the CPU for the whole pass: the same noise in batches of any size, on any device.
     generator = torch.Generator().manual_seed(comparison.seed)
@@ -125,7 +127,7 @@ def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) 
             images = normalization.apply(CORRUPTIONS[way[0]](pixels.clamp(0, 1), way[1], generator))
             classes[LABELS].append(batch.labels.cpu())
             for role, model in models.items():
-                classes[role].append(answer(model, images).argmax(-1).cpu())
+                classes[role].append(decisions(answer(model, images)).cpu())
     return {role: torch.cat(parts) for role, parts in classes.items()}
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import mean_change, mean_estimate
+from attnrx.checks.statistics import mean_change, mean_share
 from attnrx.data import ImageSet, own_labels
 from attnrx.data.images import generator
 from attnrx.errors import DataError, InvalidInput
@@ -134,7 +134,7 @@ class Transfer(Check):
         return head.requires_grad_(False)
 
     def _accuracy(self, role: str, right: Tensor, seed: int) -> Finding:
-        share = mean_estimate(right.mean(0), seed).scaled(100.0)
+        share = mean_share(right.mean(0), seed).scaled(100.0)
         details = {"quantity": "accuracy", "model": role, "by_seed": (100 * right.mean(1)).tolist()}
         claim = f"top-1 accuracy of a fresh head on the {role}"
         return Finding(

@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 import attnrx as rx
-from attnrx.cli.inputs import numbers, timed_model
+from attnrx.cli.inputs import default_device, numbers, require_clock, timed_model
 from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_device, add_methods, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
@@ -42,7 +42,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
     shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
-    methods = [comparison.Method.parse(text) for text in arguments.methods]
+    methods = comparison.parse_methods(arguments.methods)
+    require_clock(arguments.clock, arguments.device or default_device())
     model = timed_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     placed = str(next(model.parameters()).device)
     conditions = rx.costs.Conditions(placed, arguments.precision, None, arguments.runtime == "compiled")

@@ -33,7 +33,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
     shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
-    methods = [comparison.Method.parse(text) for text in arguments.methods]
+    methods = comparison.parse_methods(arguments.methods)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
     calibration = splits.train.take(arguments.calibration_images)

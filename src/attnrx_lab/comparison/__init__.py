@@ -7,7 +7,7 @@ from attnrx_lab.comparison.comparing import (
     Trials,
     compare_methods,
 )
-from attnrx_lab.comparison.methods import Method, MethodBench
+from attnrx_lab.comparison.methods import Method, MethodBench, parse_methods
 from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "compare_methods",
     "compare_speeds",
     "noise_bench",
+    "parse_methods",
 ]

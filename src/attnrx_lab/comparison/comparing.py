@@ -22,6 +22,7 @@ from attnrx.checks.statistics import (
 )
 from attnrx.data import require_labels
 from attnrx.errors import InvalidInput
+from attnrx.model_outputs import Logits, output_kind_of
 from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
@@ -174,13 +175,21 @@ def compare_methods(
     for method in methods:
         bench.compressor(method)  # invalid methods are refused before anything is measured
     before = family_of(bench.model).costs(bench.model)
-    logits, labels = _answers(bench.model, bench)
-    reference_classes = logits.argmax(-1)
-    accuracy = _percent(reference_classes == labels)
-    notes = chance_notes(accuracy, labels)
+    outputs, labels = _answers(bench.model, bench)
+    kind = output_kind_of(bench.model)
+    decisions = kind.decisions(outputs)
+    reference_correct = kind.labels(decisions, labels) == labels
+    accuracy = _percent(reference_correct)
+    notes = chance_notes(accuracy, labels) if isinstance(kind, Logits) else []
     for note in notes:
         log(f"warning: {note}")
-    about = {**bench.describe(methods), "data": bench.test.fingerprint, "images": len(labels), "notes": notes}
+    about = {
+        **bench.describe(methods),
+        "outputs": kind.name,
+        "data": bench.test.fingerprint,
+        "images": len(labels),
+        "notes": notes,
+    }
     trials, results = Trials((), accuracy, about), []
     for method in methods:
         compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
@@ -193,10 +202,10 @@ def compare_methods(
                 started = time.perf_counter()
                 candidate, costs = compressor.make(share), compressor.costs(share)
                 seconds = time.perf_counter() - started
-                candidate_logits, macs_mean = _answers(candidate, bench)[0], _mean_macs(candidate, costs.macs, bench)
-                # KL(original || candidate) of every image, in nats.
-                divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - candidate_logits.log_softmax(-1))).sum(-1)
-                classes = candidate_logits.argmax(-1)
+                candidate_outputs, macs_mean = _answers(candidate, bench)[0], _mean_macs(candidate, costs.macs, bench)
+                divergence = kind.divergence(outputs, candidate_outputs)  # of every image
+                candidate_decisions = kind.decisions(candidate_outputs)
+                correct = kind.labels(candidate_decisions, labels) == labels
                 trial = MethodTrial(
                     method=method.name,
                     share=share,
@@ -204,9 +213,9 @@ def compare_methods(
                     macs=macs_mean,
                     params_share=costs.params / before.params,
                     macs_share=macs_mean / before.macs,
-                    accuracy=_percent(classes == labels),
-                    change=paired_change(reference_classes == labels, classes == labels, bench.seed).scaled(100.0),
-                    agreement=_percent(classes == reference_classes),
+                    accuracy=_percent(correct),
+                    change=paired_change(reference_correct, correct, bench.seed).scaled(100.0),
+                    agreement=_percent(candidate_decisions == decisions),
                     divergence=mean_estimate(divergence, bench.seed),
                     n=len(labels),
                     seconds=seconds,
@@ -214,7 +223,7 @@ def compare_methods(
                 )
                 # Methods for one target have shares of their own, and are compared with one another.
                 budget = (share if method.varies and target is None else None, target)
-                results.append(ImageResults(method.name, budget, divergence, classes == labels))
+                results.append(ImageResults(method.name, budget, divergence, correct))
                 # All of them again: Holm's correction depends on the number of differences.
                 differences = paired_differences(results, bench.seed)
                 trials = replace(trials, trials=(*trials.trials, trial), differences=differences)

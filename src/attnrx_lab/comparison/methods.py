@@ -91,9 +91,22 @@ class Method:
         return self.baseline is not None or self.template.varies
 
 
+def parse_methods(texts: Sequence[str]) -> list[Method]:
+    """Parses several methods of different names, by which results are told apart."""
+    methods = [Method.parse(text) for text in texts]
+    names = [method.name for method in methods]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InvalidInput(f"the name {repeated!r} was given to {names.count(repeated)} methods; give each its own.")
+    return methods
+
+
 @dataclass(frozen=True)
 class MethodBench:
-    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them."""
+    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them.
+
+    With `on_noise` the images are noise, which suffices for latency.
+    """
 
     model: nn.Module
     diagnosis: Diagnosis
@@ -101,6 +114,7 @@ class MethodBench:
     test: ImageSet
     seed: int = 0
     batch_size: int = 64
+    on_noise: bool = False
 
     def compressor(self, method: Method) -> ModelCompressor:
         """Returns the compressor of one method; baselines share their calibration statistics."""

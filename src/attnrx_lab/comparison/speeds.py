@@ -128,7 +128,21 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
     # Without the statistics of a dataset: the pixels only have to be on a usual scale.
     noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), Normalization.half(channels))
-    return MethodBench(model, diagnose(model, noise, batch_size=images, seed=seed), noise, noise, seed, images)
+    diagnosis = diagnose(model, noise, batch_size=images, seed=seed)
+    return MethodBench(model, diagnosis, noise, noise, seed, images, on_noise=True)
+
+
+def _threshold_notes(bench: MethodBench, models: Mapping[str, nn.Module]) -> list[str]:
+    """Returns a note if token policies by image were calibrated on noise."""
+    by_image = [
+        name for name, model in models.items() if (found := reduction_of(model)) is not None and found.policy.by_image
+    ]
+    if not bench.on_noise or not by_image:
+        return []
+    return [
+        f"{', '.join(by_image)}: the thresholds by image were found on noise, so that your images have other numbers "
+        "of tokens, and other speeds; time a model that was realized on them, with `attnrx verify --checks latency`."
+    ]
 
 
 def _images(bench: MethodBench, models: Iterable[nn.Module], batch: int) -> Tensor:
@@ -170,7 +184,10 @@ def compare_speeds(
             entries[key] = (method.name, share, compressor.costs(share).macs / before.macs)
             models[key] = compressor.make(share)
     runtime = None if rates.runtime is None else to_dict(rates.runtime)
-    speeds = Speeds((), {**bench.describe(methods), "runtime": runtime})
+    notes = _threshold_notes(bench, models)
+    for note in notes:
+        log(f"warning: {note}")
+    speeds = Speeds((), {**bench.describe(methods), "runtime": runtime, "notes": notes})
     # All of one protocol and batch size take turns in one run, so that other load of the machine affects all alike.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")

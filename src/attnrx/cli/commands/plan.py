@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attnrx as rx
-from attnrx.cli.inputs import default_device, model_argument, splits_argument
+from attnrx.cli.inputs import default_device, model_argument, require_clock, splits_argument
 from attnrx.cli.options import BATCH, COUNT, ROUNDS, THREADS, TRIALS, add_data, add_model, add_out, add_running, option
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
@@ -16,6 +16,7 @@ from attnrx.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
+TIMED = 32  # images of a timed batch
 DIAGNOSED = 96  # images of the diagnosis that is made if none is given
 SUMMARY = "allocate one budget to ranks and tokens, for a target of latency, MACs, parameters or accuracy"
 EXAMPLE = "attnrx plan timm:vit_tiny_patch16_224 --target latency=0.6x --data imagenette224.parquet --out runs/plan"
@@ -38,10 +39,10 @@ def add(parser: Parser) -> None:
     option(search, "--other-images", COUNT, "validation images for its predictions", 256)
     option(search, "--trials", TRIALS, "plans to realize and measure (20, 32 or 48, by effort)")
     option(search, "--storage", "PATH", "the storage of the trials: a file, or an Optuna URL")
-    timing = parser.add_argument_group("measured latency")
-    option(timing, "--batch", BATCH, "batch size", 32)
+    timing = parser.add_argument_group("measured latency, for targets of latency only")
+    option(timing, "--batch", BATCH, f"batch size ({TIMED})")
     option(timing, "--threads", THREADS, "CPU threads (torch's default)")
-    option(timing, "--precision", ("float32", "bfloat16", "float16"), "", "float32")
+    option(timing, "--precision", ("float32", "bfloat16", "float16"), "(float32)")
     option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: CPU time, for a busy machine")
     option(timing, "--rounds", ROUNDS, "rounds in which every block is timed (5, 5 or 7, by effort)")
     add_running(parser, 32)
@@ -50,6 +51,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     # Before the model is loaded, so that a typing error is reported at once.
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
+    _require_latency(arguments, target)
     settings = replace(_settings(arguments), log=log)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
@@ -61,7 +63,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     rows = tuple(
         (_cost_text(plan, point.cost), f"{point.sensitivity:.3g}", f"{point.divergence:.3g}") for point in plan.front
     )
-    front = Table((f"predicted {plan.spend}", "predicted nats", "measured nats"), rows)
+    front = Table((f"predicted {plan.spend}", f"predicted {_unit(plan)}", f"measured {_unit(plan)}"), rows)
     prescription = Path(arguments.out) / "prescription.json"
     return Outcome(
         rx.serialization.read_json(path),
@@ -69,12 +71,24 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
 
 
+def _require_latency(arguments: Namespace, target: "rx.planning.Target") -> None:
+    """Raises InvalidInput for options of a measurement that this target does not need."""
+    given = [name for name in ("batch", "threads", "precision", "clock", "rounds") if getattr(arguments, name)]
+    if given and target.spend != "latency":
+        raise InvalidInput(
+            f"--{given[0]} belongs to the measurement of latency, and the target {target} spends {target.spend}; omit "
+            "it, or give a target of latency."
+        )
+    require_clock(arguments.clock, arguments.device or default_device())
+
+
 def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
-    conditions = rx.costs.Conditions(arguments.device or default_device(), arguments.precision, arguments.threads)
+    device, precision = arguments.device or default_device(), arguments.precision or "float32"
+    conditions = rx.costs.Conditions(device, precision, arguments.threads)
     timing = rx.planning.TimingSettings(
-        arguments.batch, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall")
+        arguments.batch or TIMED, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall")
     )
-    axes = rx.planning.AXES if arguments.axes is None else tuple(arguments.axes.split(","))
+    axes = None if arguments.axes is None else tuple(arguments.axes.split(","))  # None: those that the model has
     # The effort sets what the options leave open.
     preset = rx.planning.PlanSettings.of(
         arguments.effort, timing, axes=axes, reducer=arguments.reducer, batch_size=arguments.batch_size
@@ -104,6 +118,14 @@ def _cost_text(plan: "rx.planning.Plan", cost: float) -> str:
     )
 
 
+def _unit(plan: "rx.planning.Plan") -> str:
+    """Returns the unit of the divergence, or its name where it has none, as for embeddings."""
+    from attnrx.model_outputs import KINDS  # imports torch
+
+    kind = KINDS[plan.about["outputs"]]
+    return kind.unit or kind.distance
+
+
 def _predictions(plan: "rx.planning.Plan") -> tuple[str, ...]:
     lines = [f"predicted: {_cost_text(plan, plan.cost)}"]
     if plan.measured is not None:
@@ -112,7 +134,7 @@ def _predictions(plan: "rx.planning.Plan") -> tuple[str, ...]:
             f"measured: {speed['faster']:.2f}x faster [{speed['low']:.2f}, {speed['high']:.2f}] than the original, "
             f"batch {speed['batch']}, {speed['threads']} threads, {speed['precision']}, {speed['hardware']}"
         )
-    for name, scale, unit in (("divergence", 1.0, "nats"), ("agreement", 100.0, "%"), ("change", 100.0, "points")):
+    for name, scale, unit in (("divergence", 1.0, _unit(plan)), ("agreement", 100.0, "%"), ("change", 100.0, "points")):
         expected = plan.expected.get(name)
         if expected is None:  # no labels, no accuracy
             continue

@@ -2,11 +2,10 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import outline
+from attnrx.cli.inputs import names_model, outline
 from attnrx.cli.options import POLICY, SHARE, add_out, add_trust
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
@@ -149,12 +148,11 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
 
 def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
     """Reads the diagnosis, or loads the model given instead."""
-    path = Path(arguments.diagnosis)
-    if path.is_dir() or (":" in arguments.diagnosis and not path.exists()):
+    if names_model(arguments.diagnosis):
         return rx.load(arguments.diagnosis, weights=arguments.weights, trust=arguments.trust)
     if arguments.weights is not None:
         raise InvalidInput(f"--weights needs the name of a model, and {arguments.diagnosis} is none; omit it.")
-    return rx.Diagnosis.load(path)
+    return rx.Diagnosis.load(arguments.diagnosis)
 
 
 def _spent(budget: Mapping[str, Any]) -> str:

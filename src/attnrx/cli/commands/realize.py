@@ -67,6 +67,11 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     rx.models.require_model_folder(arguments.out)
     if arguments.form is not None:
         return _converted(arguments)
+    if arguments.by == "mask" and arguments.norms != "renormalized":
+        raise InvalidInput(
+            f"--by mask --norms {arguments.norms}: a mask keeps the norms of the model, so --norms has no effect; omit "
+            "it, or take --by compress."
+        )
     prescription = rx.Prescription.load(arguments.prescription)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
@@ -108,8 +113,7 @@ def _calibration(
     model: "nn.Module", prescription: "rx.Prescription", arguments: Namespace
 ) -> "rx.data.ImageSet | None":
     fits = [f"--{name}" for name in FITS if getattr(arguments, name)]
-    # A mask keeps the norms of the model, so it refits nothing.
-    fits += ["--norms refit"] * (arguments.by == "compress" and arguments.norms == "refit")
+    fits += ["--norms refit"] * (arguments.norms == "refit")
     if prescription.tokens is not None and prescription.tokens.policy.must_be_calibrated:
         fits.append(str(prescription.tokens.policy))
     # Data that nothing is fitted on are not loaded.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.inputs import model_argument, splits_argument, stored_folder
 from attnrx.cli.options import COUNT, add_data, add_device, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
@@ -49,11 +49,12 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     name = arguments.candidate
     candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
-    evidence = _part(rx.Evidence, arguments.evidence, name, "evidence.json")
+    folder = None if name is None or candidate is None else stored_folder(name, candidate)
+    evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")
     # Evidence of another model beside this candidate's maps would be wrong without any sign of it.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
-    prescription = _part(rx.Prescription, arguments.prescription, name, "prescription.json")
+    prescription = _part(rx.Prescription, arguments.prescription, folder, "prescription.json")
     attention, tokens = _samples(arguments, candidate, prescription)
     subject = name or arguments.comparison or arguments.out
     named = {
@@ -81,11 +82,11 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
 
 
-def _part(kind: Any, given: str | None, candidate: str | None = None, name: str = "") -> Any:
+def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = "") -> Any:
     """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
     # A file that is named must exist; those of the candidate are optional.
-    if given is None and candidate is not None and (Path(candidate) / name).exists():
-        return kind.load(Path(candidate) / name)
+    if given is None and folder is not None and (folder / name).exists():
+        return kind.load(folder / name)
     return None if given is None else kind.load(given)
 
 
@@ -176,5 +177,5 @@ def _shown(model: "nn.Module", arguments: Namespace) -> "tuple[torch.Tensor, tup
     # As large as the number of images, so it is the only batch.
     batch = next(iter(shown.batches(arguments.samples)))
     # Datasets without names number their classes.
-    names = (splits.class_names[label] for label in batch.labels.tolist())
+    names = (splits.class_names[label] if label >= 0 else "" for label in batch.labels.tolist())
     return batch.images, tuple(f"class {name}" if name.isdigit() else name for name in names)

@@ -40,6 +40,10 @@ KNOBS = (
     ("checkpoint_every", COUNT, "steps between checkpoints (500)"),
 )
 
+# Models of the SVDA paper: a scenario fits any data of its image size. All others have weights, or the shape of a
+# published model.
+BUILT_FOR_DATA = ("svda", "dense")
+
 PARALLEL = "for several processes (accelerate launch, torchrun): a replica per process, or sharded (ddp)"
 LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
 
@@ -86,10 +90,11 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
     trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, reporter=reporter)
     accuracy = trained.record["accuracy"]
+    best = accuracy["best_epoch"]  # None where the validation images have no labels of the model
     rows = (
         ("test", as_percent(accuracy["test"])),
         ("validation, last epoch", as_percent(accuracy["validation"])),
-        (f"validation, best epoch ({accuracy['best_epoch']})", as_percent(accuracy["best_validation"])),
+        ("validation, best epoch" + ("" if best is None else f" ({best})"), as_percent(accuracy["best_validation"])),
     )
     record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
     return Outcome(record, (Table(("", "accuracy"), rows), f"model and history: {trained.folder}"))
@@ -128,10 +133,11 @@ def _reducing(
 
 
 def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
-    """Returns model and data: data normalized for a trained model, or a new model with the data's shape and scale."""
+    """Returns model and data: data normalized for a model, or a new model with the data's shape and scale."""
     # A new model is built twice: this one states the image size that the data are loaded with.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
-    if Path(arguments.model).exists() or arguments.model.partition(":")[0] in rx.models.LIBRARIES:
+    form, _, scenario = arguments.model.partition(":")
+    if form not in BUILT_FOR_DATA or Path(arguments.model).exists():
         return model, splits_argument(model, arguments)
     family = rx.models.family_of(model)
     channels, size, _ = family.input_shape(model)
@@ -139,7 +145,7 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     for note in splits.notes:
         log(f"{splits.name}: {note}")
     classes = len(splits.class_names)
-    if (splits.channels, classes) != (channels, rx.models.SCENARIOS[arguments.model.partition(":")[2]]["classes"]):
+    if (splits.channels, classes) != (channels, rx.models.SCENARIOS[scenario]["classes"]):
         log(f"{arguments.model} is built for this data: {splits.channels} channels, {classes} classes")
     scale = splits.normalization
     shape = {"channels": splits.channels, "classes": classes, "image_size": splits.image_size}

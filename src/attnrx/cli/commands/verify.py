@@ -2,14 +2,15 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, kind_of, made, model_argument, splits_argument
 from attnrx.cli.options import DRAWS, POINTS, add_backend, add_data, add_running, add_split, add_trust, option
+from attnrx.cli.origin import CandidateOrigin, masked_model, origin_of
 from attnrx.cli.outcome import Outcome, Table, significant
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
@@ -25,6 +26,7 @@ CHECKS = (
     "names with knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or transfer(per_class=50); "
     "promises for a plan (all but controls, promises and transfer)"
 )
+RANDOM_CONTROLS = 10
 CORRUPTED = ("corruption", "reference", "candidate", "change", "95 % interval")
 
 
@@ -43,7 +45,7 @@ def add(parser: Parser) -> None:
     checks = parser.add_argument_group("checks")
     option(checks, "--checks", "CHECKS", CHECKS)
     option(checks, "--controls", bool, "also compare with rank-matched controls")
-    option(checks, "--draws", DRAWS, "random controls", 10)
+    option(checks, "--draws", DRAWS, f"random controls ({RANDOM_CONTROLS})")
     option(checks, "--most-drop", POINTS, "accuracy the candidate may lose (1.0)")
     add_backend(parser)
     add_split(parser, "test")
@@ -55,35 +57,35 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     _, count = processes.join_process_group()
     requested = _requested(arguments)  # before the models are loaded, so that a typing error is reported at once
-    prescription, how = _prescription(arguments)
+    _require_effects(arguments, requested)
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
     candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
     if arguments.backend is not None:
         rx.use_backend(candidate, arguments.backend)
     reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
-    if arguments.masked is not None:
-        masked = model_argument(arguments.masked, arguments.device, trust=arguments.trust)
-    elif how.get("by") == "mask":
-        masked = candidate
-    else:
-        masked = None if prescription is None else rx.realize(reference, prescription, by="mask")
+    origin = origin_of(candidate, arguments.candidate, reference, arguments.prescription)
+    prescription, masked = origin.prescription, _masked(arguments, candidate, reference, origin)
     splits = splits_argument(reference, arguments)
     images = chosen_images(splits, arguments)
     # Functions: inputs are prepared, and missing ones are an error, only for a check that was requested.
     inputs: Mapping[str, Callable[[], dict[str, Any]]] = {
         "accuracy": lambda: {} if arguments.most_drop is None else {"most_drop": arguments.most_drop},
-        "controls": lambda: _controls(arguments, reference, prescription, diagnosis, how, splits.train),
+        "controls": lambda: _controls(arguments, reference, origin, diagnosis, splits.train),
         "transfer": lambda: {"training": splits.train, "classes": rx.data.own_classes(splits)},
     }
     kinds: Mapping[str, Any] = rx.checks.all_checks()
-    checks = [kinds[one.name](**{**one.knobs, **inputs.get(one.name, dict)()}) for one in requested]
+    checks, notes = [kinds[one.name](**{**one.knobs, **inputs.get(one.name, dict)()}) for one in requested], ()
+    if arguments.checks is None and arguments.most_drop is None:
+        # The default is every check that the data and the model allow; one that was requested raises where it cannot.
+        kind = rx.checks.Comparison(candidate, reference, images).kind
+        checks, notes = rx.checks.possible_checks(checks, images, kind)
     log(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
     evidence = rx.verify(
         candidate,
         reference,
         images,
         checks,
-        {"realization": kind_of(how), "removed_share": prescription and prescription.removed_share},
+        {"realization": kind_of(origin.how), "removed_share": prescription and prescription.removed_share},
         masked=masked,
         prescription=prescription,
         diagnosis=diagnosis,
@@ -91,6 +93,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         batch_size=arguments.batch_size,
         together=count > 1,
     )
+    evidence = replace(evidence, about={**evidence.about, "notes": [*origin.notes, *notes, *evidence.about["notes"]]})
     if arguments.out is not None:
         # One process writes; the others wait for it.
         processes.from_first(lambda: evidence.save(arguments.out))
@@ -115,31 +118,47 @@ def _requested(arguments: Namespace) -> "list[rx.checks.RequestedCheck]":
     return requested
 
 
-def _prescription(arguments: Namespace) -> "tuple[rx.Prescription | None, dict[str, Any]]":
-    """Returns the given prescription or that of the candidate's folder, and the settings that realized the latter."""
-    path = Path(arguments.candidate) / "prescription.json"
-    recorded = rx.Prescription.load(path) if path.exists() else None
-    # Controls are realized like the candidate, so its own record counts, also with another --prescription.
-    how = {} if recorded is None else dict(recorded.about.get("realized", {}))
-    return (rx.Prescription.load(arguments.prescription) if arguments.prescription else recorded), how
+def _require_effects(arguments: Namespace, requested: "Sequence[rx.checks.RequestedCheck]") -> None:
+    """Raises InvalidInput for options of checks that do not run, or that a knob of the check states too."""
+    checks = {one.name: one for one in requested}
+    needed = {"--most-drop": "accuracy", "--draws": "controls", "--diagnosis": "controls"}
+    for name, check in needed.items():
+        if getattr(arguments, name[2:].replace("-", "_")) is not None and check not in checks:
+            advice = "add --controls" if check == "controls" else f"add {check} to --checks"
+            raise InvalidInput(f"{name} belongs to the check {check}, which is not requested; {advice}, or omit it.")
+    if arguments.most_drop is not None and "most_drop" in checks["accuracy"].knobs:
+        raise InvalidInput("--most-drop and accuracy(most_drop=...) set one limit; give one of them.")
+
+
+def _masked(
+    arguments: Namespace, candidate: "nn.Module", reference: "nn.Module", origin: CandidateOrigin
+) -> "nn.Module | None":
+    """Returns the masked model: the given one, the candidate if it is a mask, or one made by the prescription."""
+    if arguments.masked is not None:
+        masked = model_argument(arguments.masked, arguments.device, trust=arguments.trust)
+        return masked_model(masked, arguments.masked, reference, origin)
+    if origin.how.get("by") == "mask":
+        return candidate
+    return None if origin.prescription is None else rx.realize(reference, origin.prescription, by="mask")
 
 
 def _controls(
     arguments: Namespace,
     reference: "nn.Module",
-    prescription: "rx.Prescription | None",
+    origin: CandidateOrigin,
     diagnosis: "rx.Diagnosis | None",
-    how: dict[str, Any],
     training: "rx.data.ImageSet",
 ) -> dict[str, Any]:
     """Returns controls with the candidate's ranks, realized with its settings."""
+    prescription, how = origin.prescription, origin.how
     if prescription is None or diagnosis is None or not how:
         raise InvalidInput(
             "controls are prescribed from a diagnosis and realized with the candidate's settings: give --diagnosis "
             "FILE, and a candidate made by `attnrx realize`, whose folder records them."
         )
     calibration = training.take(min(how["calibration_images"], len(training)))
-    prescriptions = rx.control_prescriptions(diagnosis, prescription, draws=arguments.draws, seed=arguments.seed)
+    draws = RANDOM_CONTROLS if arguments.draws is None else arguments.draws
+    prescriptions = rx.control_prescriptions(diagnosis, prescription, draws=draws, seed=arguments.seed)
     return {"prescriptions": prescriptions, "realize": partial(made, reference, how=how, calibration=calibration)}
 
 

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from attnrx.evidence import REPORTED, Evidence
 from attnrx.reports.content import ComparisonRecord, Measured, ReportContent
-from attnrx.reports.headline import MeasuredSpeed, accuracies, cost_totals, speeds, summary_parts
+from attnrx.reports.headline import (
+    TOP_1,
+    MeasuredSpeed,
+    accuracies,
+    cost_totals,
+    finding_of,
+    speeds,
+    summary_parts,
+)
 from attnrx.reports.numbers import Number, fixed, number, typeset, with_unit
 from attnrx.reports.sections.section import Section
 
@@ -94,7 +102,9 @@ def _bars(content: ReportContent) -> Iterator[BarPair]:
         yield _latency_bars(measured[0])
     if (both_accuracies := accuracies(content)) is not None:
         before, after = (_accuracy_bar(own) for own in both_accuracies)
-        yield BarPair("Top-1 accuracy", "%", before, after)
+        finding = finding_of(content, "accuracy", "candidate")
+        measure = TOP_1 if finding is None else str(finding.details.get("measure", TOP_1))
+        yield BarPair(measure[0].upper() + measure[1:], "%", before, after)
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
         if (totals := cost_totals(content, unit)) is not None:
             old, new = totals

@@ -1,0 +1,152 @@
+"""Files that do not belong together are refused: prescriptions, masks, outputs; and options without an effect."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.checks import Accuracy, Fidelity
+from attnrx.realization.elastic import Elastic, Size
+from pictures import rows, write_folder, write_parquet
+from test_cli import call, record
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model realized once and twice, a mask of it, another prescription, and another model of the same shape."""
+    root = tmp_path_factory.mktemp("origin")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    config = rx.ViTConfig.uniform(
+        "dense", width=16, depth=2, heads=2, image_size=16, patch_size=4, channels=3, classes=3, mlp_ratio=2.0
+    )
+    models = [rx.models.initialize_(rx.models.VisionTransformer(config), seed).float().eval() for seed in (0, 1)]
+    torch.set_default_dtype(default)
+    paths = SimpleNamespace(root=root, data=write_folder(root / "data", {"train": 4, "validation": 2, "test": 4}))
+    paths.model, paths.stranger = (rx.save(model, root / f"model{i}") for i, model in enumerate(models))
+    for name, model in (("diagnosis", paths.model), ("foreign", paths.stranger)):
+        record("diagnose", model, "--data", paths.data, "--out", root / f"{name}.json")
+    rules = {"rx": ("diagnosis", "qk=total_rank:0.5"), "other": ("diagnosis", "qk=total_rank:0.75")}
+    for name, (diagnosis, rule) in {**rules, "foreign_rx": ("foreign", "qk=total_rank:0.5")}.items():
+        record("prescribe", root / f"{diagnosis}.json", "--rules", rule, "--out", root / f"{name}.json")
+        setattr(paths, name, root / f"{name}.json")
+    realized = {"slim": ("rx", ()), "mask": ("rx", ("--by", "mask")), "other_mask": ("other", ("--by", "mask"))}
+    for name, (prescription, words) in realized.items():
+        folder, file = root / name, root / f"{prescription}.json"
+        record("realize", paths.model, "--prescription", file, *words, "--out", folder)
+        setattr(paths, name, folder)
+    record("prescribe", paths.slim, "--rules", "tokens=random:0.5@2", "--out", root / "second.json")
+    paths.twice = root / "twice"
+    record("realize", paths.slim, "--prescription", root / "second.json", "--out", paths.twice)
+    return paths
+
+
+def verify(made: SimpleNamespace, candidate: Path, *words: object) -> tuple[object, ...]:
+    return "verify", candidate, "--reference", made.model, "--data", made.data, "--checks", "fidelity", *words
+
+
+def test_a_model_realized_twice_is_verified_against_the_first_original(made: SimpleNamespace) -> None:
+    told = record(*verify(made, made.twice))
+    assert any("is not used" in note for note in told["about"]["notes"])
+    assert told["about"]["rules"] is None and told["about"]["realization"] is None
+    assert {finding["details"]["base"] for finding in told["findings"]} == {"reference"}
+    # The prescription in its folder is for the model of the first step.
+    second = record("verify", made.twice, "--reference", made.slim, "--data", made.data, "--checks", "fidelity")
+    assert "tokens" in second["about"]["rules"] and not second["about"]["notes"]
+
+
+def test_an_unrelated_prescription_or_mask_is_refused(made: SimpleNamespace) -> None:
+    assert record(*verify(made, made.slim, "--prescription", made.rx))["about"]["rules"]
+    assert record(*verify(made, made.slim, "--masked", made.mask))["findings"]
+    for words, message in (
+        (("--prescription", made.foreign_rx), "--reference is"),
+        (("--prescription", made.other), "is not the one that"),
+        (("--masked", made.stranger), "its weights are not those"),
+        (("--masked", made.slim), "by compression"),
+        (("--masked", made.other_mask), "it was made by qk=total_rank:0.75"),
+    ):
+        done = call(*verify(made, made.slim, *words))
+        assert done.code == 2 and message in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("verify {slim} --reference {model} --data {data} --checks fidelity --most-drop 1", "--most-drop belongs to"),
+        ("verify {slim} --reference {model} --data {data} --checks fidelity --draws 3", "--draws belongs to"),
+        ("verify {slim} --reference {model} --data {data} --diagnosis {root}/diagnosis.json", "--diagnosis belongs to"),
+        (
+            "verify {slim} --reference {model} --data {data} --checks accuracy(most_drop=2) --most-drop 1",
+            "set one limit",
+        ),
+        ("realize {model} --prescription {rx} --by mask --norms refit --out {root}/x", "no effect"),
+        ("plan {model} --target macs=0.9x --data {data} --clock cuda --out {root}/x", "--clock belongs to"),
+        ("plan {model} --target macs=0.9x --data {data} --rounds 3 --out {root}/x", "--rounds belongs to"),
+        ("plan {model} --target latency=0.9x --data {data} --clock cuda --device cpu --out {root}/x", "wall or cpu"),
+        ("bench {model} --methods a=qk=total_rank:0.5 --clock cuda --device cpu --out {root}/x", "wall or cpu"),
+        ("bench {model} --methods a=top_rank:2 a=top_rank:3 --out {root}/x", "the name 'a' was given to 2 methods"),
+        ("compare {model} --data {data} --methods a=top_rank:2 a=top_rank:3 --out {root}/x", "'a' was given to 2"),
+    ],
+)
+def test_options_without_an_effect_are_refused(made: SimpleNamespace, line: str, message: str) -> None:
+    done = call(*(word.format(**vars(made)) for word in line.split()))
+    assert done.code == 2 and message in done.err, done.err
+    assert not (made.root / "x").exists()
+
+
+def test_a_file_of_another_kind_is_never_replaced(made: SimpleNamespace, tmp_path: Path) -> None:
+    evidence, page = tmp_path / "evidence.json", tmp_path / "report.html"
+    record(*verify(made, made.slim, "--out", evidence))
+    before = evidence.read_bytes()
+    for words in (
+        ("report", "--candidate", made.slim, "--out", evidence),
+        ("prescribe", made.root / "diagnosis.json", "--rules", "qk=total_rank:0.5", "--out", evidence),
+        ("diagnose", made.model, "--data", made.data, "--out", evidence),
+    ):
+        done = call(*words)
+        assert done.code == 2 and "would replace an attnrx evidence by an attnrx" in done.err, done.err
+        assert evidence.read_bytes() == before
+    for _ in range(2):  # one of the same kind is replaced
+        record("report", "--candidate", made.slim, "--evidence", evidence, "--out", page)
+    assert call("verify", *verify(made, made.slim, "--out", page)[1:]).code == 2
+
+
+def test_a_size_of_an_elastic_model_is_named_by_its_budget(made: SimpleNamespace, tmp_path: Path) -> None:
+    folder, original = tmp_path / "elastic", rx.load(made.model)
+    slim, prescription = rx.load(made.slim), rx.Prescription.load(made.slim / "prescription.json")
+    images = rx.load_data(str(made.data), image_size=16).test
+    evidence = rx.verify(slim, original, images, [Fidelity(), Accuracy(None)], prescription=prescription)
+    rx.save(slim, folder / "small", prescription=prescription, evidence=evidence)
+    rx.save(original, folder / "original")
+    costs = [rx.models.family_of(model).costs(model) for model in (slim, original)]
+    share = costs[0].params / costs[1].params
+    sizes = (Size("small", costs[0].macs / costs[1].macs, share, reduces_tokens=False), Size("original", 1.0, 1.0))
+    Elastic(folder, sizes).write()
+    source = f"{folder}@params={share + 0.001:.4f}"
+    told = record("report", "--candidate", source, "--out", tmp_path / "report.html")
+    assert told["outcome"] == evidence.outcome
+    assert "fidelity" in (tmp_path / "report.html").read_text().lower()
+    told = record("prescribe", source, "--rules", "tokens=random:0.5@2", "--out", tmp_path / "rx.json")
+    assert told["tokens"]["policy"].startswith("random")
+    told = record(*verify(made, Path(source)))
+    assert told["about"]["rules"] == json.loads(json.dumps(dict(prescription.rules)))
+
+
+def test_a_table_without_labels_is_diagnosed_and_verified_by_outputs(made: SimpleNamespace, tmp_path: Path) -> None:
+    content = [{"image": row["image"], "split": row["split"]} for split in ("train", "test") for row in rows(30, split)]
+    data = write_parquet(tmp_path / "images.parquet", content, None)
+    told = record("diagnose", made.model, "--data", data, "--out", tmp_path / "diagnosis.json", "--moments")
+    assert told["images"] > 0
+    words = ("verify", made.slim, "--reference", made.model, "--data", data)
+    assert record(*words, "--checks", "fidelity,costs")["findings"]
+    default = record(*words)
+    assert not {finding["check"] for finding in default["findings"]} & {"accuracy", "calibration", "robustness"}
+    assert any(note.startswith("not checked: accuracy") for note in default["about"]["notes"])
+    refused = call(*words, "--checks", "accuracy")
+    assert refused.code == 3 and "--label-column" in refused.err
+    splits = rx.load_data(data, image_size=16)
+    shrunk = rx.shrink(rx.load(made.model), splits, params=0.9)
+    assert not shrunk.evidence.of("accuracy") and shrunk.evidence.of("fidelity")
