@@ -140,10 +140,12 @@ class Space(Displayed):
 
     @property
     def metric(self) -> str | None:
-        """The metric of qk: "mix" for layers without norms; None with norms, which fix the directions."""
-        # A row norm runs over the directions of the model, so they cannot be replaced by others.
-        normed = any(layer.spectrum.has_norms for layer in self.diagnosis.layers)
-        return None if normed else "mix"
+        """The metric of qk: "mix", or None for layers whose own directions stay, in an order of their own.
+
+        Those are layers with norms, which run over the directions of the model, and with directions that heads share.
+        """
+        has_own_order = any(layer.spectrum.has_own_order for layer in self.diagnosis.layers)
+        return None if has_own_order else "mix"
 
     @cached_property
     def mlp_maps(self) -> tuple[str, ...]:
