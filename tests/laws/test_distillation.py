@@ -16,7 +16,7 @@ from attnrx.models import family_of
 from attnrx.realization.distillation import HELD_OUT, Distill, distill
 from pretrained import CASES, adopted_once
 
-FEW = Distill(epochs=8, learning_rate=3e-3, batch=16)
+FEW = Distill(epochs=8, learning_rates=(3e-3,), batch=16)
 
 
 def images_of(model: nn.Module, count: int = 32) -> Tensor:
@@ -96,11 +96,21 @@ def test_half_precision_is_fitted_in_single_precision(own: tuple[nn.Module, nn.M
 
 def test_a_fit_that_does_not_help_is_not_kept(own: tuple[nn.Module, nn.Module, Tensor]) -> None:
     model, small, images = own
-    result = distill(small, model, images, Distill(epochs=1, learning_rate=0.9, batch=16))
+    result = distill(small, model, images, Distill(epochs=1, learning_rates=(0.9,), batch=16))
     assert result.after == result.before
     assert all(torch.equal(small.state_dict()[name], value) for name, value in result.model.state_dict().items())
     equal = distill(model, model, images, FEW)
     assert equal.before == equal.after == 0
+
+
+def test_the_best_of_several_learning_rates_is_kept(own: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    model, small, images = own
+    alone = {rate: distill(small, model, images, replace(FEW, learning_rates=(rate,))) for rate in (1e-5, 3e-3, 0.9)}
+    best = distill(small, model, images, replace(FEW, learning_rates=(1e-5, 3e-3, 0.9)))
+    assert best.learning_rate == 3e-3 and alone[1e-5].after > best.after and alone[0.9].learning_rate is None
+    # From the same start and on the same images as alone.
+    for one, other in zip(best.model.parameters(), alone[3e-3].model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_what_cannot_be_distilled_is_refused(own: tuple[nn.Module, nn.Module, Tensor]) -> None:

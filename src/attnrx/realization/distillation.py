@@ -23,28 +23,31 @@ HELD_OUT = 8
 
 @dataclass(frozen=True)
 class Distill:
-    """The settings: passes over the images, the learning rate of Adam, relative to the root mean square of each tensor,
-    and the images of a step.
+    """The settings: passes over the images, the learning rates of Adam that are tried, relative to the root mean square
+    of each tensor, and the images of a step.
 
-    The learning rate decays to zero by a cosine.
+    Every learning rate decays to zero by a cosine.
     """
 
     epochs: int = 2
-    learning_rate: float = 2e-4
+    # The first is better for a model that has lost little, the second for one that has lost much
+    # (docs/results/plan.md, "What does the last fit add?").
+    learning_rates: tuple[float, ...] = (2e-4, 1e-3)
     batch: int = 64
     seed: int = 0
 
     def __post_init__(self):
-        if self.epochs < 1 or self.batch < HELD_OUT or not 0 < self.learning_rate < 1:
+        rates = self.learning_rates
+        if self.epochs < 1 or self.batch < HELD_OUT or not rates or not all(0 < rate < 1 for rate in rates):
             raise InvalidInput(
-                f"{self}: give at least one epoch and {HELD_OUT} images a step, and a learning rate between 0 and 1."
+                f"{self}: give at least one epoch, {HELD_OUT} images a step, and learning rates between 0 and 1."
             )
 
 
 @dataclass
 class Distilled:
     """A distilled model, the mean divergence of its outputs before and after on images that it was not fitted to, and
-    notes on the images.
+    notes on the images. `learning_rate` is that of the fit; None if no fit was better than none.
 
     The divergence is the one that is minimized: half the variance of the difference of the logits, or half the squared
     distance of embeddings relative to their squared norm.
@@ -53,6 +56,7 @@ class Distilled:
     model: nn.Module
     before: float
     after: float
+    learning_rate: float | None
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,8 +67,8 @@ def distill(
 
     All weights are fitted together by Adam, with tokens pruned and merged as in use, so that it corrects what `repair`,
     block by block and on all tokens, cannot. The loss is the Kullback-Leibler divergence of outputs softened by a high
-    temperature (Hinton et al., 2015, section 2.1). One image in eight is not fitted to; if the divergence on those does
-    not decrease, the weights stay.
+    temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start. One image in eight
+    is not fitted to: the weights with the least divergence on those are returned, which may be the candidate's own.
 
     Raises:
         InvalidInput: The models return outputs of different widths, or there are too few images.
@@ -78,15 +82,17 @@ def distill(
     work = copy.deepcopy(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
     with evaluating((work, reference)):
-        before = fit.held_out()
-        state = copy.deepcopy(work.state_dict())
-        if before > 0:
-            descend_(work, fit.error, fit.steps, knobs.learning_rate, knobs.seed)
-        after = fit.held_out()
-        if not after < before:  # also true for NaN
-            work.load_state_dict(state)
-            after = before
-    return Distilled(work.to(weight.dtype), before, after, fit.notes)
+        before = after = fit.held_out()
+        start = best = copy.deepcopy(work.state_dict())
+        learning_rate = None
+        for rate in knobs.learning_rates if before > 0 else ():
+            work.load_state_dict(start)
+            descend_(work, fit.error, fit.steps, rate, knobs.seed)
+            divergence = fit.held_out()
+            if divergence < after:  # false for NaN
+                best, after, learning_rate = copy.deepcopy(work.state_dict()), divergence, rate
+        work.load_state_dict(best)
+    return Distilled(work.to(weight.dtype), before, after, learning_rate, fit.notes)
 
 
 class _OutputFit:
@@ -99,9 +105,10 @@ class _OutputFit:
         self.is_validated = False
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
-        # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory.
+        # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory. A fit
+        # ends with a pass, so the next one begins with the first images again.
         rounds = chain.from_iterable(self._batches() for _ in repeat(None))
-        self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps))
+        self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
         """Returns the mean divergence on the next images to fit to."""
