@@ -405,9 +405,8 @@ class _Work:
         # Last, because only this fit takes a model that prunes or merges tokens.
         if preset.distill_epochs and len(self.fitted) >= 2 * HELD_OUT:
             fit = distill(slim, self.original, self.fitted, Distill(preset.distill_epochs, seed=self.seed))
-            log(
-                f"distilled: {fit.before:.4f} to {fit.after:.4f} on images that it was not fitted to, rate {fit.learning_rate}"
-            )
+            reached = f"{fit.before:.4f} to {fit.after:.4f} on images it was not fitted to"
+            log(f"distilled at the rate {fit.learning_rate}: {reached}")
             slim, how = fit.model, {**how, "distill": preset.distill_epochs}
         prescription = calibrated(
             replace(chosen, about={**chosen.about, "realized": {**how, **self.fitted_classes}}), slim

@@ -150,7 +150,7 @@ def test_an_effort_with_distillation_comes_nearer_to_the_original(
     plain = rx.shrink(original(), batches, macs=0.5, folder=tmp_path)
     monkeypatch.setitem(EFFORTS, "quick", replace(EFFORTS["quick"], distill_epochs=4))
     fitted = rx.shrink(original(), batches, macs=0.5, folder=tmp_path, log=lines.append)
-    assert any(line.startswith("distilled: ") for line in lines)
+    assert any(line.startswith("distilled at ") for line in lines)
     assert plain.prescription is not None and fitted.prescription is not None
     assert fitted.prescription.rules == plain.prescription.rules
     stored = [each.about["realized"] for each in (plain.prescription, fitted.prescription)]
