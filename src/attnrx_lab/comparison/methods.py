@@ -92,7 +92,7 @@ class Method:
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:
-    """Parses several methods of different names, by which results are told apart."""
+    """Parses several methods of different names, which distinguish their results."""
     methods = [Method.parse(text) for text in texts]
     names = [method.name for method in methods]
     repeated = next((name for name in names if names.count(name) > 1), None)
