@@ -694,7 +694,6 @@ def dataset(kind: str, root: Path) -> str:
         "negative label": lambda: write_parquet(root / "set.parquet", labelled(-1), names=None),
         "label of a class that is not there": lambda: write_parquet(root / "set.parquet", labelled(7)),
         "fraction": lambda: write_parquet(root / "set.parquet", [{**row, "label": 0.5} for row in rows(30)], names=None),  # noqa: E501
-        "no label": lambda: write_parquet(root / "set.parquet", [{"image": row["image"]} for row in rows(9)], names=None),  # noqa: E501
         "no image": lambda: write_parquet(root / "set.parquet", [{"label": 1}] * 9, names=None),
         "paths": lambda: write_parquet(root / "set.parquet", [{**row, "image": "/dev/zero"} for row in rows(9)], names=None),  # noqa: E501
         "rows of /dev/zero": lambda: write_parquet(root / "set.parquet", stored("/dev/zero"), names=None),
