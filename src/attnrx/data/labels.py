@@ -18,20 +18,10 @@ WORDNET_ID = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True, eq=False)
-class Relabelled(ImageSet):
-    """The images of another set with labels in the order of a head; without a map, labels that fit no head.
-
-    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset, `problem` the reason
-    why its labels fit no head.
-    """
+class _OtherLabels(ImageSet):
+    """The images of another set, `source`, whose labels are replaced in `_pass`."""
 
     source: ImageSet
-    numbers: Int[Tensor, "classes"] | None
-    problem: str | None = None
-
-    @property
-    def label_problem(self) -> str | None:
-        return self.problem
 
     def __len__(self) -> int:
         return len(self.source)
@@ -50,6 +40,22 @@ class Relabelled(ImageSet):
     def renormalized(self, normalization: Normalization) -> ImageSet:
         return replace(self, source=self.source.renormalized(normalization))
 
+
+@dataclass(frozen=True, eq=False)
+class Relabelled(_OtherLabels):
+    """The images of another set with labels in the order of a head; without a map, labels that fit no head.
+
+    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset, `problem` the reason
+    why its labels fit no head.
+    """
+
+    numbers: Int[Tensor, "classes"] | None
+    problem: str | None = None
+
+    @property
+    def label_problem(self) -> str | None:
+        return self.problem
+
     def _pass(self, order: Pass) -> Iterator[Batch]:
         # Not `batches`, which would check the arguments of the pass again.
         for batch in self.source._pass(order):
@@ -58,10 +64,9 @@ class Relabelled(ImageSet):
 
 
 @dataclass(frozen=True, eq=False)
-class Unlabelled(ImageSet):
+class Unlabelled(_OtherLabels):
     """The images of a set that was stored without labels; `problem` says so where labels are needed."""
 
-    source: ImageSet
     problem: str
 
     @property
@@ -71,22 +76,6 @@ class Unlabelled(ImageSet):
     @property
     def label_problem(self) -> str | None:
         return self.problem
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-    def take(self, count: int) -> ImageSet:
-        return replace(self, source=self.source.take(count))
-
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        return replace(self, source=self.source.part(process, processes, batch_size))
-
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        return replace(self, source=self.source.renormalized(normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         for batch in self.source._pass(order):
