@@ -39,13 +39,14 @@ from attnrx.planning.target import DROP, target_of
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.progress import Log, no_log
 from attnrx.realization import calibrated, realize_fitted
-from attnrx.realization.distillation import HELD_OUT, Distill
+from attnrx.realization.descent import HELD_OUT
+from attnrx.realization.distillation import Distill
 from attnrx.realization.elastic import ORIGINAL, Elastic, Size
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
 from attnrx.serialization.atomic_writes import require_absent
-from attnrx.serialization.storage import file_kind
+from attnrx.serialization.storage import REPORT, file_kind
 from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
@@ -54,7 +55,6 @@ SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
 SIZE = re.compile(r"(faster|macs|params)-[\w.+-]+")  # the names of the folders of sizes
-REPORT = "attnrx report"  # the kind of report.html (`file_kind`)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,8 @@ import cases
 from attnrx.errors import InvalidInput
 from attnrx.model_outputs import output_kind_of
 from attnrx.models import family_of
-from attnrx.realization.distillation import HELD_OUT, Distill, distill
+from attnrx.realization.descent import HELD_OUT
+from attnrx.realization.distillation import Distill, distill
 from pretrained import CASES, adopted_once
 
 FEW = Distill(epochs=8, learning_rates=(3e-3,), batch=16)

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from attnrx.data.images import Batch, ImageSet, Pass, RowImages, digest, evenly_spaced, require_held, rows_of_part
+from attnrx.data.labels import UNLABELLED
 from attnrx.data.pixels import Normalization
 from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Float, Int, Tensor
@@ -29,7 +30,6 @@ from attnrx.shapes import Float, Int, Tensor
 # "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
-UNLABELLED = -1  # no class number, so it cannot equal an answer
 
 ImageData = Any
 """What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""

@@ -12,6 +12,7 @@ from attnrx.data.splits import Splits
 from attnrx.errors import DataError, UnknownName
 from attnrx.shapes import Int, Tensor
 
+UNLABELLED = -1  # no class number, so it cannot equal an answer
 IMAGENET_1K = 1000
 # How ImageNet's classes, and their folders, are named, e.g. n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
@@ -79,7 +80,7 @@ class Unlabelled(_OtherLabels):
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         for batch in self.source._pass(order):
-            yield replace(batch, labels=torch.full_like(batch.labels, -1))
+            yield replace(batch, labels=torch.full_like(batch.labels, UNLABELLED))
 
 
 def own_labels(images: ImageSet) -> ImageSet:

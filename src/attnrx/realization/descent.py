@@ -8,6 +8,9 @@ from torch import nn
 
 from attnrx.shapes import Float, Tensor
 
+# One image in so many is not fitted to: it decides whether a fit is kept.
+HELD_OUT = 8
+
 
 def cosine(progress: float) -> float:
     """Returns the share of the learning rate after a share of the steps: from 1 to 0 by half a cosine."""

@@ -14,11 +14,8 @@ from attnrx.model_data import images_for
 from attnrx.model_outputs import output_kind_of
 from attnrx.models import InputValidation, evaluating, family_of
 from attnrx.progress import track
-from attnrx.realization.descent import descend_
+from attnrx.realization.descent import HELD_OUT, descend_
 from attnrx.shapes import Bool, Float, Tensor
-
-# One image in so many is not fitted to: it decides whether the fit is kept.
-HELD_OUT = 8
 
 
 @dataclass(frozen=True)

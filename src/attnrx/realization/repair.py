@@ -16,14 +16,12 @@ from attnrx.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, LowRankLinear, block_names, evaluating, family_of, require_all_tokens
 from attnrx.progress import track
-from attnrx.realization.descent import descend_
+from attnrx.realization.descent import HELD_OUT, descend_
 from attnrx.shapes import Float, Tensor
 
 # The importance of tokens is measured on so many images, and this share of it is the same for all tokens, because the
 # outputs of a class-token model do not depend on the patches of its last block, while its dense features do.
 IMPORTANCE_IMAGES, EVEN = 64, 0.1
-# One image in so many is not fitted to: it decides whether the fit of a block is kept.
-HELD_OUT = 8
 # Images of a forward pass of one block.
 CHUNK = 32
 

@@ -135,6 +135,7 @@ def _tensors_path(path: Path | str, sha256: str) -> Path:
 
 # Markers at the beginning of files that are neither JSON nor safetensors.
 CARD_KIND = "attnrx model card"
+REPORT = "attnrx report"  # the kind of a report page
 _CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content="attnrx report">'
 
 
@@ -151,7 +152,7 @@ def file_kind(path: Path | str) -> str | None:
         if start.startswith(_CARD):
             return CARD_KIND
         if _PAGE in start:
-            return "attnrx report"
+            return REPORT
         if start[8:9] == b"{":  # safetensors: eight bytes of length, then a JSON object
             with safe_open(path, "pt") as file:
                 return (file.metadata() or {}).get("kind")
