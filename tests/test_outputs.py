@@ -268,28 +268,11 @@ def test_evidence_of_another_model_is_not_shown(here: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_replaces_neither_files_of_others_nor_several_files(
-    here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_replaces_no_facts_of_others(here: SimpleNamespace) -> None:
     facts = here.root / "slim.pt2.json"
     facts.write_text("{}")
-    words = ("export", here.slim, "--to", "program", "--out", here.root / "slim.pt2")
-    done = call(*words)
+    done = call("export", here.slim, "--to", "program", "--out", here.root / "slim.pt2")
     assert done.code == 2 and str(facts) in done.err and facts.read_text() == "{}"
-    facts.unlink()
-    record(*words)
-    before = visible(here.root)
-    form = rx.exporting.Program
-    write = form.write
-
-    def in_two(self: rx.exporting.Format, program: object, path: Path, images: object) -> None:
-        write(self, program, path, images)  # type: ignore[arg-type]
-        path.with_suffix(".bin").write_bytes(b"weights")
-
-    monkeypatch.setattr(form, "write", in_two)
-    done = call(*words)
-    assert done.code == 2 and "cannot replace another one at once" in done.err
-    assert visible(here.root) == before
 
 
 def _dead_process() -> int:

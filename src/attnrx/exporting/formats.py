@@ -280,10 +280,20 @@ def _name_batch(model: Any) -> None:
 def _name_output(model: Any, name: str) -> None:
     """Renames the output of an ONNX graph, which has one."""
     (output,) = model.graph.output
-    for node in model.graph.node:
-        for names in (node.input, node.output):
-            names[:] = [name if each == output.name else each for each in names]
+    if output.name == name:
+        return
+    # torch names values by their operators, and "embedding" is one of CLIP's.
+    _rename_value(model.graph, name, f"{name}_of_operator")
+    _rename_value(model.graph, output.name, name)
     output.name = name
+
+
+def _rename_value(graph: Any, name: str, new: str) -> None:
+    for value in (*graph.initializer, *graph.value_info):
+        value.name = new if value.name == name else value.name
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [new if each == name else each for each in names]
 
 
 TRIED_ON = 32  # images on which maps are quantised by turns
