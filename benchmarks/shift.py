@@ -15,8 +15,10 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_mixed_data, add_model
 from attnrx.data import ImageSet
+from attnrx.data.labels import UNLABELLED
+from attnrx.data.mixing import Mixed
 from attnrx.realization import realize_fitted
 from attnrx.realization.repair import Repair
 
@@ -25,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser)
     add_data(parser, "training images for calibration, test images for the measurement")
+    add_mixed_data(parser)
     parser.add_argument(
         "--rules", nargs="+", required=True, help="rules of `attnrx prescribe`; ' repair=STEPS' repairs"
     )
@@ -35,7 +38,10 @@ def main() -> None:
     splits = splits_argument(original, arguments)
     tested, test_labels = stacked(splits.test.take(min(arguments.images, len(splits.test))))
     # Twice as many, of which each half of the classes has about half.
-    pool, labels = stacked(splits.train.take(min(2 * arguments.calibration_images, len(splits.train))))
+    train, mosaics = splits.train, None
+    if isinstance(train, Mixed):  # --mix-data: every image of a half of the classes is followed by one of other data
+        train, mosaics = train.own, stacked(train.others.take(arguments.calibration_images))[0]
+    pool, labels = stacked(train.take(min(2 * arguments.calibration_images, len(train))))
     # Of the classes with test images; a head may distinguish many more.
     classes = torch.tensor(sorted(set(test_labels.tolist())))
     first = classes[: len(classes) // 2]
@@ -49,7 +55,7 @@ def main() -> None:
         own, others = np.empty(len(tested)), np.empty(len(tested))
         for of_half in (True, False):
             in_half = torch.isin(labels, first) == of_half
-            images = pairs(pool[in_half][: arguments.calibration_images], labels[in_half])
+            images = pairs(pool[in_half][: arguments.calibration_images], labels[in_half], mosaics)
             model = compressed(original, rules, images, int(steps or 0))
             divergence = divergences(reference, outputs(model, tested))
             is_own = torch.isin(test_labels, first) == of_half
@@ -62,9 +68,16 @@ def stacked(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([batch.images for batch in batches]), torch.cat([batch.labels for batch in batches])
 
 
-def pairs(images: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns batches as a user may pass them instead of a dataset, normalized."""
-    return list(zip(images.split(32), labels[: len(images)].split(32), strict=True))
+def pairs(
+    images: torch.Tensor, labels: torch.Tensor, mosaics: torch.Tensor | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns batches as a user may pass them instead of a dataset, normalized; images and mosaics in turns."""
+    labels = labels[: len(images)]
+    if mosaics is not None:
+        count = min(len(images), len(mosaics))
+        images = torch.stack([images[:count], mosaics[:count]], 1).flatten(0, 1)
+        labels = torch.stack([labels[:count], torch.full((count,), UNLABELLED)], 1).flatten()
+    return list(zip(images.split(32), labels.split(32), strict=True))
 
 
 def compressed(

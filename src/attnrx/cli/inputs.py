@@ -31,7 +31,9 @@ def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits
     # read_json accepts any JSON, a list too.
     if path is not None and not isinstance(label_map, dict):
         raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
-    return rx.adapt_preprocessing(splits, model, label_map)
+    splits = rx.adapt_preprocessing(splits, model, label_map)
+    mixed = getattr(arguments, "mix_data", None)
+    return splits if mixed is None else rx.data.mix_data(splits, mixed)
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":

@@ -14,6 +14,7 @@ from attnrx.data.cluttered_digits import object_patches
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import Relabelled, fit_labels, imagenet_indices, own_classes, own_labels, require_labels
 from attnrx.data.loading import load_data
+from attnrx.data.mixing import mix_data
 from attnrx.data.pixels import Augmentation, Normalization
 from attnrx.data.sets import MemoryImages, from_tensors
 from attnrx.data.splits import Splits
@@ -36,6 +37,7 @@ __all__ = [
     "image_set",
     "imagenet_indices",
     "load_data",
+    "mix_data",
     "object_patches",
     "own_classes",
     "own_labels",

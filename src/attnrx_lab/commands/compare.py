@@ -4,7 +4,18 @@ from argparse import Namespace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, numbers, splits_argument
-from attnrx.cli.options import COUNT, SHARE, add_data, add_methods, add_model, add_out, add_running, add_split, option
+from attnrx.cli.options import (
+    COUNT,
+    SHARE,
+    add_data,
+    add_methods,
+    add_mixed_data,
+    add_model,
+    add_out,
+    add_running,
+    add_split,
+    option,
+)
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -20,6 +31,7 @@ SHARES = "0.75,0.5,0.25"  # the default of --shares where --macs is not given
 def add(parser: Parser) -> None:
     add_model(parser)
     add_data(parser, "calibration from its training images, measurement on --split")
+    add_mixed_data(parser)
     add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")
     add_split(parser, "test")
     add_running(parser, 64)

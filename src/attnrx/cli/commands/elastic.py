@@ -10,6 +10,7 @@ from attnrx.cli.options import (
     THREADS,
     add_data,
     add_device,
+    add_mixed_data,
     add_model,
     add_out,
     option,
@@ -27,6 +28,7 @@ EXAMPLE = "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet
 def add(parser: Parser) -> None:
     add_model(parser, "the model to make smaller")
     add_data(parser, "the images to plan and to verify on")
+    add_mixed_data(parser)
     budgets = parser.add_mutually_exclusive_group(required=True)
     option(budgets, "--faster", several_speeds, "speed-ups, e.g. 1.3,1.6,2, measured on this machine", metavar="TIMES")
     option(budgets, "--macs", several_shares, "shares of the MACs that stay, e.g. 0.8,0.6,0.4", metavar="SHARES")

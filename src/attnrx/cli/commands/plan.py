@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import default_device, model_argument, require_clock, splits_argument
-from attnrx.cli.options import BATCH, COUNT, ROUNDS, THREADS, TRIALS, add_data, add_model, add_out, add_running, option
+from attnrx.cli.options import (
+    BATCH,
+    COUNT,
+    ROUNDS,
+    THREADS,
+    TRIALS,
+    add_data,
+    add_mixed_data,
+    add_model,
+    add_out,
+    add_running,
+    option,
+)
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
@@ -28,6 +40,7 @@ def add(parser: Parser) -> None:
     option(parser, "--target", "TARGET", targets, required=True)
     option(parser, "--spend", ("latency", "macs", "params"), "the cost that max-drop minimizes (macs)")
     add_data(parser, "the images: training images for the plan, validation images for its predictions")
+    add_mixed_data(parser)
     add_out(parser, "the folder of plan.json and prescription.json", folder=True)
     space = parser.add_argument_group("search space")
     option(space, "--axes", "AXIS,AXIS", "qk, vo, mlp (fc1 and fc2) and tokens (all)")

@@ -14,6 +14,7 @@ from attnrx.cli.options import (
     RealNumber,
     add_data,
     add_device,
+    add_mixed_data,
     add_model,
     add_out,
     option,
@@ -34,6 +35,7 @@ def accuracy_points(text: str) -> float:
 def add(parser: Parser) -> None:
     add_model(parser, "the model to make smaller")
     add_data(parser, "the images to plan and to verify on")
+    add_mixed_data(parser)
     target = parser.add_mutually_exclusive_group(required=True)
     option(target, "--faster", SPEED, "the speed-up, e.g. 1.6, measured on this machine")
     option(target, "--macs", SHARE, "the share of the MACs that stays, e.g. 0.5")

@@ -1,0 +1,161 @@
+"""Images of other classes for calibration, beside those of a dataset: small ones as tiles of a mosaic."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from attnrx.data.images import Batch, ImageSet, Pass
+from attnrx.data.labels import UNLABELLED
+from attnrx.data.loading import load_data
+from attnrx.data.pixels import Normalization
+from attnrx.data.splits import Splits
+from attnrx.errors import DataError, InvalidInput
+from attnrx.shapes import Float, Tensor
+
+NO_LABELS = "half of these images are of other classes and have no labels, and this needs labels: omit the other data."
+
+
+def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
+    """Returns the splits with every second training image from the training images of `others`, for calibration.
+
+    What is fitted to images of few classes loses more on images of other classes (docs/results/hidden.md). `others`,
+    splits or what `load_data` takes, needs no labels. As many of its images as fit become the tiles of one image: a
+    small image that is enlarged to the input of a model is blurred, and features of photographs are not. Both datasets
+    contribute as many images as the smaller one has.
+
+    Raises:
+        DataError: The channels differ, `others` has larger images, or fewer than one mosaic.
+    """
+    if not isinstance(others, Splits):
+        others = _loaded(others, splits.image_size)
+    if others.channels != splits.channels:
+        raise DataError(
+            f"{others.name} has images of {others.channels} channel(s), {splits.name} of {splits.channels}: mix data "
+            "with the same channels."
+        )
+    tiles = splits.image_size // others.image_size
+    if not tiles:
+        raise DataError(
+            f"{others.name} has images of {others.image_size} pixels, {splits.name} of {splits.image_size}: load it "
+            f"with image_size={splits.image_size}."
+        )
+    mosaics = Mosaics(others.train.renormalized(splits.normalization), tiles, splits.image_size)
+    each = min(len(splits.train), len(mosaics))
+    if not each:
+        raise DataError(f"{others.name} has {len(others.train)} training images: give at least {tiles**2}, one mosaic.")
+    composed = f" of {tiles} x {tiles} images" if tiles > 1 else ""
+    note = f"training images: {each} of {splits.name} and {each}{composed} of {others.name}, in turns"
+    train = Mixed(splits.train.take(each), mosaics.take(each))
+    return replace(splits, train=train, notes=(*splits.notes, note))
+
+
+def _loaded(source: Path | str, size: int) -> Splits:
+    """Loads data at their own size if at least two images fit beside each other, else at this size."""
+    loaded = load_data(source)
+    return loaded if 2 * loaded.image_size <= size else load_data(source, image_size=size)
+
+
+@dataclass(frozen=True, eq=False)
+class Mosaics(ImageSet):
+    """Images of `size` x `size` pixels, each of `tiles` x `tiles` consecutive images of another set, without labels."""
+
+    source: ImageSet
+    tiles: int
+    size: int
+
+    @property
+    def has_labels(self) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return len(self.source) // self.tiles**2
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint}/{self.tiles}x{self.tiles}"
+
+    def take(self, count: int) -> ImageSet:
+        # Taken images go round the classes, so that the tiles of a mosaic are of different ones.
+        return replace(self, source=self.source.take(count * self.tiles**2))
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        return replace(self, source=self.source.part(process, processes, batch_size * self.tiles**2))
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        return replace(self, source=self.source.renormalized(normalization))
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        each = self.tiles**2
+        for batch in self.source._pass(replace(order, batch_size=order.batch_size * each)):
+            # The last batch may have images left that are no whole mosaic.
+            if count := len(batch) // each:
+                labels = torch.full_like(batch.labels[:count], UNLABELLED)
+                yield Batch(self._composed(batch.images[: count * each]), labels, batch.index[: count * each : each])
+
+    def _composed(self, images: Float[Tensor, "tiles channels _ _"]) -> Float[Tensor, "batch channels size size"]:
+        side = -(-self.size // self.tiles)  # rounded up: the last row and column are cut
+        resized = F.interpolate(images, (side, side), mode="bilinear", antialias=True)
+        grid = resized.unflatten(0, (-1, self.tiles, self.tiles)).permute(0, 3, 1, 4, 2, 5)
+        return grid.flatten(4).flatten(2, 3)[..., : self.size, : self.size]
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed(ImageSet):
+    """The images of two sets in turns, `own` first; both have as many, or `own` one more."""
+
+    own: ImageSet
+    others: ImageSet
+
+    @property
+    def has_labels(self) -> bool:
+        return False
+
+    @property
+    def label_problem(self) -> str | None:
+        return NO_LABELS
+
+    def __len__(self) -> int:
+        return len(self.own) + len(self.others)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.own.fingerprint}+{self.others.fingerprint}"
+
+    def take(self, count: int) -> ImageSet:
+        if count == 1:
+            return self.own.take(1)
+        return replace(self, own=self.own.take(count - count // 2), others=self.others.take(count // 2))
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        half = max(1, batch_size // 2)
+        return Mixed(self.own.part(process, processes, half), self.others.part(process, processes, half))
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        return Mixed(self.own.renormalized(normalization), self.others.renormalized(normalization))
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        halves = replace(order, batch_size=_half(order.batch_size))
+        own, others = self.own._pass(halves), self.others._pass(halves)
+        # A shuffled pass ends with the shorter set: all its batches are whole.
+        pairs = zip(own, others, strict=False) if order.seed is not None else zip_longest(own, others)
+        for first, second in pairs:
+            yield first if second is None else _in_turns(first, second)
+
+
+def _half(batch_size: int) -> int:
+    if batch_size % 2:
+        raise InvalidInput(f"batch_size={batch_size}: images of two datasets are taken in turns; give an even number.")
+    return batch_size // 2
+
+
+def _in_turns(first: Batch, second: Batch) -> Batch:
+    # The rank of an image within its half, twice; sorting keeps `first` before `second`.
+    ranks = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
+    order = ranks.argsort(stable=True).to(first.labels.device)
+    labels = torch.full_like(torch.cat([first.labels, second.labels]), UNLABELLED)
+    images, index = (torch.cat(pair)[order] for pair in ((first.images, second.images), (first.index, second.index)))
+    return Batch(images, labels, index)
