@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses import HaltingPrior, Loss, LossContext, MultiExit, PolicyGradient, Ponder, Task
+from attnrx.losses import HaltingPrior, KeepRatio, Loss, LossContext, MultiExit, PolicyGradient, Ponder, Task
 from attnrx.losses.halting import ponder
 from attnrx.losses.reinforcement import reinforced
 from attnrx.models import attach_tokens_, family_of, recording_blocks, reduction_of
@@ -119,6 +119,28 @@ def test_stages_begin_to_learn_one_after_another() -> None:
     PolicyGradient()(context_of(model, straight_through=False, progress=0.4)).backward()
     first, second = (stage.scores[0].weight.grad for stage in reduction.stages)  # type: ignore[union-attr, index]
     assert first is not None and second is None
+
+
+def test_a_stage_that_keeps_every_patch_has_no_share_to_learn() -> None:
+    # The numbers are those of the second stage, the only one that samples.
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    torch.manual_seed(0)
+    attach_tokens_(model, family_of(model), TokenPolicy(DynamicViT(), (2, 3), (1.0, 0.5)))
+    context = context_of(model.train(), straight_through=False)
+    reduction = reduction_of(model)
+    assert reduction is not None
+    (keep,) = reduction.run.sampled
+    assert KeepRatio()(context).item() == pytest.approx(float((keep.mean(1) - 0.5).square().mean()))
+    logits = model.eval()(context.images)
+    model.train()
+    right = [given.argmax(-1) == context.labels for given in (context.logits, logits)]
+    # Half of the patches remain at inference: an image has a reward of 1 - 0.5^2 or the penalty -1.
+    baseline = torch.where(right[1], 0.75, -1.0).double()
+    reward = torch.where(right[0], 1 - keep.mean(1).square(), -1.0)
+    context_of(model, straight_through=False)  # the pass in evaluation mode replaced the samples
+    (scores,) = reduction.run.keep_scores
+    expected = float(reinforced([scores], [keep.detach()], [(reward - baseline)[:, None].detach()]))
+    assert PolicyGradient()(context).item() == pytest.approx(expected)
 
 
 def test_exits_are_the_classifier_on_early_class_tokens() -> None:

@@ -127,7 +127,6 @@ class KeepRatio(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         reduction = sampling_reduction(self, context)
-        targets = reduction.policy.keep
         # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
         shares = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
-        return (shares - shares.new_tensor(targets[: shares.shape[1]])).square().mean()
+        return (shares - shares.new_tensor(reduction.sampled_shares)).square().mean()

@@ -59,7 +59,7 @@ class PolicyGradient(Loss):
         rewards = self._rewards(right, sampled)
         if self.baseline == "greedy":
             # At inference every image keeps the policy's share, so a constant mask gives the saving of the baseline.
-            keep = [torch.full_like(sampled[0], share) for share in reduction.policy.keep[: len(sampled)]]
+            keep = [torch.full_like(sampled[0], share) for share in reduction.sampled_shares]
             baselines = self._rewards(_inference_right(context, reduction), keep)
         else:
             baselines = [reward.mean() for reward in rewards]

@@ -38,7 +38,8 @@ class TokenRun:
     tokens added by a stage; `trail` holds those indices after each stage. `restorations` has one for
     every chunk of the batch, if features of all patches are requested. `image_keys` are hashes of the images, for
     reducers that need them. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0 for a
-    pruned one, with a gradient; `keep_scores` holds the log-probabilities from which it was sampled.
+    pruned one, with a gradient; `keep_scores` holds the log-probabilities from which it was sampled, and `drawn` the
+    stages: one that keeps every patch samples none.
     """
 
     def __init__(self):
@@ -53,6 +54,7 @@ class TokenRun:
         self.restorations: list[TokenRestoration] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
         self.keep_scores: list[KeepDrop] = []
+        self.drawn: list[int] = []
 
     def begin(self) -> None:
         self.__init__()
@@ -160,6 +162,11 @@ class TokenReduction(nn.Module):
     def draws(self) -> bool:
         """Whether stages sample the kept patches, with a gradient."""
         return self.training and self.policy.reducer.learned
+
+    @property
+    def sampled_shares(self) -> tuple[float, ...]:
+        """The share of the image's patches that the policy keeps after each stage that sampled in the last pass."""
+        return tuple(self.policy.keep[stage] for stage in self.run.drawn)
 
     @property
     def counts_sizes(self) -> bool:
@@ -393,6 +400,7 @@ class TokenReduction(nn.Module):
         keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
         run.sampled.append(keep)
         run.keep_scores.append(scores)
+        run.drawn.append(stage)
         if not self.straight_through:  # a policy gradient uses the log-probabilities instead
             keep = keep.detach()
         sampled, sizes = reducer.sampled(state, keep, scores), keep
