@@ -61,6 +61,18 @@ def test_ponder_of_a_model_counts_the_layers_of_every_patch() -> None:
     assert Ponder()(context).item() == pytest.approx(expected / (6 * 16))
 
 
+def test_halting_scores_of_a_mask_are_those_of_the_smaller_model() -> None:
+    # Before layer 2 one of the 16 patches leaves, and a fused token comes: 16 tokens as before, in other places.
+    found = []
+    for by in ("mask", "compress"):
+        model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+        policy = TokenPolicy(EViT(HaltingScores(beta=0.0)), (2, 3), (0.95, 0.5))
+        attach_tokens_(model, family_of(model), policy, by)
+        context = context_of(model.train())
+        found.append([loss(context).item() for loss in (Ponder(), HaltingPrior())])
+    assert found[0] == pytest.approx(found[1])
+
+
 def test_the_halting_prior_is_a_divergence_from_a_gaussian() -> None:
     context = context_of(reducing(HaltingScores()))
     reduction = reduction_of(context.model)

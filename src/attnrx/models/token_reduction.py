@@ -177,6 +177,11 @@ class TokenReduction(nn.Module):
         """Returns the token sizes for proportional attention; None where all sizes count as 1."""
         return self.run.sizes if self.counts_sizes else None
 
+    def keeps_places(self, block: int) -> bool:
+        """Whether the tokens after a block had every patch of the image at its place in the last pass."""
+        restored = self.run.restoration is not None and block in self._blocks_to_restore
+        return restored or self.by == "mask" or self.draws
+
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
         """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""
         return self.run.patch_indices
