@@ -8,7 +8,17 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses import HaltingPrior, KeepRatio, Loss, LossContext, MultiExit, PolicyGradient, Ponder, Task
+from attnrx.losses import (
+    HaltingPrior,
+    KeepRatio,
+    Loss,
+    LossContext,
+    MultiExit,
+    PerturbationRobustness,
+    PolicyGradient,
+    Ponder,
+    Task,
+)
 from attnrx.losses.halting import ponder
 from attnrx.losses.reinforcement import reinforced
 from attnrx.models import attach_tokens_, family_of, recording_blocks, reduction_of
@@ -169,6 +179,18 @@ def test_exits_are_the_classifier_on_early_class_tokens() -> None:
             else:
                 expected += float(nn.functional.cross_entropy(answer, context.labels)) / 2
         assert MultiExit(distilled=share)(context).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("reducer", [DynamicViT(), HaltingScores()], ids=str)
+def test_maps_under_noise_are_compared_before_tokens_leave(reducer: Reducer) -> None:
+    context = context_of(reducing(reducer))
+    other = KeepRatio() if reducer.learned else Ponder()
+    alone = other(context).item()
+    assert PerturbationRobustness(layers=(1,))(context).item() > 0
+    assert other(context).item() == alone  # it reads the tokens of the training pass
+    for layers in ((), (1, 2)):
+        with pytest.raises(NotSupported, match="at most layers=1"):
+            PerturbationRobustness(layers=layers)(context)
 
 
 def test_a_selector_by_heads_weights_their_probabilities() -> None:

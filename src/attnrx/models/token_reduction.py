@@ -164,6 +164,12 @@ class TokenReduction(nn.Module):
         return self.training and self.policy.reducer.learned
 
     @property
+    def first_layer(self) -> int:
+        """The layer (counted from 1) before which the first patch is pruned."""
+        patches = self.shape.layout.patches
+        return next(layer for layer, count in zip(self.policy.layers, self.counts, strict=True) if count < patches)
+
+    @property
     def sampled_shares(self) -> tuple[float, ...]:
         """The share of the image's patches that the policy keeps after each stage that sampled in the last pass."""
         return tuple(self.policy.keep[stage] for stage in self.run.drawn)
