@@ -50,8 +50,17 @@ class HaltingPrior(Loss):
     depth: float | None = None
     weight: float = 0.1
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.depth is not None and not 1 <= self.depth < float("inf"):
+            raise InvalidInput(f"{self}: depth is a number of layers; give 1 or more, or None for the policy's.")
+
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         scores, present = zip(*_halting(context), strict=True)
+        if self.depth is not None and self.depth > len(scores):
+            raise InvalidInput(
+                f"{self}: a patch runs through {len(scores)} layers at most; give such a depth, or None."
+            )
         shares = torch.stack([mask.mean() for mask in present])
         means = torch.stack([(score * mask).sum() for score, mask in zip(scores, present, strict=True)])
         means = means / (shares * present[0].numel())  # over the patches that each layer receives: [layers]

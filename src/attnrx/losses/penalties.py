@@ -29,8 +29,8 @@ class TargetRank(Loss):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.rank >= 1:
-            raise InvalidInput(f"{self}: an effective rank is at least 1.")
+        if not 1 <= self.rank < float("inf"):
+            raise InvalidInput(f"{self}: an effective rank is at least 1, and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         layers = family_of(context.model).attention(context.model)

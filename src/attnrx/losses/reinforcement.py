@@ -49,8 +49,8 @@ class PolicyGradient(Loss):
         for name, choices in (("credit", CREDITS), ("baseline", BASELINES)):
             if getattr(self, name) not in choices:
                 raise InvalidInput(f"{self}: choose {name} from {', '.join(choices)}.")
-        if self.penalty < 0 or self.saving < 0:
-            raise InvalidInput(f"{self}: penalty and saving may not be negative.")
+        if not (0 <= self.penalty < float("inf") and 0 <= self.saving < float("inf")):
+            raise InvalidInput(f"{self}: penalty and saving must be finite and may not be negative.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         reduction = sampling_reduction(self, context)
