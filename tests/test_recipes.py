@@ -216,6 +216,9 @@ def test_tiny_runs_need_no_data_for_any_dataset(protocol):
 def test_only_must_be_a_dataset_of_the_recipe(tmp_path: Path):
     with pytest.raises(UnknownName, match="cifar10"):
         reproduce("svda/table2", only="cifar", tiny=True, folder=tmp_path)
+    # It has a run for every method of each scenario.
+    with pytest.raises(UnknownName, match="one of cifar10_small, cluttered_digits, deit_small, vit_tiny"):
+        reproduce("spot/table2", only="nothing", tiny=True, folder=tmp_path)
 
 
 def test_printed_numbers_are_part_of_the_package():
