@@ -181,6 +181,13 @@ def test_exits_are_the_classifier_on_early_class_tokens() -> None:
         assert MultiExit(distilled=share)(context).item() == pytest.approx(expected)
 
 
+def test_a_classifier_of_pooled_patches_has_no_exits() -> None:
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32, global_pool="avg")).double()
+    attach_tokens_(model, family_of(model), TokenPolicy.staged(EViT(), 0.5, (2, 3)))
+    with pytest.raises(NotSupported, match="reads the class token alone"):
+        MultiExit()(context_of(model.train()))
+
+
 @pytest.mark.parametrize("reducer", [DynamicViT(), HaltingScores()], ids=str)
 def test_maps_under_noise_are_compared_before_tokens_leave(reducer: Reducer) -> None:
     context = context_of(reducing(reducer))
