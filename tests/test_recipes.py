@@ -203,6 +203,12 @@ def test_a_knob_that_an_experiment_lacks_is_refused_by_name(name: str, knob: str
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_of_an_original_that_is_trained_here_are_refused(tmp_path: Path):
+    with pytest.raises(InvalidInput, match="original of cifar10_small is trained here and loads none"):
+        reproduce("spot/table2", only="cifar10_small", tiny=True, folder=tmp_path, weights="w.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("protocol", load_recipe("svda/table1").protocol, ids=lambda each: each.scenario)
 def test_tiny_runs_need_no_data_for_any_dataset(protocol):
     experiment = protocol.seeded(SEED).as_tiny()
@@ -216,6 +222,9 @@ def test_tiny_runs_need_no_data_for_any_dataset(protocol):
 def test_only_must_be_a_dataset_of_the_recipe(tmp_path: Path):
     with pytest.raises(UnknownName, match="cifar10"):
         reproduce("svda/table2", only="cifar", tiny=True, folder=tmp_path)
+    # It has a run for every method of each scenario.
+    with pytest.raises(UnknownName, match="one of cifar10_small, cluttered_digits, deit_small, vit_tiny"):
+        reproduce("spot/table2", only="nothing", tiny=True, folder=tmp_path)
 
 
 def test_printed_numbers_are_part_of_the_package():

@@ -109,6 +109,7 @@ def test_a_teacher_sees_the_images_on_its_own_scale(tmp_path: Path) -> None:
         lambda: Task(label_smoothing=1.0),
         lambda: Task(weight=0.0),
         lambda: TargetRank(0.5),
+        lambda: TargetRank(float("inf")),
         lambda: PerturbationRobustness(scale=-1.0),
         lambda: Distillation("teacher", temperature=float("nan")),
         lambda: FeatureDistillation("teacher", last=0),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import cases
-from attnrx.api import realize
+from attnrx.api import diagnose, prescribe, realize
 from attnrx.costs import count_params
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.losses import LossContext
@@ -129,6 +129,11 @@ def test_baselines_fit_their_budget(kind: str, monkeypatch: pytest.MonkeyPatch) 
 def test_what_has_no_gates_is_refused() -> None:
     with pytest.raises(NotSupported, match="plain dot products"):
         GatedModel(cases.model(cases.CONFIGS["svda"]), "vtp")
+    model = cases.model(CONFIG)
+    for rules in ("qk=total_rank:0.4", "vo=total_rank:0.4"):  # five of twelve, for three heads
+        smaller = realize(model, prescribe(diagnose(model, pixels(CONFIG, 8)), rules))
+        with pytest.raises(NotSupported, match="heads of equal sizes, and those of layer 1 have"):
+            GatedModel(smaller, "vtp")
     with pytest.raises(UnknownName, match="wdpruning"):
         wrapped("wdprune")
     with pytest.raises(NotSupported, match="wrap it in GatedModel"):

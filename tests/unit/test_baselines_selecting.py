@@ -161,5 +161,8 @@ def test_the_schedule_of_diffrate_fits_its_share_and_follows_the_gradient(monkey
     assert parse_policy(str(policy)) == policy and own.costs(1.0).macs == before
     learned, uniform = own._learned(share), own._uniform(share)
     assert learned[0] != pytest.approx(uniform)
+    # A uniform schedule would leave the last layer with half a patch, and every stage keeps one.
+    assert own._uniform(0.61) ** 2 * 16 < 1 and own.least < 0.61  # type: ignore[operator]
+    assert own.costs(0.61).macs <= 0.61 * before
     with pytest.raises(NotSupported, match="class token"):
         DiffRateBaseline(cases.model(cases.CONFIGS["dense"]), images)

@@ -8,7 +8,17 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses import HaltingPrior, Loss, LossContext, MultiExit, PolicyGradient, Ponder, Task
+from attnrx.losses import (
+    HaltingPrior,
+    KeepRatio,
+    Loss,
+    LossContext,
+    MultiExit,
+    PerturbationRobustness,
+    PolicyGradient,
+    Ponder,
+    Task,
+)
 from attnrx.losses.halting import ponder
 from attnrx.losses.reinforcement import reinforced
 from attnrx.models import attach_tokens_, family_of, recording_blocks, reduction_of
@@ -59,6 +69,18 @@ def test_ponder_of_a_model_counts_the_layers_of_every_patch() -> None:
             before += [scores[1][image][eight.index(patch)]] if patch in four else []
             expected += 1 + len(before) + 1 - sum(before)
     assert Ponder()(context).item() == pytest.approx(expected / (6 * 16))
+
+
+def test_halting_scores_of_a_mask_are_those_of_the_smaller_model() -> None:
+    # Before layer 2 one of the 16 patches leaves, and a fused token comes: 16 tokens as before, in other places.
+    found = []
+    for by in ("mask", "compress"):
+        model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+        policy = TokenPolicy(EViT(HaltingScores(beta=0.0)), (2, 3), (0.95, 0.5))
+        attach_tokens_(model, family_of(model), policy, by)
+        context = context_of(model.train())
+        found.append([loss(context).item() for loss in (Ponder(), HaltingPrior())])
+    assert found[0] == pytest.approx(found[1])
 
 
 def test_the_halting_prior_is_a_divergence_from_a_gaussian() -> None:
@@ -121,6 +143,28 @@ def test_stages_begin_to_learn_one_after_another() -> None:
     assert first is not None and second is None
 
 
+def test_a_stage_that_keeps_every_patch_has_no_share_to_learn() -> None:
+    # The numbers are those of the second stage, the only one that samples.
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    torch.manual_seed(0)
+    attach_tokens_(model, family_of(model), TokenPolicy(DynamicViT(), (2, 3), (1.0, 0.5)))
+    context = context_of(model.train(), straight_through=False)
+    reduction = reduction_of(model)
+    assert reduction is not None
+    (keep,) = reduction.run.sampled
+    assert KeepRatio()(context).item() == pytest.approx(float((keep.mean(1) - 0.5).square().mean()))
+    logits = model.eval()(context.images)
+    model.train()
+    right = [given.argmax(-1) == context.labels for given in (context.logits, logits)]
+    # Half of the patches remain at inference: an image has a reward of 1 - 0.5^2 or the penalty -1.
+    baseline = torch.where(right[1], 0.75, -1.0).double()
+    reward = torch.where(right[0], 1 - keep.mean(1).square(), -1.0)
+    context_of(model, straight_through=False)  # the pass in evaluation mode replaced the samples
+    (scores,) = reduction.run.keep_scores
+    expected = float(reinforced([scores], [keep.detach()], [(reward - baseline)[:, None].detach()]))
+    assert PolicyGradient()(context).item() == pytest.approx(expected)
+
+
 def test_exits_are_the_classifier_on_early_class_tokens() -> None:
     model = reducing(EViT())
     context = context_of(model)
@@ -135,6 +179,25 @@ def test_exits_are_the_classifier_on_early_class_tokens() -> None:
             else:
                 expected += float(nn.functional.cross_entropy(answer, context.labels)) / 2
         assert MultiExit(distilled=share)(context).item() == pytest.approx(expected)
+
+
+def test_a_classifier_of_pooled_patches_has_no_exits() -> None:
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32, global_pool="avg")).double()
+    attach_tokens_(model, family_of(model), TokenPolicy.staged(EViT(), 0.5, (2, 3)))
+    with pytest.raises(NotSupported, match="reads the class token alone"):
+        MultiExit()(context_of(model.train()))
+
+
+@pytest.mark.parametrize("reducer", [DynamicViT(), HaltingScores()], ids=str)
+def test_maps_under_noise_are_compared_before_tokens_leave(reducer: Reducer) -> None:
+    context = context_of(reducing(reducer))
+    other = KeepRatio() if reducer.learned else Ponder()
+    alone = other(context).item()
+    assert PerturbationRobustness(layers=(1,))(context).item() > 0
+    assert other(context).item() == alone  # it reads the tokens of the training pass
+    for layers in ((), (1, 2)):
+        with pytest.raises(NotSupported, match="at most layers=1"):
+            PerturbationRobustness(layers=layers)(context)
 
 
 def test_a_selector_by_heads_weights_their_probabilities() -> None:
@@ -165,6 +228,10 @@ def test_a_head_scores_its_own_share_of_the_features() -> None:
         (lambda: PolicyGradient(credit="token"), "choose credit"),
         (lambda: PolicyGradient(baseline="none"), "choose baseline"),
         (lambda: PolicyGradient(saving=-1.0), "negative"),
+        (lambda: PolicyGradient(penalty=float("nan")), "finite"),
+        (lambda: HaltingPrior(depth=float("nan")), "number of layers"),
+        (lambda: HaltingPrior(depth=0.0), "number of layers"),
+        (lambda: HaltingPrior(depth=3.5)(context_of(reducing(HaltingScores()))), "3 layers at most"),
         (lambda: MultiExit(distilled=1.5), "a share"),
     ],
 )

@@ -127,6 +127,10 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
         ("spot(means=true):0.7@4", "did you mean 'mean'"),
         ("class_attention(seed=1):0.7@4", "class_attention has no knobs"),
         ("spot:0.7@4;7", "cannot be read"),
+        ("ward:0.7<50%@4", "a threshold is a cost"),
+        ("ward:0.7<-1@4", "finite costs"),
+        # Larger than any float, so infinite: a saved model could not be read again.
+        ("ward:0.7<1e400@4", "finite costs"),
         ("tome:0.7@every", "give one number before @every"),
         ("tome:0@every", "give one number before @every"),
         ("tome:13/26@every", "give one number before @every"),

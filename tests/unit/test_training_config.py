@@ -46,6 +46,8 @@ def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
         ("layer_decay", 1.1),
         ("joining", 1.0),
         ("checkpoint_every", 0),
+        ("weight_decay", float("inf")),
+        ("strength_learning_rate", float("inf")),
     ],
 )
 def test_an_impossible_knob_is_refused_by_name(name: str, value: object) -> None:

@@ -104,8 +104,9 @@ def test_the_command_trains_the_model_that_it_loaded(name: str, tmp_path: Path, 
 
 def test_a_dense_model_has_no_strength_to_set(tmp_path: Path) -> None:
     dense = VisionTransformer(replace(MODEL, attention=CONFIGS["dense"].attention))
-    with pytest.raises(NotSupported, match="strength_init"):
-        train(dense, splits(), config(strength_init=2.0), tmp_path)
+    for name in ("strength_init", "strength_decay", "strength_learning_rate"):
+        with pytest.raises(NotSupported, match=f"^{name}: given"):
+            train(dense, splits(), config(**{"strength_decay": 0.0, name: 2.0}), tmp_path)
 
 
 def test_strength_init_sets_every_strength(tmp_path: Path) -> None:

@@ -36,9 +36,11 @@ class MultiExit(Loss):
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         model, family = context.model, family_of(context.model)
         reduction, layout = reduction_of(model), family.token_layout(model)
-        if reduction is None or not layout.class_token or not family.heads(model):
+        # A classifier of pooled patches was never trained to read a class token.
+        if reduction is None or not layout.class_token or layout.pooled != "class" or not family.heads(model):
             raise NotSupported(
-                "MultiExit needs a token policy, a class token and a classifier; this model lacks one of them."
+                "MultiExit needs a token policy, and a classifier that reads the class token alone; this model lacks "
+                "one of them."
             )
         norm, classifier = family.pooled_norm(model), family.heads(model)[0]
         target = context.logits.detach().log_softmax(-1)

@@ -50,8 +50,17 @@ class HaltingPrior(Loss):
     depth: float | None = None
     weight: float = 0.1
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.depth is not None and not 1 <= self.depth < float("inf"):
+            raise InvalidInput(f"{self}: depth is a number of layers; give 1 or more, or None for the policy's.")
+
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         scores, present = zip(*_halting(context), strict=True)
+        if self.depth is not None and self.depth > len(scores):
+            raise InvalidInput(
+                f"{self}: a patch runs through {len(scores)} layers at most; give such a depth, or None."
+            )
         shares = torch.stack([mask.mean() for mask in present])
         means = torch.stack([(score * mask).sum() for score, mask in zip(scores, present, strict=True)])
         means = means / (shares * present[0].numel())  # over the patches that each layer receives: [layers]
@@ -87,15 +96,16 @@ def _halting(context: LossContext) -> Iterator[tuple[Scores, Scores]]:
         raise NotSupported("this loss trains the token reducer halting_scores; attach a policy with it, or omit it.")
     prefix, patches = reduction.shape.layout.prefix, reduction.shape.layout.patches
     # Scores are returned per patch of the image, because N and r are sums over layers with different tokens.
-    for number, tokens in enumerate(context.features, 1):
+    for block, tokens in enumerate(context.features):
         scores = scores_of.layer_score(tokens)[:, prefix:]
-        stages = sum(layer <= number for layer in reduction.policy.layers)
+        stages = sum(layer <= block + 1 for layer in reduction.policy.layers)
         if not stages:
             yield scores, torch.ones_like(scores)
             continue
         # The patches that remained after the last stage before this layer, in the order of its tokens.
         indices = reduction.run.trail[stages - 1]
-        if scores.shape[1] == patches:  # restored to all patches, or masked
+        # Not by their number: the kept patches and a fused token can be as many as all patches.
+        if reduction.keeps_places(block):
             scores = scores.gather(1, indices.clamp_min(0))
         # One more column collects added tokens (-1), and is cut off.
         target = indices.where(indices >= 0, patches)

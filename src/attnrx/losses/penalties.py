@@ -1,5 +1,6 @@
 """Penalties on the attention, the strengths and the tokens of the model in training."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from attnrx.decompositions import ownership_penalty
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.losses.loss import Loss, LossContext, sampling_reduction
-from attnrx.models import family_of, observing
+from attnrx.models import family_of, observing, reduction_of
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 
@@ -28,8 +29,8 @@ class TargetRank(Loss):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.rank >= 1:
-            raise InvalidInput(f"{self}: an effective rank is at least 1.")
+        if not 1 <= self.rank < float("inf"):
+            raise InvalidInput(f"{self}: an effective rank is at least 1, and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         layers = family_of(context.model).attention(context.model)
@@ -52,7 +53,8 @@ class PerturbationRobustness(Loss):
 
     Averaged over images, heads and layers: all, or those that a diagnosis singled out (`layers`, the first is 1).
     `scale` is the standard deviation of the noise in normalized units. Images and noisy images pass once more, through
-    the eager attention, so a step costs about three times as much.
+    the eager attention, so a step costs about three times as much. With a token policy the layers must lie before its
+    first stage, because after it an image and its noisy copy may have different patches.
     """
 
     scale: float = 0.05
@@ -68,6 +70,13 @@ class PerturbationRobustness(Loss):
         changes: list[Tensor] = []
         family = family_of(context.model)
         indices = _chosen(self, self.layers, len(family.attention(context.model)))
+        reduction = reduction_of(context.model)
+        if reduction is not None and reduction.policy.drops and max(indices) + 1 >= reduction.first_layer:
+            before = "/".join(map(str, range(1, reduction.first_layer)))
+            raise NotSupported(
+                f"{self}: from layer {reduction.first_layer} on, {reduction.policy} gives an image and its noisy copy "
+                f"different patches, whose maps cannot be compared; give layers before it, at most layers={before}."
+            )
 
         def observe(layer: int, observation: Observation) -> None:
             if layer not in indices:
@@ -78,7 +87,9 @@ class PerturbationRobustness(Loss):
 
         # One pass of both halves, so that each layer's hook has the clean and the noisy maps at the same time.
         images = torch.cat([context.images, context.images + self.scale * context.noise()])
-        with observing(context.model, family, observe):
+        # In a run of its own: other losses still need the masks and scores of the training pass.
+        separate = nullcontext() if reduction is None else reduction.separate_run()
+        with separate, observing(context.model, family, observe):
             context.model.forward(images)  # the bare module, in which the hooks see every layer
         if not changes:
             raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
@@ -127,7 +138,6 @@ class KeepRatio(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         reduction = sampling_reduction(self, context)
-        targets = reduction.policy.keep
         # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
         shares = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
-        return (shares - shares.new_tensor(targets[: shares.shape[1]])).square().mean()
+        return (shares - shares.new_tensor(reduction.sampled_shares)).square().mean()

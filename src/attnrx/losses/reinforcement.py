@@ -49,8 +49,8 @@ class PolicyGradient(Loss):
         for name, choices in (("credit", CREDITS), ("baseline", BASELINES)):
             if getattr(self, name) not in choices:
                 raise InvalidInput(f"{self}: choose {name} from {', '.join(choices)}.")
-        if self.penalty < 0 or self.saving < 0:
-            raise InvalidInput(f"{self}: penalty and saving may not be negative.")
+        if not (0 <= self.penalty < float("inf") and 0 <= self.saving < float("inf")):
+            raise InvalidInput(f"{self}: penalty and saving must be finite and may not be negative.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         reduction = sampling_reduction(self, context)
@@ -59,7 +59,7 @@ class PolicyGradient(Loss):
         rewards = self._rewards(right, sampled)
         if self.baseline == "greedy":
             # At inference every image keeps the policy's share, so a constant mask gives the saving of the baseline.
-            keep = [torch.full_like(sampled[0], share) for share in reduction.policy.keep[: len(sampled)]]
+            keep = [torch.full_like(sampled[0], share) for share in reduction.sampled_shares]
             baselines = self._rewards(_inference_right(context, reduction), keep)
         else:
             baselines = [reward.mean() for reward in rewards]

@@ -38,7 +38,8 @@ class TokenRun:
     tokens added by a stage; `trail` holds those indices after each stage. `restorations` has one for
     every chunk of the batch, if features of all patches are requested. `image_keys` are hashes of the images, for
     reducers that need them. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0 for a
-    pruned one, with a gradient; `keep_scores` holds the log-probabilities from which it was sampled.
+    pruned one, with a gradient; `keep_scores` holds the log-probabilities from which it was sampled, and `drawn` the
+    stages: one that keeps every patch samples none.
     """
 
     def __init__(self):
@@ -53,6 +54,7 @@ class TokenRun:
         self.restorations: list[TokenRestoration] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
         self.keep_scores: list[KeepDrop] = []
+        self.drawn: list[int] = []
 
     def begin(self) -> None:
         self.__init__()
@@ -162,6 +164,17 @@ class TokenReduction(nn.Module):
         return self.training and self.policy.reducer.learned
 
     @property
+    def first_layer(self) -> int:
+        """The layer (counted from 1) before which the first patch is pruned."""
+        patches = self.shape.layout.patches
+        return next(layer for layer, count in zip(self.policy.layers, self.counts, strict=True) if count < patches)
+
+    @property
+    def sampled_shares(self) -> tuple[float, ...]:
+        """The share of the image's patches that the policy keeps after each stage that sampled in the last pass."""
+        return tuple(self.policy.keep[stage] for stage in self.run.drawn)
+
+    @property
     def counts_sizes(self) -> bool:
         """Whether attention needs the sizes of the tokens."""
         return self.by == "mask" or self.policy.reducer.proportional or self.draws
@@ -169,6 +182,11 @@ class TokenReduction(nn.Module):
     def sizes(self) -> Float[Tensor, "batch tokens"] | None:
         """Returns the token sizes for proportional attention; None where all sizes count as 1."""
         return self.run.sizes if self.counts_sizes else None
+
+    def keeps_places(self, block: int) -> bool:
+        """Whether the tokens after a block had every patch of the image at its place in the last pass."""
+        restored = self.run.restoration is not None and block in self._blocks_to_restore
+        return restored or self.by == "mask" or self.draws
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
         """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""
@@ -393,6 +411,7 @@ class TokenReduction(nn.Module):
         keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
         run.sampled.append(keep)
         run.keep_scores.append(scores)
+        run.drawn.append(stage)
         if not self.straight_through:  # a policy gradient uses the log-probabilities instead
             keep = keep.detach()
         sampled, sizes = reducer.sampled(state, keep, scores), keep

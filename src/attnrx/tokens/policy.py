@@ -63,11 +63,7 @@ class TokenPolicy:
                 f"{self.reducer} has no cost by which every image could have its own number of tokens; use ward, or a "
                 "policy of fixed numbers, e.g. tome:0.7@4,7,10."
             )
-        if self.thresholds and (not self.by_image or len(self.thresholds) != len(self.layers)):
-            raise InvalidInput(
-                f"{len(self.thresholds)} thresholds for {len(self.layers)} stages of a policy "
-                f"{'by image' if self.by_image else 'of fixed numbers'}: give one for each stage, by image."
-            )
+        self._require_thresholds()
         if self.num_pruned is not None and not self.layers and not self.keep:  # as in text, before `on`
             return
         if not self.layers or len(self.layers) != len(self.keep):
@@ -82,6 +78,18 @@ class TokenPolicy:
         if any(not 0 < ratio <= 1 for ratio in self.keep) or list(self.keep) != sorted(self.keep, reverse=True):
             raise InvalidInput(
                 f"keep={self.keep}: the shares of patches after each stage must lie in (0, 1] and not increase."
+            )
+
+    def _require_thresholds(self) -> None:
+        if self.thresholds and (not self.by_image or len(self.thresholds) != len(self.layers)):
+            raise InvalidInput(
+                f"{len(self.thresholds)} thresholds for {len(self.layers)} stages of a policy "
+                f"{'by image' if self.by_image else 'of fixed numbers'}: give one for each stage, by image."
+            )
+        # Files hold no infinite numbers, so a model with one could be saved but not loaded.
+        if any(not 0 <= cost < math.inf for cost in self.thresholds):
+            raise InvalidInput(
+                f"thresholds of {self.thresholds}: a stage merges what costs less; give finite costs of 0 or more."
             )
 
     @classmethod
@@ -235,7 +243,10 @@ class PolicyReader(KnobReader):
         """Reads a keep ratio; appends the threshold after it, if there is one."""
         ratio = self.read_ratio()
         if self.take("<"):
-            thresholds.append(float(self.expect("number", "the cost of a merge, e.g. 6.2").text))
+            cost = self.expect("number", "the cost of a merge, e.g. 6.2")
+            if cost.text.endswith("%"):
+                raise self.problem(cost.start, f"{cost.text} is a share, and a threshold is a cost, e.g. 6.2")
+            thresholds.append(float(cost.text))
         return ratio
 
     def read_every(self, reducer: Reducer, number: Token, given: int) -> TokenPolicy:

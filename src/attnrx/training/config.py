@@ -156,7 +156,7 @@ class TrainingConfig:
         for name in ("epochs", "batch_size", "accumulate", "learning_rate", "checkpoint_every"):
             self._require(name, 0 < getattr(self, name) < float("inf"), "must be positive and finite")
         for name in ("weight_decay", "strength_decay", "strength_learning_rate", "predictor_learning_rate", "seed"):
-            self._require(name, getattr(self, name) >= 0, "may not be negative")
+            self._require(name, 0 <= getattr(self, name) < float("inf"), "must be finite and may not be negative")
         positive = all(0 < value < float("inf") for value in self.temperatures)
         self._require("temperatures", positive, "are two positive numbers, at the first step and at the last")
         for name in ("min_learning_rate", "warmup_learning_rate"):

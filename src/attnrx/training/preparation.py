@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 NEVER = 2**62  # a step that no run reaches
+STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the settings of learned strengths
 ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
 
 
@@ -204,10 +205,12 @@ def prepare(  # noqa: PLR0913  (a learner has as many parts)
 
     `model` is the `target` itself, or a copy whose weights will be sharded.
     """
+    strengths = strengths_of(model)
+    # An option without effect is an error, because the user expects one.
+    given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]
+    if given and not strengths:
+        raise NotSupported(f"{', '.join(given)}: given, but this model has no learned strengths; omit it.")
     if config.strength_init is not None:
-        strengths = strengths_of(model)
-        if not strengths:
-            raise NotSupported("strength_init was given, but this model has no learned strengths; omit it.")
         for strength in strengths:
             nn.init.constant_(strength, config.strength_init)
     if config.nonnegative_fusion:

@@ -139,7 +139,8 @@ class DiffRateBaseline(SearchedBaseline):
         model, uniform = copy.deepcopy(self.model).eval().requires_grad_(False), self._uniform(share)
         if uniform is None:
             raise _unreachable(share)
-        shares = tuple(uniform**stage for stage in range(1, self.depth))
+        # With the least shares of `_policy`: a late stage of a reachable schedule may be left with less than one patch.
+        shares = self._policy([uniform**stage for stage in range(1, self.depth)]).keep
         searched = TokenPolicy(DTPS(RatedByAttention()), self._layers, shares)
         reduction = attach_tokens_(model, self.family, searched)
         reduction.train().requires_grad_()  # a reduction in training samples; the model itself does not train

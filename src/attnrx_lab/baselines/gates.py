@@ -97,7 +97,8 @@ class GatedModel(nn.Module):
     """A model with gates: queries, head outputs and hidden units are multiplied by them, in the weights that read them.
 
     Raises:
-        NotSupported: A layer has other scores than plain dot products, or no MLP of two linear maps.
+        NotSupported: A layer has other scores than plain dot products, heads of different sizes, or no MLP of two
+            linear maps.
     """
 
     def __init__(self, model: nn.Module, kind: str):
@@ -106,6 +107,14 @@ class GatedModel(nn.Module):
         plain = all(attention.spec.is_plain for attention in family.attention(model))
         if not plain or not family.mlp(model) or not family.has_plain_units(model):
             raise NotSupported("gates need plain dot products and an MLP of two linear maps in every layer.")
+        for layer, attention in enumerate(family.attention(model), 1):
+            # `prescribe_gates` divides the units among the heads in equal parts.
+            ranks, sizes = attention.spec.ranks, attention.spec.reads
+            if len({*ranks}) > 1 or len({*sizes}) > 1:
+                raise NotSupported(
+                    f"gates need heads of equal sizes, and those of layer {layer} have {_listed(ranks)} directions and "
+                    f"{_listed(sizes)} value dimensions; give the model before its ranks were reduced."
+                )
         self.model = model
         self.gates = UnitGates(model, kind).to(next(model.parameters()))
 
@@ -283,6 +292,10 @@ def _value_decision(keep: Bool[Tensor, "heads d"], importance: Float[Tensor, "he
 def _at_least_one(scores: Float[Tensor, "groups units"], threshold: float) -> Bool[Tensor, "groups units"]:
     largest = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.argmax(1, keepdim=True), True)
     return (scores >= threshold) | largest
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return "/".join(map(str, sizes))
 
 
 def _ranks(norms: Float[Tensor, "units"]) -> Float[Tensor, "units"]:

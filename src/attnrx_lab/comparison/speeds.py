@@ -13,9 +13,10 @@ from torch import nn
 
 from attnrx.api import diagnose
 from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
-from attnrx.data import Normalization, from_tensors
+from attnrx.data import from_tensors
 from attnrx.errors import InvalidInput
 from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
+from attnrx.model_data import normalization_of
 from attnrx.models import family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.config import to_dict
@@ -126,8 +127,8 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     channels, height, width = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
-    # Without the statistics of a dataset: the pixels only have to be on a usual scale.
-    noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), Normalization.half(channels))
+    # On the model's scale: `diagnose` warns of another one, and no user could change it.
+    noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
     diagnosis = diagnose(model, noise, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images, on_noise=True)
 

@@ -119,7 +119,14 @@ class Experiment(ABC):
                 f"{requested}: the {self.kind} experiment of {self.scenario} has no such knob; it has "
                 f"{', '.join(self.knobs)}. Leave {', '.join(unknown_knobs)} out."
             )
-        return replace(self, **changes)  # type: ignore[type-var]
+        changed = replace(self, **changes)  # type: ignore[type-var]
+        weights = changes.get("weights")
+        if weights is not None and getattr(changed, "model", None) is None:
+            raise InvalidInput(
+                f"weights={weights!r}: the original of {self.scenario} is trained here and loads none; leave weights "
+                "out, give the model that they belong to, or ask only for scenarios with a pre-trained model."
+            )
+        return changed
 
     def deviations(self, protocol: "Experiment") -> list[str]:
         """Returns the differences from the protocol, for readers of the table."""

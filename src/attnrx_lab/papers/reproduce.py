@@ -73,7 +73,7 @@ def reproduce(
 
 
 def _chosen(recipe: Recipe, only: str | Sequence[str] | None) -> list[Any]:
-    scenarios = [protocol.scenario for protocol in recipe.protocol]
+    scenarios = list(dict.fromkeys(protocol.scenario for protocol in recipe.protocol))  # one may have several runs
     requested = (only,) if isinstance(only, str) else only or scenarios
     for scenario in requested:
         if scenario not in scenarios:
