@@ -150,6 +150,20 @@ def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> Non
         rx.plan(vit, diagnosis, "max-drop=1pt", IMAGES, IMAGES)
 
 
+def test_a_single_image_without_a_label_is_refused() -> None:
+    vit = model()
+    slim = rx.realize(vit, rx.prescribe(rx.diagnose(vit, IMAGES), "total_rank:0.5"))
+    labels: list[int | None] = LABELS.tolist()
+    labels[5] = None
+    mixed = Items(lambda row: (IMAGES[row], labels[row]))
+    for check in (rx.checks.Accuracy(), rx.checks.Calibration(), rx.checks.PatchProbe()):
+        with pytest.raises(DataError, match="1 of 13 images have no label"):
+            rx.verify(slim, vit, mixed, checks=(check,))
+    with pytest.raises(DataError, match="have no label"):
+        rx.shrink(vit, mixed, macs=0.9)
+    assert rx.verify(slim, vit, mixed, checks=(rx.checks.Fidelity(),)).findings, "which reads no label"
+
+
 def test_few_images_of_a_sorted_dataset_are_of_all_classes() -> None:
     labels = torch.arange(12) // 4
     sorted_by_class = TensorDataset(IMAGES[:12], labels)

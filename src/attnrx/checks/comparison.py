@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.checks.statistics import Estimate
-from attnrx.data import ImageSet
+from attnrx.data import ImageSet, require_labelled
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
 from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
@@ -30,6 +30,8 @@ class Predictions:
         return len(self.labels)
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
+        # Here and not for every comparison: other checks read no labels.
+        require_labelled(self.labels)
         return self.kind.labels(self.decisions(role), self.labels) == self.labels
 
     def decisions(self, role: str) -> Int[Tensor, "images"]:

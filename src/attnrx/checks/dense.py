@@ -11,6 +11,7 @@ from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import mean_change, mean_estimate, mean_share
+from attnrx.data import require_labelled
 from attnrx.errors import DataError
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
@@ -120,6 +121,7 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
     """
     batches = list(comparison.data.batches(comparison.batch_size, device=comparison.device))
     images, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels"))
+    require_labelled(labels)
     half, generator = len(images) // 2, torch.Generator().manual_seed(comparison.seed)
     if half < 4:
         raise DataError(f"{len(images)} images for a probe on mosaics of four: give at least 8.")

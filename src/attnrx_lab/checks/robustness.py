@@ -11,7 +11,7 @@ from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, answer
 from attnrx.checks.statistics import mcnemar, mean_change, paired_change, proportion
-from attnrx.data import Normalization
+from attnrx.data import Normalization, require_labelled
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
@@ -125,6 +125,7 @@ def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) 
                     "otherwise. Use data.renormalized(...) first."
                 )
             images = normalization.apply(CORRUPTIONS[way[0]](pixels.clamp(0, 1), way[1], generator))
+            require_labelled(batch.labels)
             classes[LABELS].append(batch.labels.cpu())
             for role, model in models.items():
                 classes[role].append(decisions(answer(model, images)).cpu())

@@ -12,7 +12,7 @@ from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import mean_change, mean_share
-from attnrx.data import ImageSet, own_labels
+from attnrx.data import ImageSet, own_labels, require_labelled
 from attnrx.data.images import generator
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Finding
@@ -164,6 +164,7 @@ def _features(role: str, model: nn.Module, images: ImageSet, comparison: Compari
             rows.append(head_features(model, heads, batch.images.to(dtype)))
             labels.append(batch.labels)
             index.append(batch.index)
+    require_labelled(torch.cat(labels))
     features = torch.cat(rows).float()  # heads are trained in float32, also on features of a model in bfloat16
     if not bool(torch.isfinite(features).all()):
         raise InvalidInput(f"the {role} gives features that are NaN or infinite; check its weights and the data.")

@@ -20,7 +20,7 @@ from attnrx.checks.statistics import (
     proportion,
     sign_flip_test,
 )
-from attnrx.data import require_labels
+from attnrx.data import require_labelled, require_labels
 from attnrx.errors import InvalidInput
 from attnrx.model_outputs import Logits, output_kind_of
 from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
@@ -257,7 +257,8 @@ def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "image
             # float64: the divergence of nearly equal models is a small difference of logarithms.
             logits.append(answer(model, batch.images).double().cpu())
             labels.append(batch.labels.cpu())
-    return torch.cat(logits), torch.cat(labels)
+    require_labelled(numbers := torch.cat(labels))
+    return torch.cat(logits), numbers
 
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
