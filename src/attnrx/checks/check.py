@@ -1,5 +1,6 @@
 """The base class of checks, which map a comparison to findings, and their text form."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -34,8 +35,9 @@ class Check(ABC):
     def __post_init__(self):
         for knob, kind in knobs_of(type(self)).items():
             value, least = getattr(self, knob), 1 if kind is int else 0  # counts, else shares and limits
-            if isinstance(value, int | float) and not value >= least:
-                raise InvalidInput(f"{self.name}({knob}={value}): give {least} or more.")
+            # Not infinity: JSON has none, so that evidence with such a limit could not be read again.
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                raise InvalidInput(f"{self.name}({knob}={value}): give a number, {least} or more.")
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

@@ -52,6 +52,7 @@ class Robustness(Check):
     most_drop: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.corruptions or not self.severities or (self.images is not None and self.images < 1):
             raise InvalidInput(
                 f"Robustness(corruptions={self.corruptions}, severities={self.severities}, images={self.images}): "

@@ -52,6 +52,7 @@ class Transfer(Check):
     most_drop: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         least = min(self.epochs, self.classes - 1, 1 if self.per_class is None else self.per_class)
         if least < 1 or self.learning_rate <= 0 or not self.seeds or min(self.seeds) < 0:
             raise InvalidInput(
