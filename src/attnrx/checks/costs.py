@@ -62,7 +62,7 @@ class Costs(Check):
             "quantity": "MACs",
             "reference": reference,
             "candidate": round(float(macs.mean())),
-            "standard_deviation": round(float(macs.std())),
+            "standard_deviation": round(float(macs.std())) if len(macs) > 1 else None,
             "least": int(macs.min()),
             "most": int(macs.max()),
             "images": len(macs),
