@@ -16,6 +16,8 @@ import cases
 from attnrx.data import Batch, ImageSet, image_set
 from attnrx.errors import AttnrxError, DataError, InvalidInput
 from attnrx.model_data import images_for, splits_for
+from attnrx_lab.checks import Transfer
+from attnrx_lab.comparison import Method, MethodBench, compare_methods
 
 COUNT = 13
 CONFIG = cases.CONFIGS["dense"]
@@ -180,6 +182,37 @@ def test_other_samplers_decide_for_themselves() -> None:
     sampler = WeightedRandomSampler([1.0] + [0.0] * (COUNT - 1), 7)
     found = whole(images_for(model(), DataLoader(TensorDataset(IMAGES, LABELS), batch_size=3, sampler=sampler)))
     assert len(found) == 7 and (found.images == found.images[0]).all()
+
+
+class Shuffled(Stream):
+    """A dataset without an index that yields another order in every pass."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(self.passes)).tolist()
+        yield from (pair(row) for row in order)
+
+
+@pytest.mark.parametrize("form", [Shuffled, lambda: DataLoader(Shuffled(), batch_size=4)])
+def test_answers_of_several_passes_in_other_orders_are_not_paired(form: Callable[[], Any]) -> None:
+    vit = model()
+    diagnosis = rx.diagnose(vit, IMAGES)
+    prescription = rx.prescribe(diagnosis, "total_rank:0.5")
+    slim, data = rx.realize(vit, prescription), form()
+    assert rx.verify(slim, vit, data, checks=(rx.checks.Accuracy(), rx.checks.Fidelity())).findings, "of one pass"
+    controls = rx.control_prescriptions(diagnosis, prescription, draws=1)
+    of_several_passes = (
+        rx.checks.Controls(controls, lambda drawn: rx.realize(vit, drawn)),
+        Transfer(image_set((IMAGES, LABELS)), 3, seeds=(0,), epochs=1),
+    )
+    for check in of_several_passes:
+        with pytest.raises(DataError, match="another order, when it was read again"):
+            rx.verify(slim, vit, data, checks=(check,))
+    bench = MethodBench(vit, diagnosis, image_set(IMAGES), images_for(vit, data))
+    with pytest.raises(DataError, match="another order, when it was read again"):
+        compare_methods(bench, [Method.parse("half=total_rank:{share}")], (0.5,))
 
 
 def test_a_model_is_trained_on_a_loader(tmp_path: Path) -> None:

@@ -155,6 +155,20 @@ def _require_valid(role: str, outputs: Tensor, labels: Tensor | None, kind: Outp
         )
 
 
+def require_same_order(first: Int[Tensor, "images"], again: Int[Tensor, "again"]) -> None:
+    """Raises DataError where a second pass had other images than the first, by the labels of both.
+
+    A user's iterable, or the sampler of a loader, may draw a new order in every pass; outputs of models that ran in
+    different passes would then be paired with those of other images.
+    """
+    if not torch.equal(first, again):
+        raise DataError(
+            "the data gave other images, or another order, when it was read again, so that the answers of several "
+            "models cannot be paired by image: give a dataset with an index, or one whose iteration always yields the "
+            "same images in the same order."
+        )
+
+
 def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
     """Returns the outputs of one batch, computed in the dtype of the model's weights."""
     return model(images.to(next(model.parameters()).dtype))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.checks.comparison import answer, chance_notes
+from attnrx.checks.comparison import answer, chance_notes, require_same_order
 from attnrx.checks.statistics import (
     Estimate,
     holm,
@@ -202,7 +202,9 @@ def compare_methods(
                 started = time.perf_counter()
                 candidate, costs = compressor.make(share), compressor.costs(share)
                 seconds = time.perf_counter() - started
-                candidate_outputs, macs_mean = _answers(candidate, bench)[0], _mean_macs(candidate, costs.macs, bench)
+                candidate_outputs, labels_again = _answers(candidate, bench)
+                require_same_order(labels, labels_again)
+                macs_mean = _mean_macs(candidate, costs.macs, bench)
                 divergence = kind.divergence(outputs, candidate_outputs)  # of every image
                 candidate_decisions = kind.decisions(candidate_outputs)
                 correct = kind.labels(candidate_decisions, labels) == labels
