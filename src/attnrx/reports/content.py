@@ -12,6 +12,7 @@ from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
+from attnrx.reports.numbers import percent
 from attnrx.reports.ranks import PathwayRanks
 from attnrx.serialization.storage import check_schema, read_json
 from attnrx.shapes import Bool, Float, Int, Tensor
@@ -181,6 +182,7 @@ class ComparisonRecord:
         try:
             # Read without a schema: what is missing, or of another type, raises one of the errors below.
             trials = tuple(_trial(trial) for trial in record["trials"])
+            trials += tuple(_unreached(each) for each in record.get("unreached", ()))
             differences = tuple(_pair(pair) for pair in record.get("differences", ()))
             comparison = cls(trials, _measured(record["accuracy"]), dict(record["about"]), differences)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -198,6 +200,14 @@ def _trial(record: Mapping[str, Any]) -> ComparedTrial:
     values |= {name: _measured(record.get(name)) for name in measured}
     reached, note = record.get("reached") is not False, str(record.get("note") or "")
     return ComparedTrial(str(record["method"]), **values, reached=reached, note=note)
+
+
+def _unreached(record: Mapping[str, Any]) -> ComparedTrial:
+    """Returns a method that was not measured, because it cannot cost so little."""
+    target, least = (percent(share) for share in _numbers(record, "target", "least").values())
+    unmeasured = dict.fromkeys(("accuracy", "change", "agreement", "divergence"), Measured())
+    note = f"{target} of the MACs; it costs at least {least}"
+    return ComparedTrial(str(record["method"]), None, None, None, **unmeasured, reached=False, note=note)
 
 
 def _pair(record: Mapping[str, Any]) -> ComparedPair:
