@@ -27,7 +27,7 @@ from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
 from attnrx.shapes import Bool, Float, Int, Tensor
-from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, points, require_points
+from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, kept, points, require_points
 
 COMPARISON_COLUMNS = ("method", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
@@ -37,11 +37,12 @@ DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)"
 class MethodTrial:
     """The costs and the quality of one method at one share: shares of the original, points, and nats per image.
 
-    `target` is the share of the MACs for which the share was selected, if any.
+    `share` is None for fixed rules, which have none. `target` is the share of the MACs for which the share was
+    selected, if any.
     """
 
     method: str
-    share: float
+    share: float | None
     params: int
     macs: int
     params_share: float
@@ -58,7 +59,7 @@ class MethodTrial:
     def cells(self) -> tuple[str, ...]:
         return (
             self.method,
-            f"{100 * self.share:.4g} %",
+            kept(self.share),
             f"{self.accuracy.value:.1f} %",
             self.change.text(1),
             f"{self.agreement.text(1)} %",
@@ -210,7 +211,7 @@ def compare_methods(
                 correct = kind.labels(candidate_decisions, labels) == labels
                 trial = MethodTrial(
                     method=method.name,
-                    share=share,
+                    share=share if method.varies else None,
                     params=costs.params,
                     macs=macs_mean,
                     params_share=costs.params / before.params,

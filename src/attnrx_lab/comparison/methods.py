@@ -198,6 +198,11 @@ class Unreached:
         return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
 
 
+def kept(share: float | None) -> str:
+    """Formats the kept share of a method for a table."""
+    return "-" if share is None else f"{100 * share:.4g} %"
+
+
 def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
     """Raises InvalidInput unless there is a share, or a share of the MACs, and all are in (0, 1]."""
     if not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
