@@ -116,6 +116,15 @@ def test_methods_at_one_budget_are_compared_image_by_image() -> None:
     assert trials.to_markdown().count(" minus ") == 7
 
 
+def test_a_share_that_is_given_twice_is_measured_once() -> None:
+    texts = ("mix=total_rank:{share}", "equal=uniform_rank:{share}")
+    trials = compare_methods(bench(), [Method.parse(text) for text in texts], (0.5, 0.5), macs=(0.9, 0.9))
+    assert [(each.method, each.target) for each in trials.trials] == [
+        (name, target) for name in ("mix", "equal") for target in (None, 0.9)
+    ]
+    assert [(each.first, each.second) for each in trials.differences] == [("mix", "equal")] * 2
+
+
 def test_p_values_are_corrected_for_the_number_of_differences() -> None:
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand(40, generator=generator)

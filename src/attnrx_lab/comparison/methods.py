@@ -216,8 +216,9 @@ def points(
     if not method.varies:
         yield 1.0, None  # the share is not used
         return
-    yield from ((share, None) for share in shares)
-    for target in targets:
+    # One that is given twice is tried once: else a method would be compared with itself.
+    yield from ((share, None) for share in dict.fromkeys(shares))
+    for target in dict.fromkeys(targets):
         share = compressor.share_within(floor(target * before.macs))
         if share is None:
             yield Unreached(method.name, target, compressor.costs(compressor.least).macs / before.macs)
