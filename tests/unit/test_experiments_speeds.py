@@ -35,6 +35,14 @@ def test_every_methods_is_timed_at_every_batch_size(tmp_path: Path) -> None:
     assert found.to_markdown().count("\n") == 9
 
 
+@pytest.mark.parametrize("form", ["dense", "svda"])
+def test_rules_of_values_and_mlp_are_timed_for_every_form(form: str) -> None:
+    bench = noise_bench(cases.model(cases.CONFIGS[form]).float())
+    methods = [Method.parse("all=vo=total_rank:{share} hidden=uniform_rank:{share}")]
+    found = compare_speeds(bench, methods, Rates((1,), (PROTOCOL,), shares=(0.5,)))
+    assert [each.method for each in found.speeds] == ["attnrx", "all"]
+
+
 def test_speeds_are_beside_the_model_that_the_library_ships() -> None:
     timm = pytest.importorskip("timm")
     name, changes = "vit_tiny_patch16_224", {"img_size": 32, "depth": 2, "embed_dim": 12, "num_heads": 2}

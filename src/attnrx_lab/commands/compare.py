@@ -38,7 +38,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     splits = splits_argument(model, arguments)
     calibration = splits.train.take(arguments.calibration_images)
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
-    diagnosis = rx.diagnose(model, calibration, batch_size=min(arguments.batch_size, 32), seed=arguments.seed)
+    # With moments for a model of any form: rules of values, heads and MLP need them.
+    how = {"moments": True, "batch_size": min(arguments.batch_size, 32), "seed": arguments.seed}
+    diagnosis = rx.diagnose(model, calibration, **how)
     # Only these rules need it: one more pass, in which the attention is computed at every rank.
     if any("by=divergence" in method.rules for method in methods):
         priced = calibration.take(min(len(calibration), 24))

@@ -128,7 +128,8 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
     # Without the statistics of a dataset: the pixels only have to be on a usual scale.
     noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), Normalization.half(channels))
-    diagnosis = diagnose(model, noise, batch_size=images, seed=seed)
+    # With moments for a model of any form: rules of values, heads and MLP need them.
+    diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images, on_noise=True)
 
 
