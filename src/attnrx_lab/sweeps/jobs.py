@@ -82,7 +82,10 @@ def grid_jobs(command: str, grid: Mapping[str, Any]) -> tuple[Job, ...]:
             words = shlex.split(command.format_map({OUT: f"{{{OUT}}}", **values}))
             labels = {name: label for name, (label, _) in zip(axes, point, strict=True)}
             # The name of the program may be written, as in a shell.
-            jobs.append(Job(tuple(words[1:] if words[0] == "attnrx" else words), labels))
+            job = Job(tuple(words[1:] if words[:1] == ["attnrx"] else words), labels)
+            if not job.words:
+                raise InvalidInput(f"the command {command!r} has no word for {labels}; write a command of attnrx.")
+            jobs.append(job)
     except ValueError as error:  # a quote or a brace that is not closed
         raise InvalidInput(f"the command {command!r} cannot be cut into words: {str(error).lower()}.") from error
     return tuple(jobs)
