@@ -36,7 +36,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     methods = comparison.parse_methods(arguments.methods)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
-    calibration = splits.train.take(arguments.calibration_images)
+    calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     # With moments for a model of any form: rules of values, heads and MLP need them.
     how = {"moments": True, "batch_size": min(arguments.batch_size, 32), "seed": arguments.seed}
