@@ -83,6 +83,21 @@ def test_what_compare_saves_is_read_as_it_was_measured(saved: Path) -> None:
     assert all(each.reached for each in found.trials)
 
 
+def test_comparisons_of_embeddings_are_in_their_own_words(saved: Path) -> None:
+    record = json.loads(saved.read_text())
+    logits = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    record["about"]["outputs"] = "embedding"
+    saved.write_text(json.dumps(record))
+    page = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    words = ("top-1", "KL, nats", "KL in nats", "A KL above 0")
+    assert all(word in logits for word in words) and not any(word in page for word in words)
+    for word in ("1-NN of the original", "Change of 1-nearest-neighbour accuracy", "A cosine distance above 0"):
+        assert word in page
+    trials = Trials((), estimate(80.0, 5.0), record["about"])
+    assert trials.columns[2:6] == ("1-NN", "change (points)", "agreement", "cosine distance")
+    assert trials.difference_columns[2:5:2] == ("cosine distance", "1-NN (points)")
+
+
 def test_a_target_that_no_share_reaches_is_a_line_of_the_table(saved: Path) -> None:
     trials = Trials((trial("mix", 0.5, 0.9),), estimate(80.0, 5.0), ABOUT, (Unreached("<b>wide", 0.25, 0.4),))
     page = render(ReportContent("compared", comparison=ComparisonRecord.load(trials.save(saved))))

@@ -11,6 +11,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
+from attnrx.model_outputs import KINDS, OutputKind
 from attnrx.prescription import Prescription
 from attnrx.reports.numbers import percent
 from attnrx.reports.ranks import PathwayRanks
@@ -123,7 +124,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class ComparedTrial:
-    """One method at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
+    """One method at one share: costs as shares of the original's, `change` in points, `divergence` as of `kind`.
 
     `reached` is False for a method that cannot be compressed to its target; `note` is the reason. `speedup` is the
     latency of the original over that of the method. Values that were not measured are None.
@@ -144,7 +145,7 @@ class ComparedTrial:
 
 @dataclass(frozen=True)
 class ComparedPair:
-    """The second method minus the first at one budget: KL in nats and top-1 in points, p-values corrected (Holm)."""
+    """The second method minus the first at one budget: divergence, accuracy in points, corrected p-values (Holm)."""
 
     first: str
     second: str
@@ -164,6 +165,11 @@ class ComparisonRecord:
     accuracy: Measured
     about: Mapping[str, Any]
     differences: tuple[ComparedPair, ...] = ()
+
+    @property
+    def kind(self) -> OutputKind:
+        """What the models return; logits in a file that does not state it."""
+        return KINDS.get(str(self.about.get("outputs")), KINDS["logits"])
 
     @property
     def methods(self) -> tuple[str, ...]:

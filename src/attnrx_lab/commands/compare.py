@@ -50,10 +50,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)
     path = arguments.out
-    tables = [Table(comparison.COMPARISON_COLUMNS, trials.rows)]
+    tables = [Table(trials.columns, trials.rows)]
     if trials.differences:
         rows = tuple(each.cells for each in trials.differences)
         title = "differences between methods, paired over the images; p-values are corrected for their number"
-        tables.append(Table(comparison.DIFFERENCE_COLUMNS, rows, title))
+        tables.append(Table(trials.difference_columns, rows, title))
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
     return Outcome(rx.serialization.read_json(path), (*tables, original, f"comparison: {path}"))
