@@ -64,6 +64,8 @@ class Comparison:
     def __post_init__(self):
         if len(self.data) == 0 or self.batch_size < 1:
             raise DataError(f"{len(self.data)} images in batches of {self.batch_size}: give at least one image.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise InvalidInput(f"seed={self.seed!r}: give a whole number, 0 or more.")
 
     @property
     def models(self) -> dict[str, nn.Module]:
