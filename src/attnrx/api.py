@@ -189,7 +189,7 @@ def verify(
     skipped = []
     if checks is None:
         # The standard checks are those that apply; a check that was requested raises where it cannot run.
-        chosen, skipped = possible_checks(chosen, images, comparison.kind)
+        chosen, skipped = possible_checks(chosen, comparison)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
     # One comparison for all checks: the outputs of the models are computed once.

@@ -10,7 +10,8 @@ from attnrx.checks.comparison import Comparison
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
-from attnrx.model_outputs import Logits, OutputKind
+from attnrx.model_outputs import Logits
+from attnrx.models import FAMILIES
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 
@@ -32,6 +33,9 @@ class Check(ABC):
     needs_logits: ClassVar[bool] = False
     """Whether the check reads probabilities, which a model that returns embeddings does not have."""
 
+    needs_layers: ClassVar[bool] = False
+    """Whether the check reads the layers of the models, which an exported file does not have."""
+
     def __post_init__(self):
         for knob, kind in knobs_of(type(self)).items():
             value, least = getattr(self, knob), 1 if kind is int else 0  # counts, else shares and limits
@@ -49,13 +53,15 @@ class Check(ABC):
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
 
-def possible_checks(
-    checks: Sequence[Check], images: ImageSet, kind: OutputKind
-) -> tuple[tuple[Check, ...], tuple[str, ...]]:
-    """Returns the checks that these images and outputs allow, and a note for every reason to skip some."""
+def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
+    images = comparison.data
+    models = (comparison.candidate, comparison.reference)
+    have_layers = all(any(family.matches(model) for family in FAMILIES) for model in models)
     reasons = {
         "needs_labels": None if images.has_labels else str(images.label_problem),
-        "needs_logits": None if isinstance(kind, Logits) else "the model returns embeddings.",
+        "needs_logits": None if isinstance(comparison.kind, Logits) else "the model returns embeddings.",
+        "needs_layers": None if have_layers else "one of the models, e.g. an exported file, has no layers to count.",
     }
     notes = []
     # One note per reason, and a check without labels and logits in the first only.

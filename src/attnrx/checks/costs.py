@@ -26,6 +26,7 @@ class Costs(Check):
     """
 
     name: ClassVar[str] = "costs"
+    needs_layers: ClassVar[bool] = True
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Computes the closed-form costs of both models, then counts them on one image."""

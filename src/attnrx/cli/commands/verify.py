@@ -80,8 +80,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         # The default is every check that the data and the model allow; one that was requested raises where it cannot.
         explicit = {"accuracy": arguments.most_drop is not None, "controls": arguments.controls}
         by_default = [check for check in checks if not explicit.get(check.name)]
-        kind = rx.checks.Comparison(candidate, reference, images).kind
-        possible, notes = rx.checks.possible_checks(by_default, images, kind)
+        comparison = rx.checks.Comparison(candidate, reference, images)
+        possible, notes = rx.checks.possible_checks(by_default, comparison)
         checks = tuple(check for check in checks if explicit.get(check.name) or check in possible)
     log(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
     evidence = rx.verify(
