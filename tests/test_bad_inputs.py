@@ -836,6 +836,12 @@ def test_a_model_without_ordinary_weights_is_refused(
     assert not list(tmp_path.glob("out*"))
 
 
+def verify(**changes: Any) -> object:
+    model = small_model()
+    given = {"reference": model, "data": torch.zeros(2, *rx.models.family_of(model).input_shape(model)), **changes}
+    return rx.verify(model, **given)
+
+
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "load(None)": (lambda: rx.load(None), "load(None)"),  # type: ignore[arg-type]
     "load(3)": (lambda: rx.load(3), "load(3)"),  # type: ignore[arg-type]
@@ -851,6 +857,11 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "image_size of a model": (lambda: rx.ViTConfig.uniform(image_size=2**20), "image_size"),
     "std": (lambda: rx.ViTConfig.uniform(std=(0.0, 1.0, 1.0)), "std"),
     "budget": (lambda: rx.Budget(NAN), "macs=nan"),
+    "verify a path": (lambda: verify(reference="runs/cifar10"), "the reference is 'runs/cifar10': give a model"),
+    "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
+    "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),
+    "verify with a seed": (lambda: verify(seed=-1), "seed=-1"),
+    "verify without a seed": (lambda: verify(seed=None), "seed=None"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
     "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip

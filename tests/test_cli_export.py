@@ -74,6 +74,13 @@ def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_is_verified_by_the_default_checks_that_need_no_layers(made: SimpleNamespace) -> None:
+    told = record("verify", made.file, "--reference", made.run, "--data", made.data)
+    assert {"accuracy", "fidelity", "latency"} <= {finding["check"] for finding in told["findings"]}
+    assert any("not checked: costs: one of the models" in note for note in told["about"]["notes"])
+
+
+@pytest.mark.slow
 def test_a_file_is_timed_beside_the_originals(made: SimpleNamespace) -> None:
     import onnx
 

@@ -48,6 +48,17 @@ def verify(made: SimpleNamespace, candidate: Path, *words: object) -> tuple[obje
     return "verify", candidate, "--reference", made.model, "--data", made.data, "--checks", "fidelity", *words
 
 
+def test_a_limit_alone_leaves_the_default_to_what_the_model_allows(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Embeddings have no calibration, whether or not the accuracy of their neighbours has a limit."""
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    rx.save(rx.load(timm.create_model("vit_tiny_patch16_224", **sizes, num_classes=0)), tmp_path / "model")
+    words = ("verify", tmp_path / "model", "--reference", tmp_path / "model", "--data", made.data)
+    told = record(*words, "--most-drop", 100)
+    assert {"accuracy", "fidelity"} <= {finding["check"] for finding in told["findings"]}
+    assert any("not checked: calibration" in note for note in told["about"]["notes"])
+
+
 def test_a_model_realized_twice_is_verified_against_the_first_original(made: SimpleNamespace) -> None:
     told = record(*verify(made, made.twice))
     assert any("is not used" in note for note in told["about"]["notes"])

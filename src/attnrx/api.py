@@ -163,7 +163,9 @@ def verify(
     to zero), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
     """
     # Before any measurement, which may take long.
-    for model in (candidate, reference):
+    for role, model in (("candidate", candidate), ("reference", reference)):
+        if not isinstance(model, nn.Module):
+            raise InvalidInput(f"the {role} is {model!r:.80}: give a model, e.g. attnrx.load(FOLDER).")
         require_ordinary_weights(model)
     context.setdefault("device", next(reference.parameters()).device)
     # In place of the TypeError of the constructor, which names neither `verify` nor the fields.
@@ -176,12 +178,18 @@ def verify(
     images = images_for(reference, data)
     comparison = Comparison(candidate, reference, images, **context)
     chosen = tuple(standard_checks() if checks is None else checks)
+    wrong = [check for check in chosen if not isinstance(check, Check)]
+    if wrong:
+        raise InvalidInput(
+            f"verify was given the check {wrong[0]!r:.80}: give instances with their knobs, e.g. "
+            "checks=[attnrx.checks.Accuracy(most_drop=0.5)]."
+        )
     if not chosen:
         raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
     skipped = []
     if checks is None:
         # The standard checks are those that apply; a check that was requested raises where it cannot run.
-        chosen, skipped = possible_checks(chosen, images, comparison.kind)
+        chosen, skipped = possible_checks(chosen, comparison)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
     # One comparison for all checks: the outputs of the models are computed once.

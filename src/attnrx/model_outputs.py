@@ -17,8 +17,8 @@ GROUP = 64
 class OutputKind(ABC):
     """How outputs are compared: a divergence per image, and a decision per image that both models make.
 
-    `noun`, `distance`, `decision` and `accuracy` are the words of findings; `unit` is that of the divergence, and
-    `doubt` a divergence at which a decision may change.
+    `noun`, `distance`, `decision` and `accuracy` are the words of findings, `columns` those of tables for accuracy and
+    divergence; `unit` is that of the divergence, and `doubt` a divergence at which a decision may change.
     """
 
     name: ClassVar[str]
@@ -26,6 +26,7 @@ class OutputKind(ABC):
     distance: ClassVar[str]
     decision: ClassVar[str]
     accuracy: ClassVar[str]
+    columns: ClassVar[tuple[str, str]]
     unit: ClassVar[str]
     doubt: ClassVar[float]
 
@@ -59,6 +60,7 @@ class Logits(OutputKind):
 
     name, noun, unit, doubt = "logits", "logit", "nats", 0.25
     distance, decision, accuracy = "KL divergence", "prediction", "top-1 accuracy"
+    columns = "top-1", "KL"
 
     def num_classes(self, width: int) -> int:
         """Returns the number of classes that a model with `width` outputs distinguishes."""
@@ -123,7 +125,7 @@ class Embeddings(OutputKind):
 
     name, noun, unit, doubt = "embedding", "embedding", "", 0.05
     distance, decision = "cosine distance", "nearest neighbour"
-    accuracy = "1-nearest-neighbour accuracy"
+    accuracy, columns = "1-nearest-neighbour accuracy", ("1-NN", "cosine distance")
 
     def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
         return outputs.double().cpu()

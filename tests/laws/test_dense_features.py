@@ -10,10 +10,12 @@ import torch
 from test_tokens import deep, inputs, original, reduced
 from torch import nn
 
+import attnrx as rx
 import cases
+from attnrx.checks import PatchProbe
 from attnrx.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
 from attnrx.checks.retrieval import neighbours_kept, zero_shot
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import DataError, InvalidInput, NotSupported
 from attnrx.exporting import PatchFeatures, export
 from attnrx.model_outputs import nearest_neighbours
 from attnrx.models import attach_tokens_, family_of, reduction_of
@@ -234,6 +236,20 @@ def test_the_labels_of_a_mosaic_are_the_classes_of_its_quadrants() -> None:
     assert quadrant_labels(classes, 4, 1.0).tolist() == [[4, 5, 6, 7]]
     assert quadrant_labels(classes, 9, 1.0).tolist() == [[4, -1, 5, -1, -1, -1, 6, -1, 7]]
     assert quadrant_labels(classes, 8, 0.5).tolist() == [[4, 4, 5, 5, 6, 6, 7, 7]]
+
+
+@torch.no_grad()
+def test_the_order_of_the_images_does_not_change_what_a_probe_knows() -> None:
+    """Images sorted by class, as in folders, whose halves would have no class in common."""
+    model = original("dense")
+    config = cases.CONFIGS["dense"]
+    patterns, labels = cases.images(config, 3), torch.arange(3).repeat_interleave(12)
+    images = patterns[labels] + 0.05 * cases.images(config, 36, seed=1)
+    for order in (torch.arange(36), torch.randperm(36, generator=torch.Generator().manual_seed(0))):
+        found = rx.verify(model, model, (images[order], labels[order]), (PatchProbe(),)).findings
+        assert found[0].details["quantity"] == "patch accuracy" and found[0].value > 90
+    with pytest.raises(DataError, match="half of every class"):
+        rx.verify(model, model, (images[::12], labels[::12]), (PatchProbe(),))
 
 
 def test_a_probe_separates_what_a_line_separates() -> None:

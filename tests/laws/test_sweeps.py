@@ -187,6 +187,11 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
         grid_jobs("train x", {"seed": [1]})
     with pytest.raises(InvalidInput, match="combinations"):
         grid_jobs("train {seed}", {"seed": []})
+    with pytest.raises(InvalidInput, match="the axis n has the name of a column"):
+        grid_jobs("train --images {n}", {"n": [1, 2]})
+    for command in ("{word}", "attnrx {word}"):
+        with pytest.raises(InvalidInput, match="has no word"):
+            grid_jobs(command, {"word": [" "]})
     file = tmp_path / "sweep.toml"
     file.write_text('comand = "train"')
     with pytest.raises(InvalidInput, match="command is missing"):

@@ -129,6 +129,8 @@ def test_the_mean_costs_are_verified() -> None:
     macs = [each.macs for each in costs_by_image(small, family_of(small), images)]
     assert saved.details["candidate"] == round(sum(macs) / len(macs)) and saved.details["least"] == min(macs)
     assert all(finding.outcome in ("holds", "reported") for finding in evidence.findings)
+    single = rx.verify(small, model, images[:1], checks=(rx.checks.Costs(),)).findings[1]
+    assert single.details["candidate"] == macs[0] and single.details["standard_deviation"] is None
 
 
 def test_features_of_all_patches_are_restored() -> None:

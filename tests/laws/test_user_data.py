@@ -16,6 +16,8 @@ import cases
 from attnrx.data import Batch, ImageSet, image_set
 from attnrx.errors import AttnrxError, DataError, InvalidInput
 from attnrx.model_data import images_for, splits_for
+from attnrx_lab.checks import Transfer
+from attnrx_lab.comparison import Method, MethodBench, compare_methods
 
 COUNT = 13
 CONFIG = cases.CONFIGS["dense"]
@@ -150,6 +152,20 @@ def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> Non
         rx.plan(vit, diagnosis, "max-drop=1pt", IMAGES, IMAGES)
 
 
+def test_a_single_image_without_a_label_is_refused() -> None:
+    vit = model()
+    slim = rx.realize(vit, rx.prescribe(rx.diagnose(vit, IMAGES), "total_rank:0.5"))
+    labels: list[int | None] = LABELS.tolist()
+    labels[5] = None
+    mixed = Items(lambda row: (IMAGES[row], labels[row]))
+    for check in (rx.checks.Accuracy(), rx.checks.Calibration(), rx.checks.PatchProbe()):
+        with pytest.raises(DataError, match="1 of 13 images have no label"):
+            rx.verify(slim, vit, mixed, checks=(check,))
+    with pytest.raises(DataError, match="have no label"):
+        rx.shrink(vit, mixed, macs=0.9)
+    assert rx.verify(slim, vit, mixed, checks=(rx.checks.Fidelity(),)).findings, "which reads no label"
+
+
 def test_few_images_of_a_sorted_dataset_are_of_all_classes() -> None:
     labels = torch.arange(12) // 4
     sorted_by_class = TensorDataset(IMAGES[:12], labels)
@@ -166,6 +182,37 @@ def test_other_samplers_decide_for_themselves() -> None:
     sampler = WeightedRandomSampler([1.0] + [0.0] * (COUNT - 1), 7)
     found = whole(images_for(model(), DataLoader(TensorDataset(IMAGES, LABELS), batch_size=3, sampler=sampler)))
     assert len(found) == 7 and (found.images == found.images[0]).all()
+
+
+class Shuffled(Stream):
+    """A dataset without an index that yields another order in every pass."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(self.passes)).tolist()
+        yield from (pair(row) for row in order)
+
+
+@pytest.mark.parametrize("form", [Shuffled, lambda: DataLoader(Shuffled(), batch_size=4)])
+def test_answers_of_several_passes_in_other_orders_are_not_paired(form: Callable[[], Any]) -> None:
+    vit = model()
+    diagnosis = rx.diagnose(vit, IMAGES)
+    prescription = rx.prescribe(diagnosis, "total_rank:0.5")
+    slim, data = rx.realize(vit, prescription), form()
+    assert rx.verify(slim, vit, data, checks=(rx.checks.Accuracy(), rx.checks.Fidelity())).findings, "of one pass"
+    controls = rx.control_prescriptions(diagnosis, prescription, draws=1)
+    of_several_passes = (
+        rx.checks.Controls(controls, lambda drawn: rx.realize(vit, drawn)),
+        Transfer(image_set((IMAGES, LABELS)), 3, seeds=(0,), epochs=1),
+    )
+    for check in of_several_passes:
+        with pytest.raises(DataError, match="another order, when it was read again"):
+            rx.verify(slim, vit, data, checks=(check,))
+    bench = MethodBench(vit, diagnosis, image_set(IMAGES), images_for(vit, data))
+    with pytest.raises(DataError, match="another order, when it was read again"):
+        compare_methods(bench, [Method.parse("half=total_rank:{share}")], (0.5,))
 
 
 def test_a_model_is_trained_on_a_loader(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.checks import Accuracy, Calibration, Comparison, Fidelity, Shift, parse_checks, standard_checks
+from attnrx.checks import (
+    Accuracy,
+    Calibration,
+    Comparison,
+    Features,
+    Fidelity,
+    Shift,
+    parse_checks,
+    standard_checks,
+)
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Finding
 from attnrx.models import VisionTransformer
@@ -105,6 +114,16 @@ def test_little_loss_is_only_claimed_when_the_interval_shows_it(setting: Setting
     assert (
         only(Accuracy(most_drop=None)(setting.comparison(setting.reference)), "accuracy change").outcome == "reported"
     )
+
+
+def test_one_image_decides_no_claim(setting: Setting):
+    """Whose resamples are all equal: an interval without width would pass for an exact value."""
+    checks = (Fidelity(most_discrepancy=1e6), Features(most_error=1e6), Calibration(most_rise=100.0))
+    for check in checks:
+        (claim,) = [finding for finding in check(setting.comparison(setting.compressed, images=1)) if finding.is_claim]
+        assert (claim.outcome, claim.low, claim.high, claim.n) == ("undecided", None, None, 1)
+        (claim,) = [finding for finding in check(setting.comparison(setting.compressed, images=4)) if finding.is_claim]
+        assert claim.outcome == "holds" and claim.low is not None
 
 
 def test_discrepancy_and_agreement_are_equations_46_and_47(setting: Setting):

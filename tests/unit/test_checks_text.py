@@ -1,10 +1,26 @@
 """Checks as text: what is asked for is read, with knobs of the right kinds, and what cannot be read is said."""
 
+import math
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
-from attnrx.checks import CHECKS, all_checks, parse_checks, standard_checks
-from attnrx.errors import AttnrxError
-from attnrx_lab.checks import Robustness
+import cases
+from attnrx.checks import (
+    CHECKS,
+    Accuracy,
+    Calibration,
+    Check,
+    Latency,
+    Promises,
+    all_checks,
+    parse_checks,
+    standard_checks,
+)
+from attnrx.errors import AttnrxError, InvalidInput
+from attnrx_lab.checks import Robustness, Transfer
+from comparisons import pixels
 
 
 @pytest.mark.parametrize(
@@ -56,6 +72,24 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
     with pytest.raises(AttnrxError) as caught:
         parse_checks(text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("knob", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        (Accuracy, "most_drop"),
+        (Calibration, "most_rise"),
+        (Latency, "faster"),
+        (Promises, "within"),
+        (Robustness, "most_drop"),
+        (partial(Transfer, pixels(cases.CONFIGS["dense"], 4), 3), "most_drop"),
+    ],
+)
+def test_limits_are_finite_and_not_negative(check: Callable[..., Check], name: str, knob: float) -> None:
+    """Evidence with another limit could be written, but not read."""
+    with pytest.raises(InvalidInput, match=f"{name}={knob}.*0 or more"):
+        check(**{name: knob})
 
 
 def test_what_is_only_on_request_is_not_standard() -> None:

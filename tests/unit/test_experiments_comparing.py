@@ -85,7 +85,8 @@ def test_keeping_more_loses_less_and_costs_more(tmp_path: Path) -> None:
     methods = [Method("mix", "total_rank:{share}"), Method("fixed", "uniform_rank:1")]
     trials = compare_methods(own, methods, (0.75, 0.25))
     most, least, fixed = trials.trials
-    assert (most.share, least.share, fixed.share) == (0.75, 0.25, 1.0)  # what does not vary is measured once
+    assert (most.share, least.share, fixed.share) == (0.75, 0.25, None)  # what does not vary is measured once
+    assert [trial.cells[1] for trial in trials.trials] == ["75 %", "25 %", "-"]
     assert most.divergence.value < least.divergence.value
     assert most.macs_share > least.macs_share > 0
     before = family_of(own.model).costs(own.model)
@@ -107,13 +108,21 @@ def test_methods_at_one_budget_are_compared_image_by_image() -> None:
     assert len(pairs) == 7 and set(pairs) == expected | {("one", "two", None)}
     by_name = {(trial.method, trial.share): trial for trial in trials.trials}
     for each in trials.differences:
-        share = 1.0 if each.share is None else each.share
-        first, second = by_name[each.first, share], by_name[each.second, share]
+        first, second = by_name[each.first, each.share], by_name[each.second, each.share]
         assert each.divergence.value == pytest.approx(second.divergence.value - first.divergence.value)
         assert each.accuracy.value == pytest.approx(second.change.value - first.change.value)
         assert each.divergence.low <= each.divergence.value <= each.divergence.high
         assert 0 < each.divergence_p <= 1 and 0 < each.accuracy_p <= 1
     assert trials.to_markdown().count(" minus ") == 7
+
+
+def test_a_share_that_is_given_twice_is_measured_once() -> None:
+    texts = ("mix=total_rank:{share}", "equal=uniform_rank:{share}")
+    trials = compare_methods(bench(), [Method.parse(text) for text in texts], (0.5, 0.5), macs=(0.9, 0.9))
+    assert [(each.method, each.target) for each in trials.trials] == [
+        (name, target) for name in ("mix", "equal") for target in (None, 0.9)
+    ]
+    assert [(each.first, each.second) for each in trials.differences] == [("mix", "equal")] * 2
 
 
 def test_p_values_are_corrected_for_the_number_of_differences() -> None:

@@ -21,7 +21,7 @@ def test_every_methods_is_timed_at_every_batch_size(tmp_path: Path) -> None:
     out = tmp_path / "speeds.json"
     found = compare_speeds(bench, methods, Rates((1, 3), (PROTOCOL,), shares=(0.9, 0.5)), out=out)
     named = [(each.method, each.share, each.latency.batch) for each in found.speeds]
-    once = [("attnrx", 1.0), ("ranks", 1.0), ("drop", 0.9), ("drop", 0.5)]
+    once = [("attnrx", 1.0), ("ranks", None), ("drop", 0.9), ("drop", 0.5)]
     assert named == [(name, share, batch) for batch in (1, 3) for name, share in once]
     attnrx, ranks, mild, hard = found.speeds[:4]
     assert attnrx.ideal == 1 < mild.ideal < hard.ideal
@@ -33,6 +33,14 @@ def test_every_methods_is_timed_at_every_batch_size(tmp_path: Path) -> None:
     record = read_json(out)
     assert [told["of_ideal"] for told in record["speeds"]] == [each.speedup[0] / each.ideal for each in found.speeds]
     assert found.to_markdown().count("\n") == 9
+
+
+@pytest.mark.parametrize("form", ["dense", "svda"])
+def test_rules_of_values_and_mlp_are_timed_for_every_form(form: str) -> None:
+    bench = noise_bench(cases.model(cases.CONFIGS[form]).float())
+    methods = [Method.parse("all=vo=total_rank:{share} hidden=uniform_rank:{share}")]
+    found = compare_speeds(bench, methods, Rates((1,), (PROTOCOL,), shares=(0.5,)))
+    assert [each.method for each in found.speeds] == ["attnrx", "all"]
 
 
 def test_speeds_are_beside_the_model_that_the_library_ships() -> None:

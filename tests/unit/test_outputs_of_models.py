@@ -91,6 +91,8 @@ def test_a_backbone_is_diagnosed_planned_and_verified(name):
     assert accuracy.value == pytest.approx(right)
     promised = rx.verify(slim, model, data, [Promises(rounds=2)], prescription=plan.promising)
     assert any("cosine distance" in finding.claim for finding in promised.findings)
+    (change,) = promised.findings[2:]
+    assert change.details["quantity"] == "promised_change" and "1-nearest-neighbour accuracy" in change.claim
 
 
 def test_calibration_needs_probabilities():

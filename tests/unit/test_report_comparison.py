@@ -13,6 +13,7 @@ from attnrx.errors import CheckpointError
 from attnrx.reports import ComparisonRecord, ReportContent
 from attnrx.reports.page import render
 from attnrx_lab.comparison.comparing import Difference, MethodTrial, Trials
+from attnrx_lab.comparison.methods import Unreached
 
 ABOUT: dict[str, Any] = {
     "diagnosis": {"data": {"images": 64, "fingerprint": "pets/train:64:ab"}},
@@ -80,6 +81,29 @@ def test_what_compare_saves_is_read_as_it_was_measured(saved: Path) -> None:
     first = found.trials[0]
     assert (first.macs_share, first.divergence.low) == (pytest.approx(0.7875), pytest.approx(0.01 * 50**0.25 - 0.002))
     assert all(each.reached for each in found.trials)
+
+
+def test_comparisons_of_embeddings_are_in_their_own_words(saved: Path) -> None:
+    record = json.loads(saved.read_text())
+    logits = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    record["about"]["outputs"] = "embedding"
+    saved.write_text(json.dumps(record))
+    page = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    words = ("top-1", "KL, nats", "KL in nats", "A KL above 0")
+    assert all(word in logits for word in words) and not any(word in page for word in words)
+    for word in ("1-NN of the original", "Change of 1-nearest-neighbour accuracy", "A cosine distance above 0"):
+        assert word in page
+    trials = Trials((), estimate(80.0, 5.0), record["about"])
+    assert trials.columns[2:6] == ("1-NN", "change (points)", "agreement", "cosine distance")
+    assert trials.difference_columns[2:5:2] == ("cosine distance", "1-NN (points)")
+
+
+def test_a_target_that_no_share_reaches_is_a_line_of_the_table(saved: Path) -> None:
+    trials = Trials((trial("mix", 0.5, 0.9),), estimate(80.0, 5.0), ABOUT, (Unreached("<b>wide", 0.25, 0.4),))
+    page = render(ReportContent("compared", comparison=ComparisonRecord.load(trials.save(saved))))
+    assert re.search(r"&lt;b&gt;wide.*target not reached: 25.*% of the MACs; it costs at least 40", page, re.DOTALL)
+    alone = Trials((), estimate(80.0, 5.0), ABOUT, trials.unreached).save(saved)
+    assert "target not reached" in render(ReportContent("compared", comparison=ComparisonRecord.load(alone)))
 
 
 def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:

@@ -106,7 +106,7 @@ def test_the_text_of_a_plan_cannot_end_the_data() -> None:
 
 
 def test_the_explorer_names_the_divergence_of_what_the_model_returns() -> None:
-    points = (FrontPoint(0.8, 0.1, 0.9),)
+    points = (FrontPoint(0.8, 0.1, 0.9, -0.01),)
     pages = {
         kind: render(ReportContent("front", front=PlanFront("macs", points, outputs=kind)))
         for kind in ("logits", "embedding")
@@ -114,3 +114,5 @@ def test_the_explorer_names_the_divergence_of_what_the_model_returns() -> None:
     assert "KL from the original in nats" in pages["logits"] and "Cosine distance" not in pages["logits"]
     assert "Cosine distance from the original" in pages["embedding"] and "Same nearest neighbour" in pages["embedding"]
     assert "KL from the original" not in pages["embedding"] and "nats" not in pages["embedding"]
+    assert "change of top-1 accuracy in points" in pages["logits"]
+    assert "change of 1-nearest-neighbour accuracy in points" in pages["embedding"]

@@ -10,6 +10,7 @@ from attnrx.checks.statistics import t_interval
 from attnrx.cli import main
 from attnrx.errors import CheckpointError
 from attnrx_lab.sweeps import Job, Result, SweepStudy, over_seeds, rows_of
+from attnrx_lab.sweeps.summary import of_job
 
 ESTIMATE = {"value": 80.0, "low": 70.0, "high": 90.0}
 COMPARISON = {
@@ -82,6 +83,21 @@ def test_every_record_has_its_rows() -> None:
         Result("steps", 3.0),
         Result("done", 1.0),
     )
+
+
+def test_axes_with_the_name_of_a_label_of_the_record_stay_apart() -> None:
+    """Two ways of one check are two rows, not two seeds."""
+    rows = [
+        of_job(Result("drop", value + seed, labels={"check": "accuracy"}), {"check": way, "seed": seed})
+        for way, value in (("strict", 1.0), ("lax", 5.0))
+        for seed in (0, 1)
+    ]
+    assert [(mean.labels, mean.value, mean.runs) for mean in over_seeds(rows)] == [
+        ({"check": "strict", "check in the record": "accuracy"}, 1.5, 2),
+        ({"check": "lax", "check in the record": "accuracy"}, 5.5, 2),
+    ]
+    same = of_job(Result("drop", 1.0, labels={"check": "accuracy", "share": 0.5}), {"check": "accuracy"})
+    assert same.labels == {"check": "accuracy", "share": 0.5}
 
 
 def test_means_over_seeds_have_t_intervals() -> None:

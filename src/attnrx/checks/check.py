@@ -1,5 +1,6 @@
 """The base class of checks, which map a comparison to findings, and their text form."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -9,7 +10,8 @@ from attnrx.checks.comparison import Comparison
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
-from attnrx.model_outputs import Logits, OutputKind
+from attnrx.model_outputs import Logits
+from attnrx.models import FAMILIES
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 
@@ -31,11 +33,15 @@ class Check(ABC):
     needs_logits: ClassVar[bool] = False
     """Whether the check reads probabilities, which a model that returns embeddings does not have."""
 
+    needs_layers: ClassVar[bool] = False
+    """Whether the check reads the layers of the models, which an exported file does not have."""
+
     def __post_init__(self):
         for knob, kind in knobs_of(type(self)).items():
             value, least = getattr(self, knob), 1 if kind is int else 0  # counts, else shares and limits
-            if isinstance(value, int | float) and not value >= least:
-                raise InvalidInput(f"{self.name}({knob}={value}): give {least} or more.")
+            # Not infinity: JSON has none, so that evidence with such a limit could not be read again.
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                raise InvalidInput(f"{self.name}({knob}={value}): give a number, {least} or more.")
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -47,13 +53,15 @@ class Check(ABC):
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
 
-def possible_checks(
-    checks: Sequence[Check], images: ImageSet, kind: OutputKind
-) -> tuple[tuple[Check, ...], tuple[str, ...]]:
-    """Returns the checks that these images and outputs allow, and a note for every reason to skip some."""
+def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
+    images = comparison.data
+    models = (comparison.candidate, comparison.reference)
+    have_layers = all(any(family.matches(model) for family in FAMILIES) for model in models)
     reasons = {
         "needs_labels": None if images.has_labels else str(images.label_problem),
-        "needs_logits": None if isinstance(kind, Logits) else "the model returns embeddings.",
+        "needs_logits": None if isinstance(comparison.kind, Logits) else "the model returns embeddings.",
+        "needs_layers": None if have_layers else "one of the models, e.g. an exported file, has no layers to count.",
     }
     notes = []
     # One note per reason, and a check without labels and logits in the first only.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.checks.statistics import Estimate
-from attnrx.data import ImageSet
+from attnrx.data import ImageSet, require_labelled
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
 from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
@@ -30,6 +30,8 @@ class Predictions:
         return len(self.labels)
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
+        # Here and not for every comparison: other checks read no labels.
+        require_labelled(self.labels)
         return self.kind.labels(self.decisions(role), self.labels) == self.labels
 
     def decisions(self, role: str) -> Int[Tensor, "images"]:
@@ -62,6 +64,8 @@ class Comparison:
     def __post_init__(self):
         if len(self.data) == 0 or self.batch_size < 1:
             raise DataError(f"{len(self.data)} images in batches of {self.batch_size}: give at least one image.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise InvalidInput(f"seed={self.seed!r}: give a whole number, 0 or more.")
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -150,6 +154,20 @@ def _require_valid(role: str, outputs: Tensor, labels: Tensor | None, kind: Outp
         raise DataError(
             f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
             "verify on the dataset that the model was trained for."
+        )
+
+
+def require_same_order(first: Int[Tensor, "images"], again: Int[Tensor, "again"]) -> None:
+    """Raises DataError where a second pass had other images than the first, by the labels of both.
+
+    A user's iterable, or the sampler of a loader, may draw a new order in every pass; outputs of models that ran in
+    different passes would then be paired with those of other images.
+    """
+    if not torch.equal(first, again):
+        raise DataError(
+            "the data gave other images, or another order, when it was read again, so that the answers of several "
+            "models cannot be paired by image: give a dataset with an index, or one whose iteration always yields the "
+            "same images in the same order."
         )
 
 

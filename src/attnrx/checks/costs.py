@@ -26,6 +26,7 @@ class Costs(Check):
     """
 
     name: ClassVar[str] = "costs"
+    needs_layers: ClassVar[bool] = True
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Computes the closed-form costs of both models, then counts them on one image."""
@@ -62,7 +63,7 @@ class Costs(Check):
             "quantity": "MACs",
             "reference": reference,
             "candidate": round(float(macs.mean())),
-            "standard_deviation": round(float(macs.std())),
+            "standard_deviation": round(float(macs.std())) if len(macs) > 1 else None,
             "least": int(macs.min()),
             "most": int(macs.max()),
             "images": len(macs),

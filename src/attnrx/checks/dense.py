@@ -11,6 +11,8 @@ from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import mean_change, mean_estimate, mean_share
+from attnrx.data import require_labelled
+from attnrx.data.images import turns
 from attnrx.errors import DataError
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
@@ -59,7 +61,7 @@ class PatchProbe(Check):
     """The change of accuracy of a linear segmentation probe on the features of patches, in points.
 
     The images of the probe are mosaics of 2 x 2 images at half the size, and the label of a patch is the class of its
-    quadrant; patches across two quadrants have none. One half of the data is for training, the other for the result.
+    quadrant; patches across two quadrants have none. Of every class one half is for training, the other for the result.
     The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean eigenvalue. It is
     trained on the features of the reference, and in addition on those of the candidate. The claim, for both probes, is
     that the candidate loses at most `most_drop` points; changes are paired, intervals are over mosaics.
@@ -110,24 +112,31 @@ def patch_features(model: nn.Module, images: Float[Tensor, "batch channels heigh
     return family_of(model).patch_features(model, images.to(next(model.parameters()).dtype)).double()
 
 
-Mosaics = tuple[Float[Tensor, "mosaics channels height width"], Int[Tensor, "mosaics 4"]]
+Mosaics = tuple[Float[Tensor, "_ channels height width"], Int[Tensor, "_ 4"]]
 
 
 def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
-    """Returns mosaics with the classes of their quadrants, of the first and of the second half of the images.
+    """Returns mosaics with the classes of their quadrants, for training and for the result.
 
-    Every image is in four mosaics, once in each quadrant.
+    The images of every class are in turns in the first and in the second. Every image is in four mosaics, once in each
+    quadrant.
     """
     batches = list(comparison.data.batches(comparison.batch_size, device=comparison.device))
     images, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels"))
-    half, generator = len(images) // 2, torch.Generator().manual_seed(comparison.seed)
-    if half < 4:
-        raise DataError(f"{len(images)} images for a probe on mosaics of four: give at least 8.")
+    require_labelled(labels)
+    # By class, because data are often sorted by it: a probe does not know a class that it was not trained on.
+    second = turns(labels.cpu(), torch.arange(len(labels))) % 2 == 1
+    if (tested := int(second.sum())) < 4:
+        raise DataError(
+            f"the probe is trained on one half of every class and tested on the other, which has {tested} of these "
+            f"{len(images)} images, and a mosaic takes four: give at least 8 images, two or more of a class."
+        )
+    generator = torch.Generator().manual_seed(comparison.seed)
     # Area averages do not alias. A mosaic has the size of an image, so the model reads it as one.
     small = interpolate(images, scale_factor=0.5, mode="area")
     halves = []
     # Halves of the images and not of the mosaics: no image is in both.
-    for part in (torch.arange(half), torch.arange(half, len(images))):
+    for part in ((~second).nonzero().flatten(), second.nonzero().flatten()):
         # One permutation per quadrant, so an image has other neighbours in each.
         orders = [part[torch.randperm(len(part), generator=generator)].to(labels.device) for _ in range(4)]
         rows = [torch.cat([small[orders[row]], small[orders[row + 1]]], dim=-1) for row in (0, 2)]

@@ -30,6 +30,7 @@ class Latency(Check):
     library: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.batch < 1 or (self.faster is not None and not self.faster > 0):
             raise InvalidInput(
                 f"Latency(batch={self.batch}, faster={self.faster}): give an image and a speed above 0, e.g. 1.5."

@@ -124,7 +124,7 @@ class Promises(Check):
 CLAIMS = {
     "divergence": ("{distance} from the original", "at most as predicted by the plan", "{unit}", 1.0, True),
     "agreement": ("agreement with the original", "at least as predicted by the plan", "%", 100.0, False),
-    "change": ("change of top-1 accuracy", "at least as predicted by the plan", "points", 100.0, False),
+    "change": ("change of {accuracy}", "at least as predicted by the plan", "points", 100.0, False),
 }
 
 
@@ -132,7 +132,8 @@ def _kept_promise(
     quantity: str, record: Mapping[str, Any], found: Float[Tensor, "images"], comparison: Comparison
 ) -> Finding:
     (measure, as_predicted, unit, scale, more_is_worse), kind, seed = CLAIMS[quantity], comparison.kind, comparison.seed
-    measure, unit = (text.format(distance=kind.distance, unit=kind.unit) for text in (measure, unit))
+    words = {"distance": kind.distance, "accuracy": kind.accuracy, "unit": kind.unit}
+    measure, unit = (text.format(**words) for text in (measure, unit))
     expected = PredictedQuantity(**record, limits=limits_of(quantity, kind))
     n, value = len(found), scale * float(found.mean())
     interval = expected.interval(n)

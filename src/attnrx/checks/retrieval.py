@@ -30,6 +30,7 @@ class Retrieval(Check):
     text_embeddings: Float[Tensor, "classes width"] | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         # All other images of a group are neighbours for any model.
         if not self.ks or not all(0 < k < GROUP - 1 for k in self.ks):
             raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 2}.")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from attnrx.errors import InvalidInput
-from attnrx.evidence import judged
+from attnrx.evidence import UNDECIDED, judged
 from attnrx.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
@@ -40,6 +40,10 @@ class Estimate:
         self, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
     ) -> dict[str, Any]:
         """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
+        # All resamples of one image are that image: their interval without width says nothing, and decides no claim.
+        if n == 1 and self.low == self.high:
+            undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
+            return {"value": self.value, "limit": limit, "n": n, **undecided}
         ends = (self.low, self.high)
         return {"value": self.value, **judged(self.value, limit, ends, n, at_least=at_least, strict=strict)}
 

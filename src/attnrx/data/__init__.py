@@ -12,7 +12,15 @@ from attnrx.data.adapters import ImageData, image_set
 from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.cluttered_digits import object_patches
 from attnrx.data.images import Batch, ImageSet
-from attnrx.data.labels import Relabelled, fit_labels, imagenet_indices, own_classes, own_labels, require_labels
+from attnrx.data.labels import (
+    Relabelled,
+    fit_labels,
+    imagenet_indices,
+    own_classes,
+    own_labels,
+    require_labelled,
+    require_labels,
+)
 from attnrx.data.loading import load_data
 from attnrx.data.mixing import mix_data
 from attnrx.data.pixels import Augmentation, Normalization
@@ -41,5 +49,6 @@ __all__ = [
     "object_patches",
     "own_classes",
     "own_labels",
+    "require_labelled",
     "require_labels",
 ]

@@ -163,10 +163,8 @@ class _Reading:
             raise InvalidInput(
                 f"{self.argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one."
             )
-        labels = [label for _, label in pairs]
-        if any(label is None for label in labels):
-            return self.batch(torch.stack(images))
-        return self.batch((torch.stack(images), [self._class_number(label) for label in labels]))
+        labels = [UNLABELLED if label is None else self._class_number(label) for _, label in pairs]
+        return self.batch((torch.stack(images), labels))
 
     def _image(self, image: Any) -> Tensor:
         if isinstance(image, Tensor) or not hasattr(image, "convert"):  # which PIL pictures have

@@ -101,6 +101,17 @@ def require_labels(images: ImageSet) -> None:
         raise DataError(images.label_problem)
 
 
+def require_labelled(labels: Int[Tensor, "images"]) -> None:
+    """Raises DataError where some of the images, which have labels as a set, have none: every answer would be wrong."""
+    # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
+    missing = int((labels < 0).sum())
+    if missing:
+        raise DataError(
+            f"{missing} of {len(labels)} images have no label: give every image one, or all without labels where none "
+            "are needed."
+        )
+
+
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the dataset with its labels as numbers of a head with so many classes.
 

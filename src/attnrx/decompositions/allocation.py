@@ -59,7 +59,7 @@ def _require_directions(directions: int, multiple: int, minimum: int) -> None:
     if multiple < 1 or directions % multiple or not 0 <= minimum <= directions:
         raise InvalidInput(
             f"ranks in multiples of {multiple} and at least {minimum} are not possible with {directions} directions: "
-            "the multiple must divide them."
+            f"the multiple must divide them, and the minimum must be in 0 to {directions}."
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.data import ImageSet, require_labels
+from attnrx.data import ImageSet, require_labelled, require_labels
 from attnrx.errors import DataError
 from attnrx.model_outputs import OutputKind, output_kind_of
 from attnrx.models import evaluating
@@ -62,7 +62,10 @@ class Answers:
                 outputs.append(kind.prepared(model(pixels[-1])))  # float64 on the CPU, [batch, classes]
         if not pixels:
             raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
-        return cls(tuple(pixels), torch.cat(labels) if images.has_labels else None, torch.cat(outputs), kind)
+        numbers = torch.cat(labels) if images.has_labels else None
+        if numbers is not None:
+            require_labelled(numbers)
+        return cls(tuple(pixels), numbers, torch.cat(outputs), kind)
 
     def __len__(self) -> int:
         return len(self.outputs)

@@ -11,7 +11,9 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
+from attnrx.model_outputs import KINDS, OutputKind
 from attnrx.prescription import Prescription
+from attnrx.reports.numbers import percent
 from attnrx.reports.ranks import PathwayRanks
 from attnrx.serialization.storage import check_schema, read_json
 from attnrx.shapes import Bool, Float, Int, Tensor
@@ -122,7 +124,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class ComparedTrial:
-    """One method at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
+    """One method at one share: costs as shares of the original's, `change` in points, `divergence` as of `kind`.
 
     `reached` is False for a method that cannot be compressed to its target; `note` is the reason. `speedup` is the
     latency of the original over that of the method. Values that were not measured are None.
@@ -143,7 +145,7 @@ class ComparedTrial:
 
 @dataclass(frozen=True)
 class ComparedPair:
-    """The second method minus the first at one budget: KL in nats and top-1 in points, p-values corrected (Holm)."""
+    """The second method minus the first at one budget: divergence, accuracy in points, corrected p-values (Holm)."""
 
     first: str
     second: str
@@ -165,6 +167,11 @@ class ComparisonRecord:
     differences: tuple[ComparedPair, ...] = ()
 
     @property
+    def kind(self) -> OutputKind:
+        """What the models return; logits in a file that does not state it."""
+        return KINDS.get(str(self.about.get("outputs")), KINDS["logits"])
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """The names of the methods in the order of the file."""
         return tuple(dict.fromkeys(trial.method for trial in self.trials))
@@ -181,6 +188,7 @@ class ComparisonRecord:
         try:
             # Read without a schema: what is missing, or of another type, raises one of the errors below.
             trials = tuple(_trial(trial) for trial in record["trials"])
+            trials += tuple(_unreached(each) for each in record.get("unreached", ()))
             differences = tuple(_pair(pair) for pair in record.get("differences", ()))
             comparison = cls(trials, _measured(record["accuracy"]), dict(record["about"]), differences)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -198,6 +206,14 @@ def _trial(record: Mapping[str, Any]) -> ComparedTrial:
     values |= {name: _measured(record.get(name)) for name in measured}
     reached, note = record.get("reached") is not False, str(record.get("note") or "")
     return ComparedTrial(str(record["method"]), **values, reached=reached, note=note)
+
+
+def _unreached(record: Mapping[str, Any]) -> ComparedTrial:
+    """Returns a method that was not measured, because it cannot cost so little."""
+    target, least = (percent(share) for share in _numbers(record, "target", "least").values())
+    unmeasured = dict.fromkeys(("accuracy", "change", "agreement", "divergence"), Measured())
+    note = f"{target} of the MACs; it costs at least {least}"
+    return ComparedTrial(str(record["method"]), None, None, None, **unmeasured, reached=False, note=note)
 
 
 def _pair(record: Mapping[str, Any]) -> ComparedPair:

@@ -9,9 +9,9 @@ from torch import nn
 
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, answer
+from attnrx.checks.comparison import Comparison, answer, require_same_order
 from attnrx.checks.statistics import mcnemar, mean_change, paired_change, proportion
-from attnrx.data import Normalization
+from attnrx.data import Normalization, require_labelled
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
@@ -52,6 +52,7 @@ class Robustness(Check):
     most_drop: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.corruptions or not self.severities or (self.images is not None and self.images < 1):
             raise InvalidInput(
                 f"Robustness(corruptions={self.corruptions}, severities={self.severities}, images={self.images}): "
@@ -75,6 +76,8 @@ class Robustness(Check):
         models = {"": comparison.reference, **candidates}  # no candidate has the empty name
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
         classes = dict(zip(ways, _predicted(models, ways, comparison), strict=True))
+        for each in classes.values():  # every way is a pass, and the means are image by image
+            require_same_order(classes[ways[0]][LABELS], each[LABELS])
         # The limit is on the mean over everything, which comes last; the other means are reported.
         *parts, whole = self._parts()
         limits = [*((part, None) for part in parts), (whole, self.most_drop)]
@@ -125,6 +128,7 @@ def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) 
                     "otherwise. Use data.renormalized(...) first."
                 )
             images = normalization.apply(CORRUPTIONS[way[0]](pixels.clamp(0, 1), way[1], generator))
+            require_labelled(batch.labels)
             classes[LABELS].append(batch.labels.cpu())
             for role, model in models.items():
                 classes[role].append(decisions(answer(model, images)).cpu())

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison
+from attnrx.checks.comparison import Comparison, require_same_order
 from attnrx.checks.statistics import mean_change, mean_share
-from attnrx.data import ImageSet, own_labels
+from attnrx.data import ImageSet, own_labels, require_labelled
 from attnrx.data.images import generator
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Finding
@@ -52,6 +52,7 @@ class Transfer(Check):
     most_drop: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         least = min(self.epochs, self.classes - 1, 1 if self.per_class is None else self.per_class)
         if least < 1 or self.learning_rate <= 0 or not self.seeds or min(self.seeds) < 0:
             raise InvalidInput(
@@ -74,10 +75,11 @@ class Transfer(Check):
         # `take` goes round the classes. The new head has the classes of the dataset, so labels that were mapped to
         # those of the model's head are mapped back.
         training = own_labels(self.training if self.per_class is None else self.training.take(count))
-        before = self._probed("reference", comparison.reference, training, comparison)
+        before, labels = self._probed("reference", comparison.reference, training, comparison)
         findings = {}
         for name, model in candidates.items():
-            after = self._probed(name, model, training, comparison)
+            after, labels_again = self._probed(name, model, training, comparison)
+            require_same_order(labels, labels_again)
             # The mean over the seeds first: the results of several heads for one image are not independent samples.
             change = mean_change(after.mean(0) - before.mean(0), comparison.seed)
             finding = change_of_accuracy(self.name, " of a fresh head", change, self.most_drop, before.shape[1])
@@ -98,8 +100,8 @@ class Transfer(Check):
 
     def _probed(
         self, role: str, model: nn.Module, training: ImageSet, comparison: Comparison
-    ) -> Float[Tensor, "seeds images"]:
-        """Returns 1 for every seed and test image that is classified as labelled, else 0."""
+    ) -> tuple[Float[Tensor, "seeds images"], Int[Tensor, "images"]]:
+        """Returns 1 for every seed and test image that is classified as labelled, else 0, and the labels."""
         rows, labels = _features(role, model, training, comparison)
         test_rows, test_labels = _features(role, model, own_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
@@ -110,7 +112,8 @@ class Transfer(Check):
                 "images."
             )
         heads = [self._head(rows, labels, seed) for seed in self.seeds]
-        return torch.stack([(head(test_rows).argmax(-1) == test_labels).double() for head in heads]).cpu()
+        right = torch.stack([(head(test_rows).argmax(-1) == test_labels).double() for head in heads])
+        return right.cpu(), test_labels.cpu()
 
     # The caller may have disabled gradients.
     @torch.enable_grad()
@@ -164,6 +167,7 @@ def _features(role: str, model: nn.Module, images: ImageSet, comparison: Compari
             rows.append(head_features(model, heads, batch.images.to(dtype)))
             labels.append(batch.labels)
             index.append(batch.index)
+    require_labelled(torch.cat(labels))
     features = torch.cat(rows).float()  # heads are trained in float32, also on features of a model in bfloat16
     if not bool(torch.isfinite(features).all()):
         raise InvalidInput(f"the {role} gives features that are NaN or infinite; check its weights and the data.")

@@ -48,9 +48,11 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     methods = comparison.parse_methods(arguments.methods)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
-    calibration = splits.train.take(arguments.calibration_images)
+    calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
-    diagnosis = rx.diagnose(model, calibration, batch_size=min(arguments.batch_size, 32), seed=arguments.seed)
+    # With moments for a model of any form: rules of values, heads and MLP need them.
+    how = {"moments": True, "batch_size": min(arguments.batch_size, 32), "seed": arguments.seed}
+    diagnosis = rx.diagnose(model, calibration, **how)
     # Only these rules need it: one more pass, in which the attention is computed at every rank.
     if any("by=divergence" in method.rules for method in methods):
         priced = calibration.take(min(len(calibration), 24))
@@ -60,10 +62,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)
     path = arguments.out
-    tables = [Table(comparison.COMPARISON_COLUMNS, trials.rows)]
+    tables = [Table(trials.columns, trials.rows)]
     if trials.differences:
         rows = tuple(each.cells for each in trials.differences)
         title = "differences between methods, paired over the images; p-values are corrected for their number"
-        tables.append(Table(comparison.DIFFERENCE_COLUMNS, rows, title))
+        tables.append(Table(trials.difference_columns, rows, title))
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
     return Outcome(rx.serialization.read_json(path), (*tables, original, f"comparison: {path}"))

@@ -101,7 +101,7 @@ def _status(study: Any, code: int = 0) -> Outcome:
 
 def _results(study: Any, path: str | None) -> Outcome:
     """Returns the numbers averaged over their seeds; all of them go to the file."""
-    from attnrx_lab.sweeps import means_table, over_seeds
+    from attnrx_lab.sweeps import COLUMNS, means_table, over_seeds
 
     results = study.results()
     if not results:
@@ -113,7 +113,7 @@ def _results(study: Any, path: str | None) -> Outcome:
         # Jobs may have different axes, so the columns are those of any result.
         labels = dict.fromkeys(name for result in results for name in result.labels)
         lines = io.StringIO()
-        writer = csv.DictWriter(lines, [*labels, "metric", "value", "low", "high", "n", "unit"], lineterminator="\n")
+        writer = csv.DictWriter(lines, [*labels, *COLUMNS], lineterminator="\n")
         writer.writeheader()
         for result in results:
             row = vars(result) | dict(result.labels)

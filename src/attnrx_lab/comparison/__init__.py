@@ -1,18 +1,10 @@
 """Comparisons of methods on one model at equal shares or MACs: quality, paired by image, and latency, side by side."""
 
-from attnrx_lab.comparison.comparing import (
-    COMPARISON_COLUMNS,
-    DIFFERENCE_COLUMNS,
-    MethodTrial,
-    Trials,
-    compare_methods,
-)
+from attnrx_lab.comparison.comparing import MethodTrial, Trials, compare_methods
 from attnrx_lab.comparison.methods import Method, MethodBench, parse_methods
 from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 
 __all__ = [
-    "COMPARISON_COLUMNS",
-    "DIFFERENCE_COLUMNS",
     "SPEED_COLUMNS",
     "Method",
     "MethodBench",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.checks.comparison import answer, chance_notes
+from attnrx.checks.comparison import answer, chance_notes, require_same_order
 from attnrx.checks.statistics import (
     Estimate,
     holm,
@@ -20,28 +20,26 @@ from attnrx.checks.statistics import (
     proportion,
     sign_flip_test,
 )
-from attnrx.data import require_labels
+from attnrx.data import require_labelled, require_labels
 from attnrx.errors import InvalidInput
-from attnrx.model_outputs import Logits, output_kind_of
+from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
 from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
 from attnrx.shapes import Bool, Float, Int, Tensor
-from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, points, require_points
-
-COMPARISON_COLUMNS = ("method", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
-DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
+from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, kept, points, require_points
 
 
 @dataclass(frozen=True)
 class MethodTrial:
-    """The costs and the quality of one method at one share: shares of the original, points, and nats per image.
+    """The costs and the quality of one method at one share: shares of the original, points, and the mean divergence.
 
-    `target` is the share of the MACs for which the share was selected, if any.
+    `share` is None for fixed rules, which have none. `target` is the share of the MACs for which the share was
+    selected, if any.
     """
 
     method: str
-    share: float
+    share: float | None
     params: int
     macs: int
     params_share: float
@@ -58,7 +56,7 @@ class MethodTrial:
     def cells(self) -> tuple[str, ...]:
         return (
             self.method,
-            f"{100 * self.share:.4g} %",
+            kept(self.share),
             f"{self.accuracy.value:.1f} %",
             self.change.text(1),
             f"{self.agreement.text(1)} %",
@@ -70,7 +68,7 @@ class MethodTrial:
 
 @dataclass(frozen=True)
 class Difference:
-    """The second method minus the first at one budget: KL in nats (above 0: the second is worse), top-1 in points.
+    """The second method minus the first at one budget: divergence (above 0: the second is worse), accuracy in points.
 
     Intervals are 95 % bootstrap intervals over the images, each for its own difference. `divergence_p` is of a paired
     sign-flip test of the mean, `accuracy_p` of McNemar's exact test; both are corrected by Holm's method over all
@@ -115,6 +113,22 @@ class Trials:
     differences: tuple[Difference, ...] = ()
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns of `rows`."""
+        accuracy, divergence = self._kind.columns
+        return ("method", "kept", accuracy, "change (points)", "agreement", divergence, "MACs", "parameters")
+
+    @property
+    def difference_columns(self) -> tuple[str, ...]:
+        """The names of the columns of the table of differences."""
+        accuracy, divergence = self._kind.columns
+        return ("difference", "budget", divergence, "p (Holm)", f"{accuracy} (points)", "p (Holm)")
+
+    @property
+    def _kind(self) -> OutputKind:
+        return KINDS[self.about.get("outputs", Logits.name)]
+
+    @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table: one per trial and per unreached target, method by method."""
         # Both kinds of rows, in the order in which the methods were given.
@@ -128,10 +142,10 @@ class Trials:
 
     def to_markdown(self) -> str:
         """Returns a table of the trials, and where there are any a second one of the differences."""
-        table = markdown_table(COMPARISON_COLUMNS, self.rows)
+        table = markdown_table(self.columns, self.rows)
         if not self.differences:
             return table
-        return f"{table}\n\n{markdown_table(DIFFERENCE_COLUMNS, [each.cells for each in self.differences])}"
+        return f"{table}\n\n{markdown_table(self.difference_columns, [each.cells for each in self.differences])}"
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -202,13 +216,15 @@ def compare_methods(
                 started = time.perf_counter()
                 candidate, costs = compressor.make(share), compressor.costs(share)
                 seconds = time.perf_counter() - started
-                candidate_outputs, macs_mean = _answers(candidate, bench)[0], _mean_macs(candidate, costs.macs, bench)
+                candidate_outputs, labels_again = _answers(candidate, bench)
+                require_same_order(labels, labels_again)
+                macs_mean = _mean_macs(candidate, costs.macs, bench)
                 divergence = kind.divergence(outputs, candidate_outputs)  # of every image
                 candidate_decisions = kind.decisions(candidate_outputs)
                 correct = kind.labels(candidate_decisions, labels) == labels
                 trial = MethodTrial(
                     method=method.name,
-                    share=share,
+                    share=share if method.varies else None,
                     params=costs.params,
                     macs=macs_mean,
                     params_share=costs.params / before.params,
@@ -227,7 +243,7 @@ def compare_methods(
                 # All of them again: Holm's correction depends on the number of differences.
                 differences = paired_differences(results, bench.seed)
                 trials = replace(trials, trials=(*trials.trials, trial), differences=differences)
-                log(", ".join(f"{name} {cell}" for name, cell in zip(COMPARISON_COLUMNS, trial.cells, strict=True)))
+                log(", ".join(f"{name} {cell}" for name, cell in zip(trials.columns, trial.cells, strict=True)))
             if out is not None:
                 trials.save(out)
     return trials
@@ -257,7 +273,8 @@ def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "image
             # float64: the divergence of nearly equal models is a small difference of logarithms.
             logits.append(answer(model, batch.images).double().cpu())
             labels.append(batch.labels.cpu())
-    return torch.cat(logits), torch.cat(labels)
+    require_labelled(numbers := torch.cat(labels))
+    return torch.cat(logits), numbers
 
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:

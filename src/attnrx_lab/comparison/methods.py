@@ -198,6 +198,11 @@ class Unreached:
         return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
 
 
+def kept(share: float | None) -> str:
+    """Formats the kept share of a method for a table."""
+    return "-" if share is None else f"{100 * share:.4g} %"
+
+
 def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
     """Raises InvalidInput unless there is a share, or a share of the MACs, and all are in (0, 1]."""
     if not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
@@ -211,8 +216,9 @@ def points(
     if not method.varies:
         yield 1.0, None  # the share is not used
         return
-    yield from ((share, None) for share in shares)
-    for target in targets:
+    # One that is given twice is tried once: else a method would be compared with itself.
+    yield from ((share, None) for share in dict.fromkeys(shares))
+    for target in dict.fromkeys(targets):
         share = compressor.share_within(floor(target * before.macs))
         if share is None:
             yield Unreached(method.name, target, compressor.costs(compressor.least).macs / before.macs)

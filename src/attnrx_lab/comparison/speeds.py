@@ -23,7 +23,7 @@ from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
 from attnrx.shapes import Tensor
 from attnrx_lab.comparison.comparing import markdown_table
-from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, points, require_points
+from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, kept, points, require_points
 
 SPEED_COLUMNS = (
     "method",
@@ -43,12 +43,12 @@ SPEED_COLUMNS = (
 class Speed:
     """The latency of one method at one share and batch size, relative to the reference implementation.
 
-    `ideal` is the inverse of the share of the MACs: the speed-up if every multiplication takes as long as before and
-    nothing else takes any time.
+    `share` is None for fixed rules, which have none. `ideal` is the inverse of the share of the MACs: the speed-up if
+    every multiplication takes as long as before and nothing else takes any time.
     """
 
     method: str
-    share: float
+    share: float | None
     macs_share: float
     latency: LatencyComparison
 
@@ -67,7 +67,7 @@ class Speed:
         latency, (value, low, high) = self.latency, self.speedup
         return (
             self.method,
-            f"{100 * self.share:.4g} %",
+            kept(self.share),
             str(latency.batch),
             str(latency.threads),
             f"{100 * self.macs_share:.1f} %",
@@ -129,7 +129,8 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
     # On the model's scale: `diagnose` warns of another one, and no user could change it.
     noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
-    diagnosis = diagnose(model, noise, batch_size=images, seed=seed)
+    # With moments for a model of any form: rules of values, heads and MLP need them.
+    diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images, on_noise=True)
 
 
@@ -171,7 +172,7 @@ def compare_speeds(
     """
     family = family_of(bench.model)
     before = family.costs(bench.model)
-    entries: dict[str, tuple[str, float, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
+    entries: dict[str, tuple[str, float | None, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
     # The reference has the empty name, which no method has. It has fresh weights: times do not depend on them.
     models = {"attnrx": bench.model, "": family.library_model(bench.model)}
     for method in methods:
@@ -182,7 +183,7 @@ def compare_speeds(
                 continue
             # Two targets with the same share have the same model, which is timed once.
             share, key = point[0], f"{method.name} {point[0]}"
-            entries[key] = (method.name, share, compressor.costs(share).macs / before.macs)
+            entries[key] = (method.name, share if method.varies else None, compressor.costs(share).macs / before.macs)
             models[key] = compressor.make(share)
     runtime = None if rates.runtime is None else to_dict(rates.runtime)
     notes = _threshold_notes(bench, models)

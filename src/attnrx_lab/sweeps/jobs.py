@@ -20,6 +20,7 @@ Words = tuple[str, ...]
 
 OUT = "out"  # {out} is the folder of the job, which is known when it runs
 FORM = 'command = "compare {model} --seed {seed} ...", and under [grid] e.g. seed = [0, 1, 2]'
+COLUMNS = ("metric", "value", "low", "high", "n", "unit")  # of every number in a CSV of the results, beside its axes
 MOST_JOBS = 100_000  # more are a mistake in an axis, and would fill the storage
 RECORD = Record({"command": Text()}, {"grid": JSON_OBJECT})
 
@@ -74,6 +75,8 @@ def grid_jobs(command: str, grid: Mapping[str, Any]) -> tuple[Job, ...]:
         for name in used - axes.keys() - {OUT}:
             doubled = f"{{{{{name}}}}}"
             raise UnknownName(f"axis in the command (braces of its own are doubled, {doubled})", name, [*axes, OUT])
+        for name in sorted(axes.keys() & set(COLUMNS)):
+            raise InvalidInput(f"the axis {name} has the name of a column of the results; give it another one.")
         for name in axes.keys() - used:
             raise InvalidInput(f"the axis {name} is nowhere in the command; write {{{name}}} where its values go.")
         for point in itertools.product(*(values.items() for values in axes.values())):
@@ -82,7 +85,10 @@ def grid_jobs(command: str, grid: Mapping[str, Any]) -> tuple[Job, ...]:
             words = shlex.split(command.format_map({OUT: f"{{{OUT}}}", **values}))
             labels = {name: label for name, (label, _) in zip(axes, point, strict=True)}
             # The name of the program may be written, as in a shell.
-            jobs.append(Job(tuple(words[1:] if words[0] == "attnrx" else words), labels))
+            job = Job(tuple(words[1:] if words[:1] == ["attnrx"] else words), labels)
+            if not job.words:
+                raise InvalidInput(f"the command {command!r} has no word for {labels}; write a command of attnrx.")
+            jobs.append(job)
     except ValueError as error:  # a quote or a brace that is not closed
         raise InvalidInput(f"the command {command!r} cannot be cut into words: {str(error).lower()}.") from error
     return tuple(jobs)

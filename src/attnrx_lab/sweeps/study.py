@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,7 +24,7 @@ from attnrx.optional import required_module
 from attnrx.progress import Log
 from attnrx.serialization.atomic_writes import process_runs
 from attnrx_lab.sweeps.jobs import OUT, Job, Words
-from attnrx_lab.sweeps.summary import Result, rows_of
+from attnrx_lab.sweeps.summary import Result, of_job, rows_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -142,11 +142,7 @@ class SweepStudy:
 
     def results(self) -> tuple[Result, ...]:
         """Returns the numbers of all finished jobs; the labels of each are those of its job and its own."""
-        return tuple(
-            replace(result, labels={**state.job.labels, **result.labels})
-            for state in self.states()
-            for result in state.results
-        )
+        return tuple(of_job(result, state.job.labels) for state in self.states() for result in state.results)
 
 
 def _job(trial: "Trial | FrozenTrial") -> Job:

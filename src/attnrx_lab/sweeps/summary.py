@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -123,6 +123,20 @@ def rows_of(record: Mapping[str, Any]) -> tuple[Result, ...]:
             rows.append(_result(facts.get("claim") or facts["column"], facts, n, facts.get("unit", ""), labels))
         rows += [_result(metric, facts[metric], n, unit, labels) for metric, unit in metrics.items()]
     return tuple(rows)
+
+
+def of_job(result: Result, labels: Mapping[str, Label]) -> Result:
+    """Returns a number with the labels of its job, too.
+
+    An axis may have the name of a label of the record, such as method or check. Both are kept, or jobs that differ in
+    that axis alone would be averaged like seeds.
+    """
+    own = {
+        f"{name} in the record" if name in labels else name: value
+        for name, value in result.labels.items()
+        if name not in labels or labels[name] != value
+    }
+    return replace(result, labels={**labels, **own})
 
 
 def _result(metric: str, number: Any, n: int | None, unit: str, labels: Mapping[str, Label]) -> Result:

@@ -110,9 +110,10 @@ def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
 def _point(path: str) -> "rx.reports.TradeOffPoint":
     evidence = rx.Evidence.load(path)
     text, kind = (evidence.about.get("rules") or {}).get("qk"), evidence.about.get("realization")
-    # Only some rules have rho, the axis of the chart.
-    rho = None if text is None else getattr(rx.parse_rule(text), "rho", None)
-    if rho is None or kind is None:
+    # Only some rules have rho, which distinguishes the points; the share, the axis of the chart, is of `attnrx verify`.
+    rho = None if text is None else getattr(rx.rules.parse_rule(text), "rho", None)
+    removed_share = evidence.about.get("removed_share")
+    if rho is None or kind is None or removed_share is None:
         raise InvalidInput(
             f"--trade-off {path}: evidence of the rule {text} as {kind!r} is no point over rho; "
             "give that of candidates which `attnrx realize` made by a rule with rho, such as energy_retention:0.9."
@@ -122,7 +123,7 @@ def _point(path: str) -> "rx.reports.TradeOffPoint":
     return rx.reports.TradeOffPoint(
         rho=rho,
         kind=kind,
-        removed_share=evidence.about["removed_share"],
+        removed_share=removed_share,
         discrepancy=discrepancy.value,
         accuracy_change=change.value,
         accuracy_interval=_interval(change),

@@ -74,11 +74,15 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "transfer": lambda: {"training": splits.train, "classes": rx.data.own_classes(splits)},
     }
     kinds: Mapping[str, Any] = rx.checks.all_checks()
-    checks, notes = [kinds[one.name](**{**one.knobs, **inputs.get(one.name, dict)()}) for one in requested], ()
-    if arguments.checks is None and arguments.most_drop is None:
+    checks = tuple(kinds[one.name](**{**one.knobs, **inputs.get(one.name, dict)()}) for one in requested)
+    notes: tuple[str, ...] = ()
+    if arguments.checks is None:
         # The default is every check that the data and the model allow; one that was requested raises where it cannot.
-        kind = rx.checks.Comparison(candidate, reference, images).kind
-        checks, notes = rx.checks.possible_checks(checks, images, kind)
+        explicit = {"accuracy": arguments.most_drop is not None, "controls": arguments.controls}
+        by_default = [check for check in checks if not explicit.get(check.name)]
+        comparison = rx.checks.Comparison(candidate, reference, images)
+        possible, notes = rx.checks.possible_checks(by_default, comparison)
+        checks = tuple(check for check in checks if explicit.get(check.name) or check in possible)
     log(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
     evidence = rx.verify(
         candidate,

@@ -9,14 +9,20 @@ from attnrx.reports.figures import STYLES, Chart, Curve, CurvePoint
 from attnrx.reports.numbers import interval, known, number, percent, plain, quantity, short, typeset, with_unit
 from attnrx.reports.sections.section import Figure, Section
 
-# The charts: field, heading, axis label, unit, whether the scale may be logarithmic.
-MEASURES = (
-    ("change", "Change of top-1 accuracy", "points", "points", False),
-    ("agreement", "Agreement with the original", "% of the images", "%", False),
-    ("divergence", "Divergence from the original", "KL in nats", "nats", True),
-)
+Measure = tuple[str, str, str, str, bool]  # field, heading, axis label, unit, whether the scale may be logarithmic
 LEAST_SPREAD = 5.0  # values that differ by less than this factor have a linear scale
 NOUGHT = 1e-6  # nats: smaller divergences are rounding errors of zero
+
+
+def measures_of(record: ComparisonRecord) -> tuple[Measure, ...]:
+    """Returns the measures of the charts, in the words of what the model returns."""
+    kind = record.kind
+    axis = f"{kind.columns[1]} in {kind.unit}" if kind.unit else kind.columns[1]
+    return (
+        ("change", f"Change of {kind.accuracy}", "points", "points", False),
+        ("agreement", "Agreement with the original", "% of the images", "%", False),
+        ("divergence", "Divergence from the original", axis, kind.unit, True),
+    )
 
 
 def comparison(content: ReportContent) -> Section | None:
@@ -24,12 +30,16 @@ def comparison(content: ReportContent) -> Section | None:
     record = content.comparison
     if record is None:
         return None
-    charts = [_speed_chart(record), *(_chart(record, *measure) for measure in MEASURES)]
+    charts = [_speed_chart(record), *(_chart(record, *measure) for measure in measures_of(record))]
     # A quantity that no trial has, e.g. a speed that was not measured, has no chart.
     charts = [chart for chart in charts if chart.curves]
     legend = {name: picture for chart in charts for picture, name in chart.legend}
     figures = [Figure(chart.draw(), chart.title, "logarithmic" if chart.logarithmic else "") for chart in charts]
+    accuracy, divergence = record.kind.columns
     data = {
+        "accuracy": accuracy,
+        "divergence": divergence,
+        "divergence_and_unit": f"{divergence}, {record.kind.unit}" if record.kind.unit else divergence,
         "figures": figures,
         "legend": [(picture, name) for name, picture in legend.items()],
         "record": record,
@@ -43,9 +53,9 @@ def _settings(found: ComparisonRecord) -> list[tuple[str, str]]:
     """Returns the settings of the trials that the file records."""
     # `about` is a free record, so a field may be missing or of any type.
     about, accuracy = found.about, found.accuracy
-    top_1 = quantity(accuracy.value, "%", accuracy.low, accuracy.high)
+    share = quantity(accuracy.value, "%", accuracy.low, accuracy.high)
     pairs = [
-        ("top-1 of the original", f"{top_1} {interval(accuracy.low, accuracy.high)}"),
+        (f"{found.kind.columns[0]} of the original", f"{share} {interval(accuracy.low, accuracy.high)}"),
         ("measured on", f"{plain(about.get('images'))} images, {plain(about.get('data'))}"),
     ]
     diagnosed = about.get("diagnosis")
@@ -67,7 +77,7 @@ def _chart(found: ComparisonRecord, field: str, title: str, label: str, unit: st
 
 
 def _speed_chart(found: ComparisonRecord) -> Chart:
-    field, title, label, unit, _ = MEASURES[0]
+    field, title, label, unit, _ = measures_of(found)[0]
     curves = method_curves(found, field, unit, by="speed")
     return _chart_of(curves, field, f"{title} over speed", "speed, times the original's", label, False)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attnrx.model_outputs import KINDS
 from attnrx.reports.content import FrontPoint, PlanFront, ReportContent
 from attnrx.reports.figures import Chart, Curve, CurvePoint
 from attnrx.reports.headline import cost_totals, finding_of, speeds
@@ -151,7 +152,7 @@ def _chart(content: ReportContent, found: PlanFront, points: list[FrontPoint], r
         CurvePoint(_place(found, point), value, tip=f"{_name(found, point, False)}: {reading.text(point)}")
         for point, value in shown
     )
-    label = "change of top-1 accuracy in points"
+    label = f"change of {KINDS[found.outputs].accuracy} in points"
     if reading is not CHANGE:
         label = f"{reading.label} in {reading.unit}" if reading.unit else reading.label
     title = "Change of accuracy" if reading is CHANGE else "Divergence from the original"
