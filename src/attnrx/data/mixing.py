@@ -16,6 +16,9 @@ from attnrx.data.splits import Splits
 from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Float, Tensor
 
+# With twice, 64 pixels on 224 are 2 x 2 tiles, which carry over to other classes better than 3 x 3 or one image.
+MOST_ENLARGED = 2
+FIELDS = ("images", "labels", "index")
 NO_LABELS = "half of these images are of other classes and have no labels, and this needs labels: omit the other data."
 
 
@@ -23,9 +26,9 @@ def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
     """Returns the splits with every second training image from the training images of `others`, for calibration.
 
     What is fitted to images of few classes loses more on images of other classes (docs/results/hidden.md). `others`,
-    splits or what `load_data` takes, needs no labels. As many of its images as fit become the tiles of one image: a
-    small image that is enlarged to the input of a model is blurred, and features of photographs are not. Both datasets
-    contribute as many images as the smaller one has.
+    splits or what `load_data` takes, needs no labels. Its images are enlarged at most twice: smaller ones become the
+    tiles of one image, because an image that is enlarged to the input of a model is blurred, and photographs are not.
+    Both datasets contribute as many images as the smaller one has.
 
     Raises:
         DataError: The channels differ, `others` has larger images, or fewer than one mosaic.
@@ -37,12 +40,12 @@ def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
             f"{others.name} has images of {others.channels} channel(s), {splits.name} of {splits.channels}: mix data "
             "with the same channels."
         )
-    tiles = splits.image_size // others.image_size
-    if not tiles:
+    if others.image_size > splits.image_size:
         raise DataError(
             f"{others.name} has images of {others.image_size} pixels, {splits.name} of {splits.image_size}: load it "
             f"with image_size={splits.image_size}."
         )
+    tiles = -(-splits.image_size // (MOST_ENLARGED * others.image_size))
     mosaics = Mosaics(others.train.renormalized(splits.normalization), tiles, splits.image_size)
     each = min(len(splits.train), len(mosaics))
     if not each:
@@ -54,9 +57,9 @@ def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
 
 
 def _loaded(source: Path | str, size: int) -> Splits:
-    """Loads data at their own size if at least two images fit beside each other, else at this size."""
+    """Loads data at their own size if they are to be tiled, else at this size."""
     loaded = load_data(source)
-    return loaded if 2 * loaded.image_size <= size else load_data(source, image_size=size)
+    return loaded if MOST_ENLARGED * loaded.image_size < size else load_data(source, image_size=size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +93,14 @@ class Mosaics(ImageSet):
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         each = self.tiles**2
-        for batch in self.source._pass(replace(order, batch_size=order.batch_size * each)):
+        # Every process reads whole batches: its share of the images of a smaller one could end within a mosaic.
+        for batch in self.source._pass(replace(order, batch_size=order.batch_size * each, shard=(0, 1))):
             # The last batch may have images left that are no whole mosaic.
-            if count := len(batch) // each:
-                labels = torch.full_like(batch.labels[:count], UNLABELLED)
-                yield Batch(self._composed(batch.images[: count * each]), labels, batch.index[: count * each : each])
+            share = _share(order, len(batch) // each)
+            if share.start < share.stop:
+                tiles = slice(share.start * each, share.stop * each)
+                index = batch.index[tiles][::each]
+                yield Batch(self._composed(batch.images[tiles]), torch.full_like(index, UNLABELLED), index)
 
     def _composed(self, images: Float[Tensor, "tiles channels _ _"]) -> Float[Tensor, "batch channels size size"]:
         side = -(-self.size // self.tiles)  # rounded up: the last row and column are cut
@@ -138,12 +144,23 @@ class Mixed(ImageSet):
         return Mixed(self.own.renormalized(normalization), self.others.renormalized(normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        halves = replace(order, batch_size=_half(order.batch_size))
+        # Every process reads whole batches: the last one need not have as many images of both sets.
+        halves = replace(order, batch_size=_half(order.batch_size), shard=(0, 1))
         own, others = self.own._pass(halves), self.others._pass(halves)
         # A shuffled pass ends with the shorter set: all its batches are whole.
         pairs = zip(own, others, strict=False) if order.seed is not None else zip_longest(own, others)
         for first, second in pairs:
-            yield first if second is None else _in_turns(first, second)
+            batch = first if second is None else _in_turns(first, second)
+            share = _share(order, len(batch))
+            if share.start < share.stop:
+                labels = torch.full_like(batch.index[share], UNLABELLED)
+                yield Batch(batch.images[share], labels, batch.index[share])
+
+
+def _share(order: Pass, count: int) -> slice:
+    """Returns which of the images of a batch are those of this process."""
+    process, processes = order.shard
+    return slice(count * process // processes, count * (process + 1) // processes)
 
 
 def _half(batch_size: int) -> int:
@@ -156,6 +173,4 @@ def _in_turns(first: Batch, second: Batch) -> Batch:
     # The rank of an image within its half, twice; sorting keeps `first` before `second`.
     ranks = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
     order = ranks.argsort(stable=True).to(first.labels.device)
-    labels = torch.full_like(torch.cat([first.labels, second.labels]), UNLABELLED)
-    images, index = (torch.cat(pair)[order] for pair in ((first.images, second.images), (first.index, second.index)))
-    return Batch(images, labels, index)
+    return Batch(*(torch.cat([getattr(each, name) for each in (first, second)])[order] for name in FIELDS))

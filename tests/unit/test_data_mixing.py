@@ -1,0 +1,110 @@
+"""Images of two datasets in turns: the laws of a pass hold, small images become tiles, and labels are refused."""
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.data import Batch, ImageSet, Normalization, Splits, from_tensors, mix_data, require_labels
+from attnrx.data.mixing import Mixed, Mosaics
+from attnrx.errors import DataError, InvalidInput
+
+HALF = Normalization.half(3)
+
+
+def coloured(name: str, count: int, size: int) -> ImageSet:
+    """Returns images of one colour each, which is their number."""
+    pixels = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, size, size)
+    return from_tensors(name, pixels.clone(), torch.arange(count) % 4, HALF)
+
+
+def splits(name: str, count: int, size: int) -> Splits:
+    train, test = coloured(name, count, size), coloured(name, 8, size)
+    return Splits(name, train, test, test, ("a", "b", "c", "d"), 3, size, HALF, None)
+
+
+def joined(batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([batch.images for batch in batches]), torch.cat([batch.index for batch in batches])
+
+
+@pytest.fixture(params=["mosaics", "mixed"])
+def images(request: pytest.FixtureRequest) -> ImageSet:
+    mosaics = Mosaics(coloured("small", 85, 4), 2, 8)  # 21 mosaics, one image is left
+    return mosaics if request.param == "mosaics" else Mixed(coloured("large", 22, 8), mosaics)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_starting_at_a_step_is_leaving_out_what_came_before(images: ImageSet, seed: int | None, start: int) -> None:
+    whole, rest = list(images.batches(8, seed=seed)), list(images.batches(8, seed=seed, start=start))
+    assert len(rest) == len(whole) - start == len(images) // 8 + (seed is None and len(images) % 8 > 0) - start
+    for mine, other in zip(joined(rest), joined(whole[start:]), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_together_see_what_one_sees(images: ImageSet, seed: int | None, processes: int) -> None:
+    alone = list(images.batches(8, seed=seed))
+    shares = [list(images.batches(8, seed=seed, shard=(process, processes))) for process in range(processes)]
+    together = [batch for step in range(len(alone)) for share in shares for batch in share[step : step + 1]]
+    for mine, other in zip(joined(together), joined(alone), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_an_ordered_pass_has_every_image_once_and_no_label(images: ImageSet) -> None:
+    batches = list(images.batches(8))
+    pixels, _ = joined(batches)
+    assert len(pixels) == len(images) == len({tuple(each.flatten().tolist()) for each in pixels})
+    assert all((batch.labels == -1).all() for batch in batches) and not images.has_labels
+    assert images.fingerprint != images.take(10).fingerprint and len(images.take(10)) == 10
+    parts = [images.part(process, 2, 8) for process in range(2)]
+    assert torch.equal(joined([batch for part in parts for batch in part.batches(8)])[0], pixels)
+
+
+def test_small_images_are_tiles_of_consecutive_images() -> None:
+    (batch,) = Mosaics(coloured("small", 12, 4), 2, 8).batches(4)
+    assert batch.images.shape == (3, 3, 8, 8)
+    corners = ((batch.images[1, 0, [0, 0, 7, 7], [0, 7, 0, 7]] + 1) * 127.5).round()
+    assert corners.tolist() == [4, 5, 6, 7]
+    # 3 tiles on 8 pixels: the last row and column of tiles are cut.
+    (batch,) = Mosaics(coloured("small", 9, 4), 3, 8).batches(4)
+    assert batch.images.shape == (1, 3, 8, 8)
+
+
+@pytest.mark.parametrize(("size", "tiles"), [(8, 1), (5, 1), (4, 1), (3, 2), (2, 2), (1, 4)])
+def test_images_are_enlarged_at_most_twice(size: int, tiles: int) -> None:
+    mixed = mix_data(splits("large", 8, 8), splits("small", 64, size))
+    assert isinstance(mixed.train, Mixed) and isinstance(mixed.train.others, Mosaics)
+    assert mixed.train.others.tiles == tiles
+    assert next(mixed.train.batches(2)).images.shape == (2, 3, 8, 8)
+
+
+def test_both_datasets_have_as_many_images_on_one_scale() -> None:
+    others = splits("small", 20, 4).renormalized(Normalization((0.0,) * 3, (1.0,) * 3))
+    mixed = mix_data(splits("large", 30, 8), others)
+    assert len(mixed.train) == 40 and "20 of large and 20 of small" in mixed.notes[-1]
+    images = next(mixed.train.batches(40)).images
+    assert torch.equal(images[::2].amin(), images[1::2].amin()), "zero is black in both"
+    assert mixed.test is not mixed.train and mixed.test.has_labels
+    with pytest.raises(DataError, match="no labels"):
+        require_labels(mixed.train)
+    with pytest.raises(InvalidInput, match="even number"):
+        next(mixed.train.batches(3))
+
+
+@pytest.mark.parametrize(
+    ("others", "problem"),
+    [
+        (splits("big", 4, 16), "image_size=8"),
+        (splits("few", 3, 2), "at least 4"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(others: Splits, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        mix_data(splits("large", 8, 8), others)
+
+
+def test_other_channels_are_refused() -> None:
+    grey = rx.load_data("digits")
+    with pytest.raises(DataError, match="channels"):
+        mix_data(splits("large", 8, 8), grey)
