@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.api import adapt_preprocessing, diagnose, distill, export, load, realize, repair, save, verify
 from attnrx.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
 from attnrx.costs import Conditions
-from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
+from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, own_images, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, TargetMet
 from attnrx.evidence import KIND as EVIDENCE
@@ -437,7 +437,7 @@ class _Work:
         # By prediction and not by label, as the check does: data without labels have classes, too.
         if not isinstance(output_kind_of(self.original), Logits):
             return {}
-        return {"classes": _classes(self.original, self.fitted)}
+        return {"classes": _classes(self.original, own_images(self.fitted))}
 
     def size_conditions(self) -> dict[str, Any]:
         """Returns what the evidence of a size of this call states, besides its target."""

@@ -22,7 +22,7 @@ from attnrx.data.labels import (
     require_labels,
 )
 from attnrx.data.loading import load_data
-from attnrx.data.mixing import mix_data
+from attnrx.data.mixing import mix_data, own_images
 from attnrx.data.pixels import Augmentation, Normalization
 from attnrx.data.sets import MemoryImages, from_tensors
 from attnrx.data.splits import Splits
@@ -48,6 +48,7 @@ __all__ = [
     "mix_data",
     "object_patches",
     "own_classes",
+    "own_images",
     "own_labels",
     "require_labelled",
     "require_labels",

@@ -56,6 +56,11 @@ def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
     return replace(splits, train=train, notes=(*splits.notes, note))
 
 
+def own_images(images: ImageSet) -> ImageSet:
+    """Returns the images without those of a second dataset."""
+    return images.own if isinstance(images, Mixed) else images
+
+
 def _loaded(source: Path | str, size: int) -> Splits:
     """Loads data at their own size if they are to be tiled, else at this size."""
     loaded = load_data(source)
