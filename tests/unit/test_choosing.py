@@ -21,7 +21,6 @@ from attnrx.attention import (
     autotune,
 )
 from attnrx.attention.factors import ScoreFactors
-from attnrx.costs import measured_steps
 from attnrx.errors import CacheWarning, CheckpointError
 from attnrx.runtime.hardware import Measurements, cache_folder
 from attnrx.serialization.storage import read_json
@@ -184,15 +183,6 @@ def test_a_record_that_is_not_whole_is_measured_anew(cache: Path, tmp_path: Path
     Measurements("cpu", tmp_path / "named.json").put(autotune.key_of(SPEC, OCCASION), record)
     with pytest.raises(CheckpointError, match=r"named\.json"):
         Autotuned(str(tmp_path / "named.json")).at(SPEC, OCCASION)
-
-
-@pytest.mark.slow
-def test_steps_of_a_broken_record_are_measured_anew(cache: Path) -> None:
-    key = f"steps | width=8 | 5 cpu float32 | threads={torch.get_num_threads()}"
-    for record in ({"four": 1.0}, {"4": None}, {"4": -1.0}):
-        Measurements("cpu").put(key, record)
-        with pytest.warns(CacheWarning, match="measured anew"):
-            assert measured_steps(8, (4,), tokens=5).seconds[0] > 0
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
