@@ -364,11 +364,6 @@ class Prescription(Displayed):
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
 
-    @property
-    def is_rewritten(self) -> bool:
-        """Whether any decision has a basis, or is about another map than "qk"."""
-        return any(layer.tensors for layer in self.layers)
-
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file whose floats round-trip exactly.
 
