@@ -10,7 +10,7 @@ import torch
 
 from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
+from attnrx.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, REALIZATIONS, REALIZED_NORMS, TOKENS, UNIT_MAPS
 from attnrx.serialization.storage import (
     check_schema,
     json_text,
@@ -628,8 +628,8 @@ PLAN = Record(
 # puts the images of the repair, for the check `shift`.
 REALIZED = Record(
     {
-        "by": Choice(("compress", "mask")),
-        "norms": Choice(("renormalized", "exact", "refit")),
+        "by": Choice(REALIZATIONS),
+        "norms": Choice(REALIZED_NORMS),
         "refine": Integer(0, 10**6),
         "calibration_images": Integer(1),
     },

@@ -11,6 +11,7 @@ from torch import nn
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
 from attnrx.kernels.native_merging import Merged, can_merge
+from attnrx.maps import REALIZATIONS
 from attnrx.models.call_state import CallState
 from attnrx.models.token_restoration import RestorableStage, TokenRestoration
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
@@ -27,8 +28,6 @@ from attnrx.tokens import (
     sampled_keep,
 )
 from attnrx.tokens.reducer import KeepDrop
-
-BY = ("mask", "compress")
 
 
 class TokenRun:
@@ -107,8 +106,8 @@ class TokenReduction(nn.Module):
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
         super().__init__()
-        if by not in BY:
-            raise InvalidInput(f"by={by!r}: choose from {', '.join(BY)}.")
+        if by not in REALIZATIONS:
+            raise InvalidInput(f"by={by!r}: choose from {', '.join(REALIZATIONS)}.")
         self.policy, self.shape, self.by = policy, shape, by
         # The kernel of merging removes tokens; a mask keeps every shape.
         self.native = policy.reducer.native if by == "compress" else None

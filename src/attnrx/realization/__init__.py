@@ -3,8 +3,6 @@
 from attnrx.realization.directions import compressed_spec
 from attnrx.realization.fitting import refitted
 from attnrx.realization.realizing import (
-    BY,
-    NORMS,
     calibrated,
     prescribed_tokens,
     realize,
@@ -13,8 +11,6 @@ from attnrx.realization.realizing import (
 )
 
 __all__ = [
-    "BY",
-    "NORMS",
     "calibrated",
     "compressed_spec",
     "prescribed_tokens",

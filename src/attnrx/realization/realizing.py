@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.maps import LINEAR_MAPS
+from attnrx.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.model_data import images_for
 from attnrx.models import (
     Family,
@@ -120,8 +120,6 @@ def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
 
 # Images on which the thresholds of a policy by image are found; they are in memory at once.
 CALIBRATED = 256
-BY = ("mask", "compress")
-NORMS = ("renormalized", "exact", "refit")
 
 
 def realize(
@@ -154,8 +152,9 @@ def realize(
     """
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")
-    if by not in BY or norms not in NORMS:
-        raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {', '.join(BY)} and from {', '.join(NORMS)}.")
+    if by not in REALIZATIONS or norms not in REALIZED_NORMS:
+        choices = f"{', '.join(REALIZATIONS)} and from {', '.join(REALIZED_NORMS)}"
+        raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {choices}.")
     _require_shapes(model, prescription)
     if by == "mask" or norms != "refit":
         return _realized(model, prescription, prescription.layers, by, norms, calibration)
