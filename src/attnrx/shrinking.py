@@ -207,7 +207,19 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     # One process for all latency measurements, which starts while the images are read.
     with shared_subprocess() if target.spend == "latency" else nullcontext():
         work = _Work.of(
-            model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log, to
+            model,
+            data,
+            requires_labels=target.of == DROP,
+            batch=batch,
+            threads=threads,
+            effort=effort,
+            by_image=by_image,
+            to=to,
+            weights=weights,
+            columns=columns,
+            folder=folder,
+            seed=seed,
+            log=log,
         )
         try:
             (result,) = work.shrunk((target,))
@@ -262,7 +274,18 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in sorted(values, reverse=kind != "faster")}
     folder = Path(folder)
     with shared_subprocess() if kind == "faster" else nullcontext():
-        work = _Work.of(model, data, False, batch, threads, effort, False, weights, columns, folder, seed, log)
+        work = _Work.of(
+            model,
+            data,
+            batch=batch,
+            threads=threads,
+            effort=effort,
+            weights=weights,
+            columns=columns,
+            folder=folder,
+            seed=seed,
+            log=log,
+        )
         made = _made_sizes(folder, work.size_conditions(), targets)
         missing = {name: target for name, target in targets.items() if name not in made}
         for name in missing:
@@ -337,17 +360,18 @@ class _Work:
         cls,
         model: nn.Module | str | Path,
         data: Any,
-        labelled: bool,
+        *,
+        requires_labels: bool = False,
         batch: int,
         threads: int | None,
         effort: str,
-        by_image: bool,
+        by_image: bool = False,
+        to: str | None = None,
         weights: str | Path | None,
         columns: Columns | None,
         folder: Path | str | None,
         seed: int,
         log: Log,
-        to: str | None = None,
     ) -> "_Work":
         """Loads and diagnoses the model, and divides the images."""
         preset = effort_of(effort)
@@ -370,7 +394,7 @@ class _Work:
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
         # many on its own images, so its divergence there is too low.
         planned, others, tested = three_parts(splits)
-        if labelled:
+        if requires_labels:
             require_labels(planned)
         # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan may be among them.
         fitted = planned.take(min(preset.repair_images, len(planned)))
