@@ -259,7 +259,7 @@ class Planner:
     def _adjusted(self, most: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
         # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
-        budget, order = _Budget(self, most), sorted(self.trials, key=lambda trial: trial.softened)
+        plans, order = _PlansAtCost(self, most), sorted(self.trials, key=lambda trial: trial.softened)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.effort.finalists])]
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):  # without repetitions, in order
@@ -268,11 +268,11 @@ class Planner:
                 steps[step.choices] = step
         if not steps:
             return self._first(most)
-        return self._best([budget.tried(last.knobs, step) for step in steps.values()])
+        return self._best([plans.tried(last.knobs, step) for step in steps.values()])
 
     def _first(self, most: float) -> Trial:
-        budget = _Budget(self, most)
-        return budget.tried(self.first, budget.step(self.first))
+        plans = _PlansAtCost(self, most)
+        return plans.tried(self.first, plans.step(self.first))
 
     def _searched(self, most: float) -> Trial:
         requested = (
@@ -280,7 +280,9 @@ class Planner:
             f"{self.data} {len(self.fewer)}"
         )
         # `requested` is the key of stored trials: target, cost, model, space and images decide what a trial means.
-        self.trials = refine_plan(self.space, self.settings.search, requested, _Budget(self, most), self._first(most))
+        self.trials = refine_plan(
+            self.space, self.settings.search, requested, _PlansAtCost(self, most), self._first(most)
+        )
         return self._best(self.trials)
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
@@ -391,8 +393,8 @@ class Planner:
         )
 
 
-class _Budget:
-    """Builds plans at one cost, and measures each once."""
+class _PlansAtCost:
+    """Builds plans at one cost, and measures them on the images of the trials (`plan_search.PlanBuilder`)."""
 
     def __init__(self, planner: Planner, most: float):
         self.planner, self.most = planner, most
