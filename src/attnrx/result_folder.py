@@ -1,13 +1,12 @@
 """The folder of `Shrunk.save`: the names of its files, which are replaced, and the files of others, which are not."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
 from attnrx.evidence import KIND as EVIDENCE
-from attnrx.exporting import Format, own_exports, remove_export, require_export_path, require_own_files
+from attnrx.exporting import Format, own_exports, parse_format, remove_export, require_export_path, require_own_files
 from attnrx.model_data import num_classes
 from attnrx.models import require_model_folder
 from attnrx.serialization.atomic_writes import require_absent
@@ -19,15 +18,15 @@ def exported_paths(folder: Path, form: Format) -> tuple[Path, Path]:
     return folder / f"model-{form.name}{form.suffix}", folder / f"evidence-{form.name}.json"
 
 
-def require_result_folder(folder: Path, model: nn.Module, forms: Sequence[Format], other: Format | None = None) -> None:
+def require_result_folder(folder: Path, model: nn.Module, onnx: bool, other: Format | None = None) -> None:
     """Raises InvalidInput if results would overwrite files that attnrx did not write.
 
-    `forms` are those of `model.onnx`, if it is written, and `other` the format of another file with evidence.
+    `onnx` states whether model.onnx is written; `other` is the format of another file, which has evidence of its own.
     """
     require_model_folder(folder)
     require_absent([folder / "report.html"], _is_report)
-    for form in forms:
-        require_own_export(folder / f"model{form.suffix}", None, form, model)
+    if onnx:
+        require_own_export(folder / "model.onnx", None, parse_format("onnx"), model)
     if other is not None:
         require_own_export(*exported_paths(folder, other), other, model)
 

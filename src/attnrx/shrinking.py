@@ -87,15 +87,16 @@ class Shrunk:
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
         """
-        folder, form = Path(folder), parse_format("onnx")
-        require_result_folder(folder, self.model, (form,) if onnx else ())
+        folder = Path(folder)
+        require_result_folder(folder, self.model, onnx)
         # First: an interrupted call leaves a model without exports, and not with those of another model.
         remove_outdated(folder, model_fingerprint(self.model))
         folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
         write_report(folder / "report.html", self.report(f"attnrx: {folder.name}"))
         if onnx:
-            path, names = folder / "model.onnx", fitting_names(self.model, self.class_names)
-            export(self.model, path, to=form, precision=precision_for(self.model, form), class_names=names)
+            form, names = parse_format("onnx"), fitting_names(self.model, self.class_names)
+            precision = precision_for(self.model, form)
+            export(self.model, folder / "model.onnx", to=form, precision=precision, class_names=names)
         return folder
 
     def save_exported(
@@ -283,7 +284,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         made = _made_sizes(folder, work.size_conditions(), targets)
         missing = {name: target for name, target in targets.items() if name not in made}
         for name in missing:
-            require_result_folder(folder / name, work.original, ())
+            require_result_folder(folder / name, work.original, onnx=False)
         # A size at a time is planned, verified and saved, so an interrupted call continues with the next. A generator
         # that has raised is finished: after a target that is met, the loop makes another for the rest.
         while missing:
@@ -378,8 +379,7 @@ class _Work:
             storage = str(state / "trials.db")  # of the search, which resumes from it
         form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
-            forms = () if by_image else (parse_format("onnx"),)
-            require_result_folder(Path(folder), original, forms, form)
+            require_result_folder(Path(folder), original, not by_image, form)
         device = str(next(original.parameters()).device)
         timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
         search = Search(preset.trials, seed, storage, preset.variations)

@@ -280,9 +280,8 @@ class Planner:
             f"{self.data} {len(self.fewer)}"
         )
         # `requested` is the key of stored trials: target, cost, model, space and images decide what a trial means.
-        self.trials = refine_plan(
-            self.space, self.settings.search, requested, _PlansAtCost(self, most), self._first(most)
-        )
+        plans = _PlansAtCost(self, most)
+        self.trials = refine_plan(self.space, self.settings.search, requested, plans, self._first(most))
         return self._best(self.trials)
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
