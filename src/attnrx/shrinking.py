@@ -19,11 +19,11 @@ from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, Ta
 from attnrx.evidence import Evidence
 from attnrx.exporting import (
     Format,
+    dtype_name,
     fitting_names,
     parse_format,
     precision_for,
 )
-from attnrx.exporting.formats import dtype_name
 from attnrx.model_data import splits_for
 from attnrx.model_outputs import Logits, output_kind_of
 from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
