@@ -163,7 +163,7 @@ def _mask_(attention: Attention, layer: LayerPrescription) -> None:
     else:
         mask_rewritten_(attention, layer.qk, layer.qk.basis)
     # [sum of value dimensions]: the columns of removed heads in the output projection.
-    removed = (~layer.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
+    removed = (~layer.heads).repeat_interleave(torch.tensor(spec.value_dims, dtype=torch.long))
     attention.output.weight[:, removed] = 0
     # The values of a removed head do not affect the output; zeros give them norm 0, for reducers that use value norms.
     attention.value.weight[removed] = 0

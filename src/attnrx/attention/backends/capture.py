@@ -76,7 +76,7 @@ class AttentionCapture(Backend):
         """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
         # Rank 1 for a layer whose heads have none: its zero rows give uniform maps, which can be captured as well.
         rank = max((*spec.ranks, 1))
-        width = max((rank, *spec.reads))
+        width = max((rank, *spec.value_dims))
         return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
@@ -109,7 +109,7 @@ class AttentionCapture(Backend):
 
     def _unfused(
         self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
-    ) -> Float[Tensor, "batch heads queries reads"]:
+    ) -> Float[Tensor, "batch heads queries v_head_dim"]:
         outputs, heads = [], value.shape[1]
         for part in chunks_of(value, heads, factors.query.shape[1], factors.key.shape[1]):
             images = images_of(part)
@@ -159,7 +159,7 @@ class NativeCapture(Native):
         self,
         features: Float[Tensor, "batch tokens _"],
         rows: tuple[int, ...],
-        reads: tuple[int, ...],
+        value_dims: tuple[int, ...],
         scale: float,
         rotation: RotationTable | None = None,
         bias: Float[Tensor, "images heads tokens tokens"] | None = None,
@@ -169,7 +169,7 @@ class NativeCapture(Native):
         # One product for all heads: their queries are the rows of a block diagonal matrix.
         logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
         self._show(logits)
-        return super().of_joint(features, rows, reads, scale, rotation, bias)
+        return super().of_joint(features, rows, value_dims, scale, rotation, bias)
 
     def __call__(
         self,
@@ -212,7 +212,7 @@ class Observed(Backend):
     def __init__(
         self,
         observe: Callable[[Observation], None],
-        readout: Float[Tensor, "heads reads width"],
+        readout: Float[Tensor, "heads v_head_dim width"],
         capture: AttentionCapture | None = None,
     ):
         self.observe = observe
@@ -221,7 +221,7 @@ class Observed(Backend):
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         rank = max((*spec.ranks, 1))
-        return (Bucket(0, len(spec.ranks), rank, rank),), (max((*spec.reads, 1)),) * len(spec.heads)
+        return (Bucket(0, len(spec.ranks), rank, rank),), (max((*spec.value_dims, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         logits = scores(factors)
