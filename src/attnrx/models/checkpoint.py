@@ -17,7 +17,7 @@ from attnrx.evidence import KIND as EVIDENCE
 from attnrx.maps import REALIZATIONS
 from attnrx.models.family import Family, require_ordinary_weights
 from attnrx.models.token_hooks import attach_tokens_, described_tokens
-from attnrx.prescription import KIND as PRESCRIPTION
+from attnrx.prescription_schema import KIND as PRESCRIPTION
 from attnrx.serialization.atomic_writes import replacing_folder, require_absent
 from attnrx.serialization.storage import (
     SEAL,
