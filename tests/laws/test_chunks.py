@@ -1,4 +1,4 @@
-"""A batch in parts gives what the whole batch gives; whoever watches, trains or records sees the whole batch."""
+"""A batch in chunks gives what the whole batch gives; hooks, training and recording receive the whole batch."""
 
 import pytest
 import torch
