@@ -40,14 +40,17 @@ class Shape:
         """Returns by name the MACs of every operation (0 without matrix products) and a function that runs it."""
         spec, rows = self.spec, self.batch * self.tokens
         # One product for queries, keys and values, as the libraries have it.
-        projected = 2 * sum(spec.ranks) + sum(spec.reads)
-        operations = {"qkv": self._product(spec.width, projected), "output": self._product(sum(spec.reads), spec.width)}
-        rank, reads, heads = max(spec.ranks), max(spec.reads), len(spec.heads)
+        projected = 2 * sum(spec.ranks) + sum(spec.value_dims)
+        operations = {
+            "qkv": self._product(spec.width, projected),
+            "output": self._product(sum(spec.value_dims), spec.width),
+        }
+        rank, value_dim, heads = max(spec.ranks), max(spec.value_dims), len(spec.heads)
         q, k = (torch.randn(self.batch, heads, self.tokens, rank) for _ in range(2))
-        v = torch.randn(self.batch, heads, self.tokens, reads)
+        v = torch.randn(self.batch, heads, self.tokens, value_dim)
         # The fused kernels need one width of queries, keys and values; PyTorch is slow without them.
-        attend = partial(F.scaled_dot_product_attention, q, k, v) if rank == reads else partial(_unfused, q, k, v)
-        operations["attention"] = (self.batch * heads * self.tokens**2 * (rank + reads), attend)
+        attend = partial(F.scaled_dot_product_attention, q, k, v) if rank == value_dim else partial(_unfused, q, k, v)
+        operations["attention"] = (self.batch * heads * self.tokens**2 * (rank + value_dim), attend)
         for name, sides in (("fc1", (spec.width, self.hidden)), ("fc2", (self.hidden, spec.width))):
             if self.mlp is None:
                 operations[name] = self._product(*sides)
@@ -171,9 +174,9 @@ def main(words: list[str] | None = None) -> int:
     # All layers of a plain ViT have one shape, so the first stands for the model.
     hidden = getattr(family.mlp(model)[0][0], "out_features")  # noqa: B009, a module's attributes have no types
     heads = (arguments.ranks,) * len(full.heads)
-    reads = (arguments.values or full.head_dim,) * len(full.heads)
+    value_dims = (arguments.values or full.head_dim,) * len(full.heads)
     smaller = AttentionSpec(
-        "dense", full.width, full.head_dim, heads, full.heads, full.scale, full.original_rank, value_ranks=reads
+        "dense", full.width, full.head_dim, heads, full.heads, full.scale, full.original_rank, value_ranks=value_dims
     )
     rooflines = []
     with Conditions(threads=arguments.threads).held():

@@ -30,7 +30,7 @@ Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def measure(predictor: SpotPredictor, state: TokenState, count: int) -> Measured:
     """Returns, for every image: the shared patches and the deviations of token and attention features."""
     assert predictor.tokens is not None
-    tokens = predictor.tokens(state.patches, state.there)
+    tokens = predictor.tokens(state.patches, state.present_mask)
     attention = predictor._features(state, slice(None))  # of all images
     inputs = (torch.cat([tokens, each], -1) for each in (attention, torch.zeros_like(attention)))
     scores = [odds(predictor.scores(each)) for each in inputs]

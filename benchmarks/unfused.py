@@ -106,7 +106,7 @@ def _compressed(spec: AttentionSpec, text: str) -> AttentionSpec:
 def _without_projections(layer: Attention, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
     plan = layer.plan(tokens)
     # Queries, keys and values are projected once, outside of what is timed.
-    value = in_buckets(layer.value.padded(tokens, plan.reads), plan.widths, plan.buckets)
+    value = in_buckets(layer.value.padded(tokens, plan.value_dims), plan.widths, plan.buckets)
     values = [part.transpose(1, 2) for part in value]
     return partial(plan.backend, plan.buckets, layer.factors(tokens, plan.buckets), values)
 

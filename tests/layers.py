@@ -96,7 +96,7 @@ def by_definition(
     rows = (sum(spec.rows),) if shared else spec.rows
     query = F.linear(tokens, scores.query.weight, scores.query.bias).split(rows, -1)
     key = F.linear(among, scores.key.weight, scores.key.bias).split(rows, -1)
-    value = F.linear(among, layer.value.weight, layer.value.bias).split(spec.reads, -1)
+    value = F.linear(among, layer.value.weight, layer.value.bias).split(spec.value_dims, -1)
     strength = getattr(scores, "strength", torch.ones(sum(spec.ranks), dtype=tokens.dtype))
     if spec.blocks is not None:  # all directions of a block have one strength in a head
         strength = scores.get_parameter("mix").repeat_interleave(torch.tensor(spec.blocks, dtype=torch.long), 1)

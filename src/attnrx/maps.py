@@ -1,4 +1,4 @@
-"""The maps of a transformer block: the names that rules, decisions, budgets, plans and costs share."""
+"""The maps of a transformer block: the names that rules, decisions, realizations, plans and costs share."""
 
 from collections.abc import Mapping
 
@@ -27,3 +27,9 @@ COST_PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """The parts of `costs.LayerCosts` that depend on the rank of a map. Both maps of the MLP share theirs, and the number
 of heads changes those of "qk" and "vo"."""
+
+REALIZATIONS = ("compress", "mask")
+"""How a prescription is realized (`by`): the removed parts are deleted, or set to zero with every shape kept."""
+
+REALIZED_NORMS = ("renormalized", "exact", "refit")
+"""The norms of compressed SVDA layers (`norms`), which `realize` describes."""

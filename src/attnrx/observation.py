@@ -22,6 +22,6 @@ class Observation:
     scale: float
     scores: Float[Tensor, "batch heads queries keys"]
     attention: Float[Tensor, "batch heads queries keys"]
-    value: Float[Tensor, "batch heads keys reads"]
-    output: Float[Tensor, "batch heads queries reads"]
-    readout: Float[Tensor, "heads reads width"]
+    value: Float[Tensor, "batch heads keys v_head_dim"]
+    output: Float[Tensor, "batch heads queries v_head_dim"]
+    readout: Float[Tensor, "heads v_head_dim width"]

@@ -16,22 +16,17 @@ from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, own_images, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, TargetMet
-from attnrx.evidence import KIND as EVIDENCE
 from attnrx.evidence import Evidence
 from attnrx.exporting import (
     Format,
+    dtype_name,
     fitting_names,
-    own_exports,
     parse_format,
     precision_for,
-    remove_export,
-    require_export_path,
-    require_own_files,
 )
-from attnrx.exporting.formats import dtype_name
-from attnrx.model_data import num_classes, splits_for
+from attnrx.model_data import splits_for
 from attnrx.model_outputs import Logits, output_kind_of
-from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of, require_model_folder
+from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
 from attnrx.planning.effort import effort_of
 from attnrx.planning.plan_timing import final_protocol, final_speeds, rounds_of
@@ -44,9 +39,8 @@ from attnrx.realization.distillation import Distill
 from attnrx.realization.elastic import ORIGINAL, Elastic, Size
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
+from attnrx.result_folder import exported_paths, remove_outdated, require_own_export, require_result_folder
 from attnrx.runtime.subprocess_runner import shared_subprocess
-from attnrx.serialization.atomic_writes import require_absent
-from attnrx.serialization.storage import REPORT, file_kind
 from attnrx.shapes import ImageBatch
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
@@ -93,15 +87,16 @@ class Shrunk:
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
         """
-        folder, form = Path(folder), parse_format("onnx")
-        _require_result_folder(folder, self.model, (form,) if onnx else ())
+        folder = Path(folder)
+        require_result_folder(folder, self.model, onnx)
         # First: an interrupted call leaves a model without exports, and not with those of another model.
-        _remove_outdated(folder, model_fingerprint(self.model))
+        remove_outdated(folder, model_fingerprint(self.model))
         folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
         write_report(folder / "report.html", self.report(f"attnrx: {folder.name}"))
         if onnx:
-            path, names = folder / "model.onnx", fitting_names(self.model, self.class_names)
-            export(self.model, path, to=form, precision=precision_for(self.model, form), class_names=names)
+            form, names = parse_format("onnx"), fitting_names(self.model, self.class_names)
+            precision = precision_for(self.model, form)
+            export(self.model, folder / "model.onnx", to=form, precision=precision, class_names=names)
         return folder
 
     def save_exported(
@@ -126,8 +121,8 @@ class Shrunk:
         """
         form = parse_format(to)
         # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
-        path, evidence_path = _exported_paths(Path(folder), form)
-        _require_own_export(path, evidence_path, form, self.model)
+        path, evidence_path = exported_paths(Path(folder), form)
+        require_own_export(path, evidence_path, form, self.model)
         # Divided as by `shrink`, so that calibration and verification keep to the same images as the plan.
         planned, _, tested = three_parts(splits_for(original, data))
         calibration = planned.take(min(form.wanted, len(planned)))
@@ -207,7 +202,19 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     # One process for all latency measurements, which starts while the images are read.
     with shared_subprocess() if target.spend == "latency" else nullcontext():
         work = _Work.of(
-            model, data, target.of == DROP, batch, threads, effort, by_image, weights, columns, folder, seed, log, to
+            model,
+            data,
+            requires_labels=target.of == DROP,
+            batch=batch,
+            threads=threads,
+            effort=effort,
+            by_image=by_image,
+            to=to,
+            weights=weights,
+            columns=columns,
+            folder=folder,
+            seed=seed,
+            log=log,
         )
         try:
             (result,) = work.shrunk((target,))
@@ -262,11 +269,22 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in sorted(values, reverse=kind != "faster")}
     folder = Path(folder)
     with shared_subprocess() if kind == "faster" else nullcontext():
-        work = _Work.of(model, data, False, batch, threads, effort, False, weights, columns, folder, seed, log)
+        work = _Work.of(
+            model,
+            data,
+            batch=batch,
+            threads=threads,
+            effort=effort,
+            weights=weights,
+            columns=columns,
+            folder=folder,
+            seed=seed,
+            log=log,
+        )
         made = _made_sizes(folder, work.size_conditions(), targets)
         missing = {name: target for name, target in targets.items() if name not in made}
         for name in missing:
-            _require_result_folder(folder / name, work.original, ())
+            require_result_folder(folder / name, work.original, onnx=False)
         # A size at a time is planned, verified and saved, so an interrupted call continues with the next. A generator
         # that has raised is finished: after a target that is met, the loop makes another for the rest.
         while missing:
@@ -337,17 +355,18 @@ class _Work:
         cls,
         model: nn.Module | str | Path,
         data: Any,
-        labelled: bool,
+        *,
+        requires_labels: bool = False,
         batch: int,
         threads: int | None,
         effort: str,
-        by_image: bool,
+        by_image: bool = False,
+        to: str | None = None,
         weights: str | Path | None,
         columns: Columns | None,
         folder: Path | str | None,
         seed: int,
         log: Log,
-        to: str | None = None,
     ) -> "_Work":
         """Loads and diagnoses the model, and divides the images."""
         preset = effort_of(effort)
@@ -360,8 +379,7 @@ class _Work:
             storage = str(state / "trials.db")  # of the search, which resumes from it
         form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
-            forms = () if by_image else (parse_format("onnx"),)
-            _require_result_folder(Path(folder), original, forms, form)
+            require_result_folder(Path(folder), original, not by_image, form)
         device = str(next(original.parameters()).device)
         timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
         search = Search(preset.trials, seed, storage, preset.variations)
@@ -370,7 +388,7 @@ class _Work:
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
         # many on its own images, so its divergence there is too low.
         planned, others, tested = three_parts(splits)
-        if labelled:
+        if requires_labels:
             require_labels(planned)
         # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan may be among them.
         fitted = planned.take(min(preset.repair_images, len(planned)))
@@ -477,53 +495,6 @@ def _timed_precision(model: nn.Module, form: Format | None) -> str:
     """Returns the precision of the timings: that of the file of a format, else the model's own if it is timed."""
     # Of models in float64 neither is timed at its own.
     return precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
-
-
-def _exported_paths(folder: Path, form: Format) -> tuple[Path, Path]:
-    """Returns the paths of the file of a format in a folder of results, and of its evidence."""
-    return folder / f"model-{form.name}{form.suffix}", folder / f"evidence-{form.name}.json"
-
-
-def _require_result_folder(
-    folder: Path, model: nn.Module, forms: Sequence[Format], other: Format | None = None
-) -> None:
-    """Raises InvalidInput if results would overwrite files that attnrx did not write.
-
-    `forms` are those of `model.onnx`, if it is written, and `other` the format of another file with evidence.
-    """
-    require_model_folder(folder)
-    require_absent([folder / "report.html"], _is_report)
-    for form in forms:
-        _require_own_export(folder / f"model{form.suffix}", None, form, model)
-    if other is not None:
-        _require_own_export(*_exported_paths(folder, other), other, model)
-
-
-def _require_own_export(path: Path, evidence: Path | None, form: Format, model: nn.Module) -> None:
-    require_own_files(path, form.files(path))
-    require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
-    if evidence is not None:
-        require_absent([evidence], _is_evidence)
-
-
-def _is_report(path: Path) -> bool:
-    return file_kind(path) == REPORT
-
-
-def _is_evidence(path: Path) -> bool:
-    return file_kind(path) == EVIDENCE
-
-
-def _remove_outdated(folder: Path, fingerprint: str) -> None:
-    """Deletes what `Shrunk.save` and `save_exported` wrote to a folder for another model than this one."""
-    for path, facts in own_exports(folder).items():
-        name = re.fullmatch(r"model(?:-(\w+))?", path.stem)
-        if name is None or facts.get("model", {}).get("fingerprint") == fingerprint:
-            continue
-        remove_export(path)
-        evidence = folder / f"evidence-{name[1]}.json"
-        if _is_evidence(evidence):
-            evidence.unlink()
 
 
 def _repaired(

@@ -96,17 +96,17 @@ class AttentionSpec:
         self._check_extensions()
 
     def _check_heads(self) -> None:
-        if not len(self.ranks) == len(self.heads) == len(self.reads) == len(set(self.heads)):
+        if not len(self.ranks) == len(self.heads) == len(self.value_dims) == len(set(self.heads)):
             raise InvalidInput(
-                f"{len(self.ranks)} ranks and {len(self.reads)} value ranks for the heads {self.heads}: give one of "
-                "each for each distinct head."
+                f"{len(self.ranks)} ranks and {len(self.value_dims)} value ranks for the heads {self.heads}: give one "
+                "of each for each distinct head."
             )
         if any(head < 0 for head in self.heads):
             raise InvalidInput(f"heads {self.heads} are numbers of heads of the original model, from 0.")
         if any(not 0 <= rank <= self.original_rank for rank in self.ranks):
             raise InvalidInput(f"ranks {self.ranks} must lie in 0..{self.original_rank}.")
-        if any(not 0 <= rank <= self.head_dim for rank in self.reads):
-            raise InvalidInput(f"value ranks {self.reads} must lie in 0..{self.head_dim}.")
+        if any(not 0 <= rank <= self.head_dim for rank in self.value_dims):
+            raise InvalidInput(f"value ranks {self.value_dims} must lie in 0..{self.head_dim}.")
         # A head that does not use a shared direction has strength zero there; the projection computes it for all.
         if self.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
@@ -203,7 +203,7 @@ class AttentionSpec:
         return self.norms == "original"
 
     @property
-    def reads(self) -> tuple[int, ...]:
+    def value_dims(self) -> tuple[int, ...]:
         """The value dimensions of each stored head."""
         return (self.head_dim,) * len(self.heads) if self.value_ranks is None else self.value_ranks
 
@@ -228,7 +228,7 @@ class AttentionSpec:
         """Whether every head still has all its directions and value dimensions."""
         has_all_heads = self.heads == tuple(range(len(self.heads)))
         has_all_directions = all(rank == self.original_rank for rank in self.ranks)
-        return has_all_heads and has_all_directions and all(rank == self.head_dim for rank in self.reads)
+        return has_all_heads and has_all_directions and all(rank == self.head_dim for rank in self.value_dims)
 
     def has_bias(self, projection: str) -> bool:
         """Whether the projection "query", "key", "value" or "output" has a bias."""
@@ -263,8 +263,8 @@ class AttentionSpec:
         The rotary form keeps these `pairs`, or else the first ones of each head that fit its rank.
         """
         # By number of the head in the original model, because the heads of a compressed layer are reordered.
-        reads = dict(zip(self.heads, self.reads, strict=True))
-        values = tuple(reads[head] for head in heads)
+        value_dim_of = dict(zip(self.heads, self.value_dims, strict=True))
+        value_ranks = tuple(value_dim_of[head] for head in heads)
         if self.pairs is not None and pairs is None:
             pairs_of_heads = dict(zip(self.heads, self.pairs, strict=True))
             pairs = [pairs_of_heads[head][: rank // 2] for head, rank in zip(heads, ranks, strict=True)]
@@ -273,6 +273,6 @@ class AttentionSpec:
             ranks=tuple(ranks),
             heads=tuple(heads),
             norms=norms,
-            value_ranks=values,
+            value_ranks=value_ranks,
             pairs=None if pairs is None else tuple(pairs),
         )

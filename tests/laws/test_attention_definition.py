@@ -22,7 +22,7 @@ def capture(*wanted: str) -> Callable[[Case, Sizes], Backend]:
 
 
 def observed(case: Case, sizes: Sizes) -> Backend:
-    readout = torch.zeros(len(case.spec.heads), max(case.spec.reads), case.spec.width)
+    readout = torch.zeros(len(case.spec.heads), max(case.spec.value_dims), case.spec.width)
     return Observed(ignore, readout, None if sizes is None else AttentionCapture(lambda: sizes, ignore, ()))
 
 
@@ -87,7 +87,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name: str, backend: s
 def test_an_observation_holds_the_factors_of_its_scores(name: str) -> None:
     found: list[Observation] = []
     case = LAYERS[name]
-    readout = torch.zeros(len(case.spec.heads), max(case.spec.reads), case.spec.width)
+    readout = torch.zeros(len(case.spec.heads), max(case.spec.value_dims), case.spec.width)
     with torch.no_grad():
         case.layer(Observed(lambda seen: found.append(seen), readout))(case.inputs())
     (seen,) = found
@@ -111,7 +111,7 @@ def test_outputs_in_float32_are_those_of_the_definition(name: str, backend: str)
         layer, tokens = case.layer(IN_FLOAT32[backend](case, None), torch.float32), case.inputs(torch.float32)
         used = type(layer.plan(tokens).backend).__name__.lower()
         name = "attentioncapture" if backend.startswith("captured") else backend
-        assert used == name or not (any(case.spec.ranks) and any(case.spec.reads))
+        assert used == name or not (any(case.spec.ranks) and any(case.spec.value_dims))
         agree(layer(tokens), expected)
 
 

@@ -1,4 +1,4 @@
-"""The last layer leaves out what nobody reads, and nobody can tell by the logits."""
+"""The last-layer class-token shortcut computes fewer tokens, and does not change the logits."""
 
 import copy
 from collections.abc import Iterator

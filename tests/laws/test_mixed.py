@@ -81,7 +81,7 @@ def test_it_is_the_shared_form_with_equal_strengths_in_a_block(form: str, head_i
 def test_costs_are_those_of_the_prescription_of_the_parameters_and_of_the_products() -> None:
     model, small = dense()[0], mixed()
     costs, layers = family_of(small).costs(small), family_of(small).attention(small)
-    assert any(len(set(layer.spec.reads)) > 1 for layer in layers)
+    assert any(len(set(layer.spec.value_dims)) > 1 for layer in layers)
     assert costs.params == count_params(small)
     with using(layers, [Eager()] * len(layers)):
         assert costs.product_macs == count_product_macs(small, next(iter(IMAGES.batches(4))).images.double())

@@ -44,7 +44,7 @@ def drawn(widths: tuple[tuple[int, int], ...], queries: int, keys: int, seed: in
     return (
         [side(queries, rank) for rank, _ in widths],
         [side(keys, rank) for rank, _ in widths],
-        [side(keys, reads) for _, reads in widths],
+        [side(keys, value_dims) for _, value_dims in widths],
     )
 
 
@@ -148,7 +148,9 @@ def test_maps_of_blocks_are_mixed_for_every_head(
     count = sum(own for own, _ in heads)
     features = [torch.randn(3, tokens, 2 * sum(ranks) + 3, generator=generator).float() for tokens in (queries, keys)]
     query, key = (each[..., 1 : 1 + sum(ranks)] for each in features)
-    values = [torch.randn(3, keys, own, reads, generator=generator).float().transpose(1, 2) for own, reads in heads]
+    values = [
+        torch.randn(3, keys, own, value_dims, generator=generator).float().transpose(1, 2) for own, value_dims in heads
+    ]
     mix, sizes = torch.randn(count, len(ranks), generator=generator).float() / 3, None
     if sized:
         sizes = torch.randint(0, 4, (3, keys), generator=generator).float()
@@ -167,7 +169,7 @@ def test_maps_of_blocks_are_mixed_for_every_head(
     assert profiled(lambda: native_mixed_attention(query, key, values, ranks, mix, sizes)).attention_kernel == "native"
     with FlopCounterMode(display=False) as counter:
         native_mixed_attention(query, key, values, ranks, mix, sizes)
-    products = sum(ranks) + count * len(ranks) + sum(own * reads for own, reads in heads)
+    products = sum(ranks) + count * len(ranks) + sum(own * value_dims for own, value_dims in heads)
     assert counter.get_total_flops() == 2 * 3 * queries * keys * products
     meta = [part.to("meta") for part in values]
     assert native_mixed_attention(query.to("meta"), key.to("meta"), meta, ranks, mix, None).shape == found.shape
@@ -186,32 +188,36 @@ def test_blocks_that_do_not_fit_their_directions_and_heads_are_refused() -> None
 
 @pytest.mark.parametrize("sized", [False, True])
 def test_features_in_one_row_give_the_same_as_separate_ones(sized: bool) -> None:
-    ranks, reads, scale = (9, 0, 4), (5, 7, 12), 0.3
+    ranks, value_dims, scale = (9, 0, 4), (5, 7, 12), 0.3
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(3, 14, 2 * sum(ranks) + sum(reads), generator=generator, dtype=torch.float32)
+    features = torch.randn(3, 14, 2 * sum(ranks) + sum(value_dims), generator=generator, dtype=torch.float32)
     sizes = torch.randint(1, 5, (3, 14), generator=generator).float() if sized else None
-    query, key, value = features.split((sum(ranks), sum(ranks), sum(reads)), -1)
+    query, key, value = features.split((sum(ranks), sum(ranks), sum(value_dims)), -1)
     sides = [
         [own[:, None] for own in part.split(widths, -1)]
-        for part, widths in ((query, ranks), (key, ranks), (value, reads))
+        for part, widths in ((query, ranks), (key, ranks), (value, value_dims))
     ]
     wanted = native_attention(sides[0], sides[1], sides[2], sizes, scale)
     for given in (features, features.transpose(1, 2).contiguous().transpose(1, 2)):
-        torch.testing.assert_close(native_joint_attention(given, ranks, reads, sizes, scale), wanted, rtol=0, atol=0)
-    assert profiled(lambda: native_joint_attention(features, ranks, reads, sizes, scale)).attention_kernel == "native"
+        torch.testing.assert_close(
+            native_joint_attention(given, ranks, value_dims, sizes, scale), wanted, rtol=0, atol=0
+        )
+    assert (
+        profiled(lambda: native_joint_attention(features, ranks, value_dims, sizes, scale)).attention_kernel == "native"
+    )
     with FlopCounterMode(display=False) as counter:
-        native_joint_attention(features, ranks, reads, sizes, scale)
-    assert counter.get_total_flops() == 2 * 3 * 14 * 14 * (sum(ranks) + sum(reads))
-    assert native_joint_attention(features.to("meta"), ranks, reads, None, scale).shape == (3, 14, 24)
+        native_joint_attention(features, ranks, value_dims, sizes, scale)
+    assert counter.get_total_flops() == 2 * 3 * 14 * 14 * (sum(ranks) + sum(value_dims))
+    assert native_joint_attention(features.to("meta"), ranks, value_dims, None, scale).shape == (3, 14, 24)
 
 
 def test_a_row_of_features_that_does_not_fit_is_refused() -> None:
     joint, features = torch.ops.attnrx.native_joint_attention.default, torch.ones(3, 5, 6, dtype=torch.float32)
     with pytest.raises(InvalidInput, match="reads float32"):
         joint(features.double(), (2,), (2,), None, 1.0)
-    for ranks, reads in (((2,), (3,)), ((1, 1), (2,))):
+    for ranks, value_dims in (((2,), (3,)), ((1, 1), (2,))):
         with pytest.raises(InvalidInput, match="are not those of heads"):
-            joint(features, ranks, reads, None, 1.0)
+            joint(features, ranks, value_dims, None, 1.0)
     for sizes in (torch.ones(3, 4, dtype=torch.float32), torch.ones(3, 5, dtype=torch.float64)):
         with pytest.raises(InvalidInput, match="sizes are float32"):
             joint(features, (2,), (2,), sizes, 1.0)

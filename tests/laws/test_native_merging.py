@@ -26,7 +26,7 @@ def drawn(images: int, patches: int, sized: bool) -> TokenState:
     sizes = torch.randint(1, 5 if sized else 2, tokens.shape[:2], generator=generator).float()
     attention = torch.rand(images, 3, patches + 1, generator=generator, dtype=torch.float32) * sizes[:, None]
     indices = torch.arange(patches).expand(images, -1)
-    return TokenState(tokens, 1, sizes, indices, class_attention=attention, keys=keys, whole=True)
+    return TokenState(tokens, 1, sizes, indices, class_attention=attention, keys=keys, unmasked=True)
 
 
 Both = tuple[Merged, tuple[torch.Tensor | None, ...]]

@@ -70,8 +70,8 @@ def test_plain_svd_of_the_values_is_the_truncated_svd_of_every_heads_product(
 
 
 def products(attention: Attention) -> list[Tensor]:
-    reads = attention.spec.reads
-    rows, columns = attention.value.weight.split(reads), attention.output.weight.split(reads, dim=1)
+    value_dims = attention.spec.value_dims
+    rows, columns = attention.value.weight.split(value_dims), attention.output.weight.split(value_dims, dim=1)
     return [column @ row for row, column in zip(rows, columns, strict=True)]
 
 

@@ -26,10 +26,10 @@ CASES = {
 
 
 def case(name: str, dtype: torch.dtype = torch.float64) -> tuple[Attention, torch.Tensor, Positions]:
-    ranks, reads, pairs, bias, per_head, per_image = CASES[name]
+    ranks, value_dims, pairs, bias, per_head, per_image = CASES[name]
     spec = AttentionSpec(
         "dense" if pairs is None else "rotary", WIDTH, DIM, ranks, (0, 1, 2), 0.4, DIM,
-        value_ranks=reads, pairs=pairs, pair_bias=bias,
+        value_ranks=value_dims, pairs=pairs, pair_bias=bias,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
 
@@ -55,7 +55,7 @@ def defined(layer: Attention, tokens: torch.Tensor, positions: Positions) -> tor
         parts = []
         for head, rank in enumerate(spec.ranks):
             rows = slice(sum(spec.ranks[:head]), sum(spec.ranks[: head + 1]))
-            features = slice(sum(spec.reads[:head]), sum(spec.reads[: head + 1]))
+            features = slice(sum(spec.value_dims[:head]), sum(spec.value_dims[: head + 1]))
             sides = []
             for side in (projections.scores.query, projections.scores.key):
                 sides.append(own @ side.weight[rows].T + side.bias[rows])

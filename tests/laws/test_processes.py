@@ -62,7 +62,7 @@ def test_what_is_fine_tuned_is_small_in_every_way() -> None:
     model = compressed()
     specs = [layer.spec for layer in family_of(model).attention(model)]
     assert any(len(set(spec.ranks)) > 1 for spec in specs)
-    assert any(len(set(spec.reads)) > 1 for spec in specs)
+    assert any(len(set(spec.value_dims)) > 1 for spec in specs)
     names = dict(model.named_parameters())
     assert any(".mlp.fc1.first." in name for name in names)
     assert reduction_of(model) is not None

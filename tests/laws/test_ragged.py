@@ -25,16 +25,16 @@ SHAPES = (
 )
 
 
-def compare(ranks: tuple[int, ...], reads: tuple[int, ...], tokens: int, device: str, dtype: torch.dtype) -> None:
+def compare(ranks: tuple[int, ...], value_dims: tuple[int, ...], tokens: int, device: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(tokens)
 
     def drawn(features: int) -> torch.Tensor:  # with features that belong to nobody between two tokens
         wide = torch.randn(2, tokens, features + 3, generator=generator, dtype=torch.float32)
         return wide.to(device, dtype)[..., :features]
 
-    query, key, value = drawn(sum(ranks)), drawn(sum(ranks)), drawn(sum(reads))
-    output = ragged_attention(query, key, value, ranks, reads, 0.3)
-    sides = (side.double().split(sizes, -1) for side, sizes in ((query, ranks), (key, ranks), (value, reads)))
+    query, key, value = drawn(sum(ranks)), drawn(sum(ranks)), drawn(sum(value_dims))
+    output = ragged_attention(query, key, value, ranks, value_dims, 0.3)
+    sides = (side.double().split(sizes, -1) for side, sizes in ((query, ranks), (key, ranks), (value, value_dims)))
     heads = zip(*sides, strict=True)
     truth = torch.cat([torch.softmax(0.3 * q @ k.transpose(1, 2), -1) @ v for q, k, v in heads], -1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03

@@ -57,15 +57,15 @@ def test_mask_equals_compress_on_a_compressed_model(subject, first: str, second:
     assert prescribed_costs(once, prescription) == family_of(small).costs(small)
     # No head has more value features than before.
     for before, after in zip(family_of(once).attention(once), family_of(small).attention(small), strict=True):
-        widths = dict(zip(before.spec.heads, before.spec.reads, strict=True))
-        assert all(width <= widths[head] for head, width in zip(after.spec.heads, after.spec.reads, strict=True))
+        widths = dict(zip(before.spec.heads, before.spec.value_dims, strict=True))
+        assert all(width <= widths[head] for head, width in zip(after.spec.heads, after.spec.value_dims, strict=True))
 
 
 def test_a_share_of_the_values_is_one_of_the_remaining_values(subject) -> None:
     model, _, prescribe = subject
     once = rx.realize(model, prescribe(model, "vo=total_rank:0.9,minimum=0"))
     (before, *_), (after, *_) = (
-        [sum(attention.spec.reads) for attention in family_of(each).attention(each)]
+        [sum(attention.spec.value_dims) for attention in family_of(each).attention(each)]
         for each in (once, rx.realize(once, prescribe(once, "vo=total_rank:0.5")))
     )
     assert (before, after) == (14, 7)

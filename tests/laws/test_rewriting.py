@@ -138,7 +138,7 @@ def test_ragged_values_cost_what_their_closed_form_says(
 ) -> None:
     small = realize(model, prescribe_maps(found, {"qk": TotalRank(0.6), "vo": TotalRank(0.6, minimum=0)}))
     family, layers = family_of(small), family_of(small).attention(small)
-    assert any(len(set(layer.spec.reads)) > 1 for layer in layers)
+    assert any(len(set(layer.spec.value_dims)) > 1 for layer in layers)
     with using(layers, [Eager()] * len(layers)):
         counted = count_product_macs(small, next(iter(images.batches(8))).images.double())
     assert counted == family.costs(small).product_macs

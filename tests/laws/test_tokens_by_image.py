@@ -176,7 +176,7 @@ def test_the_kernel_equals_the_operations(text: str, images: int, patches: int) 
     sizes = state.sizes.clone()
     for image in range(images):
         sizes[image, patches + 1 - min(image, patches - 1) :] = 0
-    state = replace(state, sizes=sizes, whole=False, class_attention=attention * (sizes > 0)[:, None])
+    state = replace(state, sizes=sizes, unmasked=False, class_attention=attention * (sizes > 0)[:, None])
     for threshold in (-1.0, 40.0, 90.0, float("inf")):
         found = reducer.native_by_cost(state, threshold)
         reduction = reducer.reduce_by_cost(state, lambda costs, limit=threshold: limit)
@@ -192,5 +192,7 @@ def test_an_image_of_one_patch_merges_nothing() -> None:
     state = drawn(2, 3, sized=True)
     sizes = state.sizes.clone()
     sizes[:, 2:] = 0  # as after earlier stages: one patch is present
-    reduction = parse_reducer("ward").reduce_by_cost(replace(state, sizes=sizes, whole=False), lambda costs: math.inf)
+    reduction = parse_reducer("ward").reduce_by_cost(
+        replace(state, sizes=sizes, unmasked=False), lambda costs: math.inf
+    )
     assert reduction.kept.tolist() == [[0], [0]] and reduction.destinations is not None

@@ -76,7 +76,7 @@ def test_the_shapes_of_the_forms() -> None:
     mixed = Compression("irratt:7").spec(FULL)
     assert (mixed.form, mixed.blocks, mixed.ranks) == ("mixed", (3, 2, 2), (7, 7, 7))
     assert Compression("truncatt:2", vo=1).spec(FULL).ranks == (2, 2, 2)
-    assert Compression("truncatt:2", vo=1).spec(FULL).reads == (1, 1, 1)
+    assert Compression("truncatt:2", vo=1).spec(FULL).value_dims == (1, 1, 1)
     shared = Compression("cp:5").spec(FULL)
     assert (shared.form, shared.rows, shared.ranks) == ("shared", (5,), (5, 5, 5))
     assert {Compression(form).spec(FULL).scale for form in FORMS} == {FULL.scale}
@@ -167,7 +167,7 @@ def test_what_is_compressed_already_or_has_norms_is_refused() -> None:
     svda = AttentionSpec.full("svda", width=12, heads=3)
     with pytest.raises(NotSupported, match="prescription"):
         Compression("truncatt:2").spec(svda)
-    assert Compression(vo=2).spec(svda).reads == (2, 2, 2)
+    assert Compression(vo=2).spec(svda).value_dims == (2, 2, 2)
 
 
 def call(*words: object, code: int = 0) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from torch import nn
 import attnrx as rx
 import pretrained
 from attnrx.errors import InvalidInput
-from attnrx.exporting import own_exports, own_script, precision_for, remove_export
-from attnrx.exporting.formats import Onnx
+from attnrx.exporting import Onnx, own_exports, own_script, precision_for, remove_export
 from attnrx.exporting.own_files import sealed_script
 
 onnx = pytest.importorskip("onnx")

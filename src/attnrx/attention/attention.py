@@ -29,13 +29,13 @@ MOST_PLANS = 1024
 class LayerPlan:
     """The computation of one layer in one context: the backend, the buckets and the padded row counts.
 
-    `reads` are the padded value dimensions per head, `widths` those per bucket. `joint`: whether
+    `value_dims` are the padded value dimensions per head, `widths` those per bucket. `joint`: whether
     `Backend.of_joint` computes it.
     """
 
     backend: Backend
     buckets: tuple[Bucket, ...]
-    reads: tuple[int, ...]
+    value_dims: tuple[int, ...]
     rows: tuple[int, ...]
     widths: tuple[int, ...]
     joint: bool
@@ -51,8 +51,8 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self.scores = FORMS[spec.form](spec)
-        self.value = HeadLinear(spec.width, spec.reads, spec.has_bias("value"))
-        self.output = OutputProjection(spec.reads, spec.width, spec.has_bias("output"))
+        self.value = HeadLinear(spec.width, spec.value_dims, spec.has_bias("value"))
+        self.output = OutputProjection(spec.value_dims, spec.width, spec.has_bias("output"))
         self.inner_norms = nn.ModuleDict({name: nn.Identity() for name in spec.inner_norms})
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
@@ -79,29 +79,29 @@ class Attention(nn.Module):
         if positions is not None and self.kept_patches is not None:
             # The library computes positions of all patches of an image, including those that were pruned since.
             positions = positions.of_patches(self.kept_patches())
-        sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
+        sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.value_dims))
         if key_tokens is None:
             joint = self._fused_qkv.product(tokens, sides)
             # Under autocast the product has a lower precision than the tokens.
             if plan.joint and joint is not None and joint.dtype == tokens.dtype:
                 features = plan.backend.of_joint(
-                    joint, plan.rows, plan.reads, self.spec.scale, *self._joint(plan, positions)
+                    joint, plan.rows, plan.value_dims, self.spec.scale, *self._joint(plan, positions)
                 )
-                return self._projected(features, plan.reads)
+                return self._projected(features, plan.value_dims)
             query, key, value = self._fused_qkv.split(joint, tokens, sides)
         else:
             query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
         # Per bucket: [batch, heads, keys, width].
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
-        return self._projected(plan.backend(plan.buckets, factors, values), plan.reads)
+        return self._projected(plan.backend(plan.buckets, factors, values), plan.value_dims)
 
-    def _projected(self, features: Tensor, reads: tuple[int, ...]) -> TokenBatch:
+    def _projected(self, features: Tensor, value_dims: tuple[int, ...]) -> TokenBatch:
         if "output_norm" in self.inner_norms:
             # Zeros of the padding would change the statistics of the norm.
-            return self.output(self.inner_norms["output_norm"](self._unpadded(features, reads)))
+            return self.output(self.inner_norms["output_norm"](self._unpadded(features, value_dims)))
         # Otherwise the padding is free: zero columns are added to the cached weight, not to the features.
-        return self.output.padded(features, reads)
+        return self.output.padded(features, value_dims)
 
     def _joint(
         self, plan: LayerPlan, positions: Positions | None
@@ -152,9 +152,11 @@ class Attention(nn.Module):
         normed = self.inner_norms[name](parts[..., :rank])
         return F.pad(normed, (0, width - rank)).flatten(2)
 
-    def _unpadded(self, features: Tensor, reads: tuple[int, ...]) -> Tensor:
-        head_dim, (width,) = self.spec.head_dim, set(reads)
-        return features if width == head_dim else features.unflatten(-1, (len(reads), width))[..., :head_dim].flatten(2)
+    def _unpadded(self, features: Tensor, value_dims: tuple[int, ...]) -> Tensor:
+        head_dim, (width,) = self.spec.head_dim, set(value_dims)
+        if width == head_dim:
+            return features
+        return features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
         """Returns how the backend computes these tokens; cached by shape."""
@@ -170,10 +172,10 @@ class Attention(nn.Module):
 
     def _planned(self, context: AttentionContext) -> LayerPlan:
         backend = self.backend.at(self.spec, context)
-        buckets, reads = backend.layout(self.spec, context)
-        widths = tuple([reads[bucket.start] for bucket in buckets])
+        buckets, value_dims = backend.layout(self.spec, context)
+        widths = tuple([value_dims[bucket.start] for bucket in buckets])
         joint = backend.takes_joint(self.spec, context)
-        return LayerPlan(backend, buckets, reads, self.scores.rows(buckets), widths, joint)
+        return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
 
     def factors(
         self, tokens: TokenBatch, buckets: tuple[Bucket, ...], positions: Positions | None = None
@@ -206,13 +208,13 @@ class Attention(nn.Module):
     def value_factors(self) -> dict[str, Tensor]:
         """Returns the factors of the plain SVD of every head's values, in float64.
 
-        value_factor and readout_factor [heads, _, reads] are R of V = Q R, where V are the transposed value rows of a
-        head or its columns of the output projection, padded with zeros; value_bias is [heads, reads].
+        value_factor and readout_factor [heads, _, v_head_dim] are R of V = Q R, where V are the transposed value rows
+        of a head or its columns of the output projection, padded with zeros; value_bias is [heads, v_head_dim].
         """
-        reads, width = self.spec.reads, max((*self.spec.reads, 1))
-        rows = _table(self.value, reads, reads, width)
-        columns = torch.zeros(len(reads), width, self.spec.width, dtype=torch.float64)
-        weights = self.output.weight.detach().cpu().double().split(reads, dim=1)
+        value_dims, width = self.spec.value_dims, max((*self.spec.value_dims, 1))
+        rows = _table(self.value, value_dims, value_dims, width)
+        columns = torch.zeros(len(value_dims), width, self.spec.width, dtype=torch.float64)
+        weights = self.output.weight.detach().cpu().double().split(value_dims, dim=1)
         for padded, weight in zip(columns, weights, strict=True):
             padded[: weight.shape[1]] = weight.mT
         # Orthonormal factors change no singular value: the SVD of W_O W_V needs only the product of two small R.

@@ -77,7 +77,8 @@ def key_of(spec: AttentionSpec, context: AttentionContext) -> str:
     """Returns a text of everything that the latency of a layer depends on."""
     parts = (
         f"{spec.form} {spec.norms} width={spec.width} original={spec.original_rank}",
-        f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}"
+        # `reads` is the name of the value dimensions in stored measurements, which another name would make useless.
+        f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.value_dims))}"
         + ("" if spec.blocks is None else f" blocks={','.join(map(str, spec.blocks))}")
         # How many pairs a head rotates matters for its latency, not which frequencies they have.
         + ("" if spec.pairs is None else f" pairs={','.join(str(len(pairs)) for pairs in spec.pairs)}")

@@ -8,7 +8,7 @@ import torch
 from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Float, Tensor
 
-ValueBatch = Float[Tensor, "batch heads keys reads"]
+ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
 HeadOutputs = Float[Tensor, "batch queries features"]
 """The outputs of all heads, concatenated."""
 
@@ -148,11 +148,11 @@ class ScoreFactors:
         return replace(self, query=self.query[images], key=self.key[images], mixture=mixture, bias=bias)
 
 
-def exact_buckets(ranks: tuple[int, ...], reads: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
+def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
     """Groups neighbouring heads of equal rank and equal value dimension, so that nothing is padded."""
     buckets: list[Bucket] = []
     for head, rank in enumerate(ranks):
-        if buckets and buckets[-1].rank == rank and (reads is None or reads[head] == reads[head - 1]):
+        if buckets and buckets[-1].rank == rank and (value_dims is None or value_dims[head] == value_dims[head - 1]):
             buckets[-1] = Bucket(buckets[-1].start, head + 1, rank, rank)
         else:
             buckets.append(Bucket(head, head + 1, rank, rank))

@@ -116,12 +116,12 @@ def in_buckets(
 
 
 class OutputProjection(nn.Module):
-    """The output projection of concatenated heads with `reads[h]` features of head h, stored unpadded."""
+    """The output projection of concatenated heads with `value_dims[h]` features of head h, stored unpadded."""
 
-    def __init__(self, reads: tuple[int, ...], width: int, bias: bool = True):
+    def __init__(self, value_dims: tuple[int, ...], width: int, bias: bool = True):
         super().__init__()
-        self.reads = reads
-        self.weight = nn.Parameter(torch.empty(width, sum(reads)))
+        self.value_dims = value_dims
+        self.weight = nn.Parameter(torch.empty(width, sum(value_dims)))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         if self.weight.numel():
             nn.init.trunc_normal_(self.weight, std=0.02)
@@ -130,21 +130,21 @@ class OutputProjection(nn.Module):
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> TokenBatch:
         if not is_packed(features, self.weight):
             return F.linear(features, self.weight, self.bias)
-        return self._map(self.reads)(features)
+        return self._map(self.value_dims)(features)
 
-    def padded(self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]) -> TokenBatch:
-        """Projects heads that are padded to `reads[h]` features; features beyond the head's own are ignored."""
-        return self(features) if reads == self.reads else self._map(reads)(features)
+    def padded(self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]) -> TokenBatch:
+        """Projects heads that are padded to `value_dims[h]` features; features beyond the head's own are ignored."""
+        return self(features) if value_dims == self.value_dims else self._map(value_dims)(features)
 
-    def _map(self, reads: tuple[int, ...]) -> LinearMap:
-        return self._kept(reads, (self.weight, self.bias), lambda: LinearMap(self.spread(reads), self.bias))
+    def _map(self, value_dims: tuple[int, ...]) -> LinearMap:
+        return self._kept(value_dims, (self.weight, self.bias), lambda: LinearMap(self.spread(value_dims), self.bias))
 
-    def spread(self, reads: tuple[int, ...]) -> Float[Tensor, "width features"]:
+    def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
         """Returns the weight with zero columns for the padding."""
-        if reads == self.reads:
+        if value_dims == self.value_dims:
             return self.weight
         # By zero columns the padded features of a head do not reach the output.
-        index = padding_index(self.reads, reads).to(self.weight.device)
+        index = padding_index(self.value_dims, value_dims).to(self.weight.device)
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 
 

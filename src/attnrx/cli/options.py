@@ -72,7 +72,7 @@ SHARE = RealNumber("SHARE", 0.0, 1.0, above=True, read=share)
 SHARE_REMOVED = RealNumber("SHARE", 0.0, 1.0, read=share)
 POINTS = RealNumber("POINTS", 0.0, 100.0)
 SPEED = RealNumber("TIMES", 1.0, 100.0, above=True)
-OPSET = WholeNumber(18, 23)  # `exporting.formats.OPSETS`, whose import would load torch for --help
+OPSET = WholeNumber(18, 23)  # `exporting.onnx_formats.OPSETS`, whose import would load torch for --help
 
 
 def device(text: str) -> str:

@@ -27,7 +27,6 @@ from attnrx.costs.model_costs import (
     norm_costs,
     token_costs,
 )
-from attnrx.costs.rank_steps import Steps, measured_steps
 from attnrx.runtime.hardware import device_name
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "Price",
     "Ratio",
     "Saving",
-    "Steps",
     "Timing",
     "TokenCosts",
     "compare_latencies",
@@ -60,7 +58,6 @@ __all__ = [
     "interleave",
     "layer_costs",
     "linear_costs",
-    "measured_steps",
     "norm_costs",
     "paper_convention",
     "profiled",

@@ -43,7 +43,7 @@ class Compression:
         form, rank = _parsed(self.qk)
         if (form != "full" or self.vo is not None) and not full.is_full:
             raise InvalidInput(
-                f"ranks {full.ranks} and value ranks {full.reads}: compressed already; pass the original shape."
+                f"ranks {full.ranks} and value ranks {full.value_dims}: compressed already; pass the original shape."
             )
         if form != "full" and full.has_strengths:
             raise NotSupported(

@@ -68,7 +68,7 @@ class LayerCosts:
     @property
     def norm_features(self) -> int:
         """Features that the two norms of the block, and those inside its attention, divide for one image."""
-        inner = {"query_norm": self.spec.ranks, "key_norm": self.spec.ranks, "output_norm": self.spec.reads}
+        inner = {"query_norm": self.spec.ranks, "key_norm": self.spec.ranks, "output_norm": self.spec.value_dims}
         return self.tokens * (2 * self.spec.width + sum(sum(inner[name]) for name in self.spec.inner_norms))
 
 
@@ -201,9 +201,9 @@ def layer_costs(
     """
     # Rows of the projections, and ranks of the heads: with original norms more rows are computed than used, and shared
     # directions have one row for all heads.
-    rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.reads)
+    rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.value_dims)
     # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
-    attending = sum(reads for head_rank, reads in zip(spec.ranks, spec.reads, strict=True) if head_rank)
+    attending = sum(value_dim for head_rank, value_dim in zip(spec.ranks, spec.value_dims, strict=True) if head_rank)
     strengths = rank if spec.has_strengths else 0
     # The mix is a matrix [heads, blocks], applied to every pair of tokens.
     mixed = len(spec.heads) * len(spec.blocks) if spec.blocks is not None else 0

@@ -20,8 +20,9 @@ class Moments(Diagnostic):
     the attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature of the
     softmax in the directions of the keys. query_joint_gram and key_joint_covariance [heads, directions, heads *
     directions] are the query_gram and key_covariance of all heads together, for directions that heads are to share.
-    output_mean [heads, reads] and output_covariance [heads, reads, heads * reads] describe the outputs of all heads
-    together, over all tokens of all images, and readout_gram [heads, reads, reads] the output projection.
+    output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim, heads * v_head_dim] describe the outputs
+    of all heads together, over all tokens of all images, and readout_gram [heads, v_head_dim, v_head_dim] the output
+    projection.
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
@@ -41,10 +42,10 @@ class _Moments(OutputMoments):
         per_layer = self.keys.readings()
         for layer, (readings, outputs) in enumerate(zip(per_layer, self.outputs, strict=True)):
             readout = self.readouts[layer].double().cpu()
-            heads, reads = readout.shape[:2]
+            heads, v_head_dim = readout.shape[:2]
             covariance = outputs.value.cpu().double() / max(outputs.rows, 1)
-            readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, reads)
-            readings["output_covariance"] = covariance.reshape(heads, reads, heads * reads)
+            readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, v_head_dim)
+            readings["output_covariance"] = covariance.reshape(heads, v_head_dim, heads * v_head_dim)
             readings["readout_gram"] = readout @ readout.mT
         return per_layer
 

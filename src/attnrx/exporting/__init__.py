@@ -5,8 +5,12 @@ attnrx.exporting.load_exported("slim.onnx")(images)              # logits, from 
 """
 
 from attnrx.exporting.exported import Exported, Images, is_exported, load_exported
-from attnrx.exporting.formats import FORMATS, AOTInductor, Format, Int8, Onnx, OpenVINO, Program, parse_format
+from attnrx.exporting.format import Format, dtype_name
+from attnrx.exporting.formats import FORMATS, parse_format
+from attnrx.exporting.onnx_formats import Int8, Onnx
+from attnrx.exporting.openvino_format import OpenVINO
 from attnrx.exporting.own_files import own_exports, own_script, remove_export, require_export_path, require_own_files
+from attnrx.exporting.torch_formats import AOTInductor, Program
 from attnrx.exporting.writing import (
     DYNAMIC,
     ExportSubject,
@@ -34,6 +38,7 @@ __all__ = [
     "Program",
     "bare_subject",
     "compare_with_original",
+    "dtype_name",
     "export",
     "fitting_names",
     "is_exported",

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.exporting.formats import FORMATS, PRECISIONS, Format, Run, dtype_name, raising
+from attnrx.exporting.format import PRECISIONS, Format, Run, dtype_name, raising
+from attnrx.exporting.formats import FORMATS
 from attnrx.serialization import validation as fields
 from attnrx.serialization.config import from_dict
 from attnrx.serialization.storage import check_schema, file_sha256, read_json

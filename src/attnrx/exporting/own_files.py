@@ -8,7 +8,7 @@ from typing import Any
 
 from attnrx.errors import InvalidInput
 from attnrx.exporting.exported import KIND, facts_path, present_facts
-from attnrx.exporting.formats import Format, script_path
+from attnrx.exporting.format import Format, script_path
 from attnrx.serialization.atomic_writes import require_absent, require_replaceable
 from attnrx.serialization.storage import file_kind
 

@@ -18,7 +18,8 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import FAILS, Finding, judged
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
-from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format, raising, script_path
+from attnrx.exporting.format import PRECISIONS, Format, dtype_name, raising, script_path
+from attnrx.exporting.formats import parse_format
 from attnrx.exporting.own_files import own_script, remove_export, require_export_path, require_own_files, sealed_script
 from attnrx.model_data import images_for, num_classes
 from attnrx.model_outputs import Logits, OutputKind, output_kind_of
@@ -303,7 +304,7 @@ def _captured(subject: ExportSubject, form: Format) -> torch.export.ExportedProg
         advice = "Give batch=N, the number of images that the file is to take at once."
     else:
         problem, advice = "this model cannot be captured by torch.export", ""
-    with raising(problem, advice), torch.no_grad(), _unfused(subject.model) if form.writes_out else nullcontext():
+    with raising(problem, advice), torch.no_grad(), _unfused(subject.model) if form.unfused else nullcontext():
         return torch.export.export(subject.model, (example,), dynamic_shapes=shapes)
 
 

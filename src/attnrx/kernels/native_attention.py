@@ -31,7 +31,7 @@ class RotationTable(NamedTuple):
 # FRAGMENT: every kernel module defines operators of the namespace. They are registered for inference only: no autograd.
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
-    "native_joint_attention(Tensor features, int[] ranks, int[] reads, Tensor? sizes, float scale, "
+    "native_joint_attention(Tensor features, int[] ranks, int[] value_dims, Tensor? sizes, float scale, "
     "Tensor? cosines=None, Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor"
 )
 _library.define(
@@ -107,12 +107,12 @@ def _described(
         group = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
         buffers += group
         starts = [(side.data_ptr(), *side.stride()) for side in group]
-        rank, reads = group[0].shape[3], group[2].shape[3]
+        rank, value_dim = group[0].shape[3], group[2].shape[3]
         for head in range(group[2].shape[1]):
             for start, image_stride, stride, token_stride, _ in starts:
                 numbers += (start + FLOAT * head * stride, image_stride, token_stride)
-            numbers += (start_of_output, image, token, rank, reads)
-            start_of_output += FLOAT * reads  # heads are neighbours in the output, whatever their dimensions
+            numbers += (start_of_output, image, token, rank, value_dim)
+            start_of_output += FLOAT * value_dim  # heads are neighbours in the output, whatever their dimensions
     return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
 
 
@@ -237,7 +237,7 @@ def _empty(
 def native_joint_attention(  # noqa: PLR0913
     features: Float[Tensor, "batch tokens _"],
     ranks: Sequence[int],
-    reads: Sequence[int],
+    value_dims: Sequence[int],
     sizes: Float[Tensor, "batch tokens"] | None,
     scale: float,
     rotation: RotationTable | None = None,
@@ -246,21 +246,21 @@ def native_joint_attention(  # noqa: PLR0913
     """Returns what `native_attention` does for features from one product: those of all queries, of all keys, and of all
     values, by head.
 
-    `ranks` and `reads` are the rank and the value dimension of every head; queries and keys of patches are rotated
+    `ranks` and `value_dims` are the rank and the value dimension of every head; queries and keys of patches are rotated
     first, if a `rotation` is given. This spares the views that separate the
     features, which take longer than the arithmetic for a few images.
     """
     token_sizes = None if sizes is None else sizes.float()
     cosines, sines, pairs = (None, None, []) if rotation is None else rotation
     return torch.ops.attnrx.native_joint_attention.default(
-        features, ranks, reads, token_sizes, scale, cosines, sines, pairs, bias
+        features, ranks, value_dims, token_sizes, scale, cosines, sines, pairs, bias
     )
 
 
 def _joint_attention(  # noqa: PLR0913  (an operator takes no structures)
     features: Tensor,
     ranks: Sequence[int],
-    reads: Sequence[int],
+    value_dims: Sequence[int],
     sizes: Tensor | None,
     scale: float,
     cosines: Tensor | None = None,
@@ -271,13 +271,15 @@ def _joint_attention(  # noqa: PLR0913  (an operator takes no structures)
     library = required_library()
     features = features.contiguous()
     batch, tokens, row = features.shape
-    if row != 2 * sum(ranks) + sum(reads) or len(ranks) != len(reads):
-        raise InvalidInput(f"{row} features are not those of heads with ranks {ranks} and value dimensions {reads}.")
+    if row != 2 * sum(ranks) + sum(value_dims) or len(ranks) != len(value_dims):
+        raise InvalidInput(
+            f"{row} features are not those of heads with ranks {ranks} and value dimensions {value_dims}."
+        )
     if features.dtype != torch.float32:
         raise InvalidInput(f"the attention kernel reads float32; {features.dtype} given.")
     if sizes is not None and (sizes.shape != (batch, tokens) or sizes.dtype != torch.float32):
         raise InvalidInput(f"sizes are float32 {[batch, tokens]} here, not {sizes.dtype} {list(sizes.shape)}.")
-    output = _empty_joint(features, ranks, reads)
+    output = _empty_joint(features, ranks, value_dims)
     token_sizes, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
     rotation = None
     if cosines is not None and sines is not None:
@@ -294,7 +296,7 @@ def _joint_attention(  # noqa: PLR0913  (an operator takes no structures)
         )
     bias = None if bias is None else bias.float().contiguous()
     if library.attnrx_joint_attention(
-        numbers(*ranks), numbers(*reads), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
+        numbers(*ranks), numbers(*value_dims), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
         None if token_sizes is None else token_sizes.data_ptr(), scale, torch.get_num_threads(), rotation,
         _described_bias(bias, (batch, len(ranks), tokens, tokens)),
     ):  # fmt: skip
@@ -320,8 +322,8 @@ def _require_rotation(
         )
 
 
-def _empty_joint(features: Tensor, ranks: Sequence[int], reads: Sequence[int], *_: object) -> Tensor:
-    return features.new_empty(*features.shape[:2], sum(reads))
+def _empty_joint(features: Tensor, ranks: Sequence[int], value_dims: Sequence[int], *_: object) -> Tensor:
+    return features.new_empty(*features.shape[:2], sum(value_dims))
 
 
 # On "Meta" the operators give shapes without data: for counting on meta tensors, and for fake tensors of compilers.
@@ -361,7 +363,7 @@ def _mixed_operations(
 
 @register_flop_formula(torch.ops.attnrx.native_joint_attention)
 def _joint_operations(
-    features: torch.Size, ranks: Sequence[int], reads: Sequence[int], *_: object, **__: object
+    features: torch.Size, ranks: Sequence[int], value_dims: Sequence[int], *_: object, **__: object
 ) -> int:
     batch, tokens = features[:2]
-    return 2 * batch * tokens**2 * (sum(ranks) + sum(reads))
+    return 2 * batch * tokens**2 * (sum(ranks) + sum(value_dims))

@@ -41,7 +41,7 @@ def scores_of(
 def forward(
     query, key, value, output, starts, value_starts, tokens, heads, scale,
     batch_q, stride_q, batch_k, stride_k, batch_v, stride_v, batch_o, stride_o,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, READS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one head of one image for some rows."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -49,15 +49,15 @@ def forward(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(starts + head)
     rank = tl.load(starts + head + 1) - first
-    first_read = tl.load(value_starts + head)
-    reads = tl.load(value_starts + head + 1) - first_read
+    first_value = tl.load(value_starts + head)
+    value_dim = tl.load(value_starts + head + 1) - first_value
     # In int64, because offsets of images can exceed 31 bits.
     q, k = query + image.to(tl.int64) * batch_q, key + image.to(tl.int64) * batch_k
     v, out = value + image.to(tl.int64) * batch_v, output + image.to(tl.int64) * batch_o
-    features = tl.arange(0, READS)
+    features = tl.arange(0, VALUE_DIM)
     largest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    weighted_sum = tl.zeros([ROWS, READS], dtype=tl.float32)
+    weighted_sum = tl.zeros([ROWS, VALUE_DIM], dtype=tl.float32)
     for start in range(0, tokens, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         scores = scores_of(q, k, rows, columns, tokens, first, rank, scale, stride_q, stride_k, ROWS, COLUMNS, STEP)
@@ -66,8 +66,8 @@ def forward(
         # The sums so far are relative to the old maximum; at the first tile exp2(-inf) = 0 discards the zeros.
         shrink = tl.exp2(largest - new_largest)
         values = tl.load(
-            v + columns[:, None] * stride_v + first_read + features[None, :],
-            mask=(columns[:, None] < tokens) & (features[None, :] < reads),
+            v + columns[:, None] * stride_v + first_value + features[None, :],
+            mask=(columns[:, None] < tokens) & (features[None, :] < value_dim),
             other=0.0,
         )
         weighted_sum = weighted_sum * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -75,7 +75,7 @@ def forward(
         largest = new_largest
     weighted_sum = weighted_sum / total[:, None]
     tl.store(
-        out + rows[:, None] * stride_o + first_read + features[None, :],
+        out + rows[:, None] * stride_o + first_value + features[None, :],
         weighted_sum.to(output.dtype.element_ty),
-        mask=(rows[:, None] < tokens) & (features[None, :] < reads),
+        mask=(rows[:, None] < tokens) & (features[None, :] < value_dim),
     )

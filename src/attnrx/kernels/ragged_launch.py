@@ -19,13 +19,13 @@ def ragged_attention(
     key: Float[Tensor, "batch tokens directions"],
     value: Float[Tensor, "batch tokens features"],
     ranks: tuple[int, ...],
-    reads: tuple[int, ...],
+    value_dims: tuple[int, ...],
     scale: float,
 ) -> Float[Tensor, "batch tokens features"]:
     """Returns the outputs of all heads, concatenated.
 
-    Head h has `ranks[h]` features of queries and keys and `reads[h]` of the values. Only for inference: gradients are
-    not recorded.
+    Head h has `ranks[h]` features of queries and keys and `value_dims[h]` of the values. Only for inference: gradients
+    are not recorded.
 
     Raises:
         NotSupported: Triton is not installed.
@@ -33,12 +33,12 @@ def ragged_attention(
     batch, tokens, _ = value.shape
     heads = len(ranks)
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
-    output = value.new_empty(batch, tokens, sum(reads))
+    output = value.new_empty(batch, tokens, sum(value_dims))
     # Grid: tiles of queries x heads of all images. Triton takes ranges of a power of two only, and tl.dot 16 or more.
     kernels().forward[(-(-tokens // ROWS), batch * heads)](
-        query, key, value, output, starts_of(ranks, value.device), starts_of(reads, value.device),
+        query, key, value, output, starts_of(ranks, value.device), starts_of(value_dims, value.device),
         tokens, heads, scale, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *output.stride()[:2],
-        ROWS=ROWS, COLUMNS=COLUMNS, STEP=STEP, READS=max(_power_of_two(max(reads)), 16),
+        ROWS=ROWS, COLUMNS=COLUMNS, STEP=STEP, VALUE_DIM=max(_power_of_two(max(value_dims)), 16),
     )  # fmt: skip
     return output
 

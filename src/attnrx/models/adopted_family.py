@@ -18,6 +18,7 @@ from attnrx.maps import LINEAR_MAPS
 from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
 from attnrx.models.family import Family, MLPRanks
 from attnrx.models.fused_mlp import FusedMLP
+from attnrx.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
 from attnrx.models.unsupported_features import Refusal, model_name
@@ -396,8 +397,8 @@ class AdoptedFamily(Family):
             )
         positions = self.positions(adopted)
         token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
-        classifier = sum(_params(module) for module in self._heads(source))
-        before = _params(source) - classifier - sum(_params(layer) for layer in layers)
+        classifier = sum(num_params(module) for module in self._heads(source))
+        before = num_params(source) - classifier - sum(num_params(layer) for layer in layers)
         mlps = [[layer.get_submodule(name) for name in paths.mlp] for layer in layers]
         # Where MLPs are of another kind, nothing in them changes.
         changes = list(zip(maps, ranks, units, strict=True)) or [((), (), 0)] * len(layers)
@@ -407,8 +408,10 @@ class AdoptedFamily(Family):
                 replace(
                     # The formulas of an MLP and of norms are those of attnrx models; a library's may have others.
                     layer_costs(spec, num_tokens, 0),
-                    mlp=_mlp_costs(mlp, num_tokens, *change),
-                    layer_norms=PartCosts(_params(layer) - sum(map(_params, mlp)) - _projections(layer_attention)),
+                    mlp=mlp_costs(mlp, num_tokens, *change),
+                    layer_norms=PartCosts(
+                        num_params(layer) - sum(map(num_params, mlp)) - projection_params(layer_attention)
+                    ),
                 )
                 for layer, mlp, layer_attention, spec, change, num_tokens in zip(
                     layers, mlps, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
@@ -430,7 +433,7 @@ class AdoptedFamily(Family):
         """Returns the MACs of the classifiers on one image, whose last layer has this many tokens."""
         source = adopted.source
         attended = self.tokens_of_head(source, tokens)
-        return self.paths(source).head_tokens * sum(_head_macs(head, attended) for head in self._heads(source))
+        return self.paths(source).head_tokens * sum(classifier_macs(head, attended) for head in self._heads(source))
 
     def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
         """Returns the features of the norms outside the layers and inside their MLPs, times the tokens of each."""
@@ -512,54 +515,6 @@ def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:
         for name, buffer in unsaved.items()
         if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
     }
-
-
-def _params(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _projections(attention: Attention) -> int:
-    """Returns the parameters of an attention layer that its spec counts, without inner norms."""
-    return sum(_params(part) for part in (attention.scores, attention.value, attention.output))
-
-
-def _matrices(module: nn.Module) -> int:
-    """Returns the entries of all linear maps in a module: its MACs for one token."""
-    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
-
-
-def _head_macs(head: nn.Module, tokens: int) -> int:
-    """Returns the MACs of a classifier on one token; a pooling by attention has one query and keys of all tokens."""
-    total = _matrices(head)
-    for part in head.modules():
-        if isinstance(part, nn.MultiheadAttention):
-            # Its fused projection of query, key and value is a parameter and no Linear, so `_matrices` lacks it.
-            width = part.embed_dim
-            total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
-        elif type(part).__name__ == "AttentionPoolLatent":
-            latent: Any = part  # one query
-            # `_matrices` has its projections of one token; keys and values are of all tokens, then come both products.
-            total += (tokens - 1) * latent.kv.weight.numel() + tokens * latent.kv.out_features
-    return total
-
-
-def _mlp_costs(
-    mlp: Sequence[nn.Module], tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...], hidden: int
-) -> PartCosts:
-    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
-    `hidden` features between them.
-    """
-    # What the maps save is subtracted from what the modules have, so that further parts (a norm, a gate) stay counted.
-    saved, biases = 0, 0
-    for which, (linear, rank) in enumerate(zip(maps, ranks, strict=True)):
-        sides = [linear.in_features, linear.out_features]
-        if which == 0:
-            before, bias = sides[1], getattr(linear, "bias", None)
-            has_bias = bias is not None if rank_of(linear) is None else linear.second.bias is not None
-            biases = (before - hidden) * has_bias
-        sides[1 - which] = hidden
-        saved += _matrices(linear) - (math.prod(sides) if rank is None else rank * sum(sides))
-    return PartCosts(sum(map(_params, mlp)) - saved - biases, tokens * (sum(map(_matrices, mlp)) - saved))
 
 
 def _fuse_mlp_(layer: nn.Module, paths: ModelPaths) -> None:

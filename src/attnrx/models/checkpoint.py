@@ -14,10 +14,10 @@ from torch import nn
 
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import KIND as EVIDENCE
+from attnrx.maps import REALIZATIONS
 from attnrx.models.family import Family, require_ordinary_weights
 from attnrx.models.token_hooks import attach_tokens_, described_tokens
-from attnrx.models.token_reduction import BY
-from attnrx.prescription import KIND as PRESCRIPTION
+from attnrx.prescription_schema import KIND as PRESCRIPTION
 from attnrx.serialization.atomic_writes import replacing_folder, require_absent
 from attnrx.serialization.storage import (
     SEAL,
@@ -51,7 +51,7 @@ KIND, SCHEMA = "attnrx model", 1
 MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
-TOKENS = Record({"policy": JSON_OBJECT, "by": Choice(BY), "heads": Integer(1, MOST_HEADS)})
+TOKENS = Record({"policy": JSON_OBJECT, "by": Choice(REALIZATIONS), "heads": Integer(1, MOST_HEADS)})
 RECORD = Record(
     {
         "kind": Choice((KIND,)),

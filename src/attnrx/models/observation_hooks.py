@@ -34,7 +34,7 @@ def observing(model: nn.Module, family: Family, observe: Callable[[int, Observat
 
 
 def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim width"]:
-    heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.reads, 1))
+    heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.value_dims, 1))
     # The columns of the output projection by head, padded as `Observed` pads the values.
     return layer.output.spread((v_head_dim,) * heads).detach().T.unflatten(0, (heads, v_head_dim))
 
@@ -48,13 +48,13 @@ def observing_mlp(
     """
 
     # These hooks make `FusedMLP` call its maps one by one, and a batch pass whole (`chunked_forward`).
-    def show(index: tuple[int, int], module: nn.Module, args: tuple[Tensor, ...], outputs: Tensor) -> None:
+    def pass_on(index: tuple[int, int], module: nn.Module, args: tuple[Tensor, ...], outputs: Tensor) -> None:
         observe(*index, args[0].detach(), outputs.detach())
 
     with ExitStack() as hooks:
         for layer, pair in enumerate(family.mlp(model)):
             for which, linear in enumerate(pair):
-                hooks.enter_context(linear.register_forward_hook(partial(show, (layer, which))))
+                hooks.enter_context(linear.register_forward_hook(partial(pass_on, (layer, which))))
         yield
 
 
@@ -104,7 +104,7 @@ def _capture_uniform(capture: AttentionCapture, layer: Attention, args: tuple[An
     spec, (batch, count) = layer.spec, output.shape[:2]
     uniform = output.new_full((batch, len(spec.heads), count, count), 1 / count)
     keys = output.new_ones(batch, count, max((*spec.ranks, 1)))
-    capture.show(CapturedAttention(uniform, uniform[:, :, 0], keys, uniform[:, :, 0]))
+    capture.receive(CapturedAttention(uniform, uniform[:, :, 0], keys, uniform[:, :, 0]))
 
 
 @contextmanager

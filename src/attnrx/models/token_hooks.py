@@ -151,8 +151,8 @@ def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     # Before the first stage all sizes are 1, and any backend computes the layer.
     uses_sizes = reduction.counts_sizes or policy.reducer.learned
     if statistics or (uses_sizes and index >= policy.layers[0]):
-        show = partial(reduction.show, layer.spec.heads, decides=index + 1 in policy.layers)
-        layer.backend = AttentionCapture(reduction.sizes, show, statistics)
+        receive = partial(reduction.add_capture, layer.spec.heads, decides=index + 1 in policy.layers)
+        layer.backend = AttentionCapture(reduction.sizes, receive, statistics)
         if statistics and not layer.spec.heads:
             layer.register_forward_hook(partial(_capture_no_heads, layer.backend))
 
@@ -231,4 +231,4 @@ def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[A
     """Reports a capture for a layer without heads, whose backend does not run."""
     batch, count = output.shape[:2]
     maps = output.new_zeros(batch, 0, count, count)
-    capture.show(CapturedAttention(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))
+    capture.receive(CapturedAttention(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))

@@ -11,6 +11,7 @@ from torch import nn
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
 from attnrx.kernels.native_merging import Merged, can_merge
+from attnrx.maps import REALIZATIONS
 from attnrx.models.call_state import CallState
 from attnrx.models.token_restoration import RestorableStage, TokenRestoration
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
@@ -27,8 +28,6 @@ from attnrx.tokens import (
     sampled_keep,
 )
 from attnrx.tokens.reducer import KeepDrop
-
-BY = ("mask", "compress")
 
 
 class TokenRun:
@@ -109,8 +108,8 @@ class TokenReduction(nn.Module):
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
         super().__init__()
-        if by not in BY:
-            raise InvalidInput(f"by={by!r}: choose from {', '.join(BY)}.")
+        if by not in REALIZATIONS:
+            raise InvalidInput(f"by={by!r}: choose from {', '.join(REALIZATIONS)}.")
         self.policy, self.shape, self.by = policy, shape, by
         # The kernel of merging removes tokens; a mask keeps every shape.
         self.native = policy.reducer.native if by == "compress" else None
@@ -159,7 +158,7 @@ class TokenReduction(nn.Module):
             call.run = before
 
     @property
-    def draws(self) -> bool:
+    def samples_patches(self) -> bool:
         """Whether stages sample the kept patches, with a gradient."""
         return self.training and self.policy.reducer.learned
 
@@ -177,7 +176,7 @@ class TokenReduction(nn.Module):
     @property
     def counts_sizes(self) -> bool:
         """Whether attention needs the sizes of the tokens."""
-        return self.by == "mask" or self.policy.reducer.proportional or self.draws
+        return self.by == "mask" or self.policy.reducer.proportional or self.samples_patches
 
     def sizes(self) -> Float[Tensor, "batch tokens"] | None:
         """Returns the token sizes for proportional attention; None where all sizes count as 1."""
@@ -200,7 +199,7 @@ class TokenReduction(nn.Module):
         """Starts a batch, or a chunk of one."""
         self.run.begin()
         # In training every patch stays in its place, so none has to be restored.
-        if self._blocks_to_restore and not self.draws:
+        if self._blocks_to_restore and not self.samples_patches:
             self.run.restorations.append(TokenRestoration(self.shape.layout.prefix))
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
@@ -233,8 +232,8 @@ class TokenReduction(nn.Module):
         """Adds the patch scores that the reducer computes from the output of a layer."""
         self.accumulate(self.policy.reducer.layer_score(tokens))
 
-    def show(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
-        """Receives the captured attention of a layer with these heads of the original model, for all images or some.
+    def add_capture(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
+        """Adds the captured attention of a layer with these heads of the original model, for all images or some.
 
         A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
         its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
@@ -304,14 +303,14 @@ class TokenReduction(nn.Module):
             stage,
             self.policy.layers[stage],
             self.shape.depth,
-            whole=self.by == "compress" and not self.draws and not self.policy.by_image,
+            unmasked=self.by == "compress" and not self.samples_patches and not self.policy.by_image,
             tracked=run.restoration is not None,
         )
         if self.policy.by_image:
             return self._reduce_by_image(state)
         if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
             return self._merged(state, self.native(state, count))
-        return self._draw(stage, state) if self.draws else self._reduce(state, count)
+        return self._draw(stage, state) if self.samples_patches else self._reduce(state, count)
 
     def _merged(self, state: TokenState, merged: Merged) -> Tensor:
         """Returns the tokens that the C++ kernel merged, and updates the statistics of the run."""
@@ -342,7 +341,7 @@ class TokenReduction(nn.Module):
     def _calibrate(self, state: TokenState, costs: Float[Tensor, "batch steps"]) -> float:
         """Returns the threshold that merges as many patches as the policy prunes on average, and stores it."""
         assert self._calibrated is not None
-        pruned = float(state.there.sum(1).mean()) - self.policy.keep[state.stage] * self.shape.layout.patches
+        pruned = float(state.present_mask.sum(1).mean()) - self.policy.keep[state.stage] * self.shape.layout.patches
         # Over all images: the cheapest merges of the whole calibration set are done, wherever they are. The threshold
         # is halfway between the last of them and the next, so that rounding does not change how many are merged.
         finite = costs[costs.isfinite()].double().sort().values
@@ -395,8 +394,8 @@ class TokenReduction(nn.Module):
         if self.by == "mask":
             number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
             # A stable sort keeps the order of the remaining patches.
-            there = (run.sizes[:, prefix:] > 0).to(torch.int8)
-            remaining = remaining.gather(1, there.argsort(dim=1, descending=True, stable=True)[:, :number])
+            present_mask = (run.sizes[:, prefix:] > 0).to(torch.int8)
+            remaining = remaining.gather(1, present_mask.argsort(dim=1, descending=True, stable=True)[:, :number])
         run.trail.append(remaining)
         return tokens
 
@@ -436,7 +435,7 @@ class TokenReduction(nn.Module):
         if self.shape.layout.pooled == "mean":
             # The module after the norm divides by the number of tokens; the weights sum to that number. A merged token
             # counts as many patches as it represents where attention does the same (a proportional reducer).
-            counts = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
+            counts = sizes if self.policy.reducer.proportional or self.samples_patches else (sizes > 0).to(sizes.dtype)
             patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
         else:
             remains = sizes > 0
@@ -503,7 +502,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> Reduced:
     targets, values = kept, reduction.tokens
     if extra is not None:
         # The first patches that this stage prunes: 1 where a patch was present and is not kept.
-        pruned_mask = state.there.scatter(1, kept, 0.0)
+        pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         free = pruned_mask.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
         indices, moments, accumulated = replaced_state(state, free)

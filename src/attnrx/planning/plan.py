@@ -7,8 +7,8 @@ from typing import Any
 
 from attnrx.checks.promises import PredictedQuantity
 from attnrx.display import Displayed
-from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.prescription import Prescription
+from attnrx.prescription_schema import KIND as PRESCRIPTION
 from attnrx.serialization.atomic_writes import replacing_folder
 from attnrx.serialization.storage import file_kind, write_json
 

@@ -105,7 +105,7 @@ class PlanBuilder(Protocol):
         ...
 
 
-def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilder, first: Trial) -> tuple[Trial, ...]:
+def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuilder, first: Trial) -> tuple[Trial, ...]:
     """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`)."""
     if search.trials < 2:
         return (first,)
@@ -123,13 +123,13 @@ def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilde
     )
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
-    proposals = _Proposals(space, budget, first, even, broad, search)
+    proposals = _Proposals(space, builder, first, even, broad, search)
 
     def objective(trial: Any) -> float:
         knobs, step = proposals.next(trial)
         trial.set_user_attr(KNOBS, knobs)
         trial.set_user_attr(CHOICES, asdict(step.choices))
-        measured = budget.tried(knobs, step)
+        measured = builder.tried(knobs, step)
         values = {"cost": step.cost, "sensitivity": step.sensitivity, "divergence": measured.divergence}
         trial.set_user_attr(MEASURED, values)
         return measured.softened
@@ -150,7 +150,7 @@ class _Proposals:
     """
 
     space: Space
-    budget: PlanBuilder
+    builder: PlanBuilder
     start: Trial
     even: tuple[Choices, ...]
     broad: int
@@ -161,13 +161,13 @@ class _Proposals:
         # By the number of the trial, which is unique in the study: machines that share it divide the proposals.
         if trial.number < len(self.even):
             with suppress(NotSupported):  # nothing near this schedule is cheap enough
-                return start, self.budget.step(start, self.even[trial.number])
+                return start, self.builder.step(start, self.even[trial.number])
             return start, self.start.step
         if trial.number >= len(self.even) + self.broad:
             return self._near(trial)
         spans = {name: (start[name] - span, start[name] + span) for name, span in search_ranges(self.space).items()}
         knobs = {name: trial.suggest_float(name, *span) for name, span in spans.items()}
-        return knobs, self.budget.step(knobs)
+        return knobs, self.builder.step(knobs)
 
     def _near(self, trial: Any) -> tuple[dict[str, float], Step]:
         # A generator per trial: a resumed search draws the same variations as one without interruption.
@@ -182,12 +182,12 @@ class _Proposals:
         steps: list[Step] = []
         for _ in range(ATTEMPTS):
             with suppress(NotSupported):  # the varied plan may not reach the budget
-                step = self.budget.step(knobs, varied(self.space, choices, random))
+                step = self.builder.step(knobs, varied(self.space, choices, random))
                 steps += [step] * (step.choices not in measured)  # a plan is measured once
             if len(steps) == self.search.variations:
                 break
         if not steps:
-            return knobs, self.budget.step(knobs, choices)
+            return knobs, self.builder.step(knobs, choices)
         return knobs, min(steps, key=lambda step: step.sensitivity)
 
 

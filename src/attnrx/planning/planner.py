@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,26 +12,22 @@ from torch import nn
 from attnrx.checks.promises import limits_of
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, InvalidRule, MissingMoments, NotSupported, TargetMet
-from attnrx.exporting import parse_format
+from attnrx.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.model_data import images_for
 from attnrx.model_outputs import OutputKind
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
 from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.cost_table import CostTable, exact_cost_table
-from attnrx.planning.effort import EFFORTS, Effort, effort_of
-from attnrx.planning.measured_costs import TimingSettings
 from attnrx.planning.plan import Plan, Point, PredictedQuantity
-from attnrx.planning.plan_search import EVEN, Search, Trial, refine_plan, search_ranges, weights_of
+from attnrx.planning.plan_search import EVEN, Trial, refine_plan, search_ranges, weights_of
+from attnrx.planning.plan_settings import PlanSettings
 from attnrx.planning.plan_timing import PlanTimer
 from attnrx.planning.reference_outputs import Answers, Deviation
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities
-from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space, require_axes, step_for
+from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
-from attnrx.progress import Log, no_log
 from attnrx.realization import realize
-from attnrx.tokens import Reducer, Ward, parse_reducer
 
 # Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
 CARE, MARGIN = 0.993, 0.98
@@ -41,100 +36,8 @@ CARE, MARGIN = 0.993, 0.98
 MISSED, TOLERATED = 1.05, 0.01
 # The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
 LARGEST = 0.99
-# Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
-EIGHTHS = 8
-# The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
-# ImageNet ViT-Tiny in two policies (docs/results/plan.md).
-RELEVANCE = 0.3
 # Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
 HALVINGS = 6
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """The settings of a plan: axes, token reducer, search, timing and the amount of measurement.
-
-    Without `axes` they are all that the model has; those left out are logged with the reason. Without a `reducer` it is
-    `ward`; with a relevance where the outputs are those of a class token.
-
-    With `to`, a format of `attnrx.export`, a target of latency is that of the file in this format: the files of whole
-    plans are timed, and the plan leaves to the runtime and the precision what they gain.
-
-    `batch_size` is the batch size for measuring outputs; `log` is called with progress messages. `PlanSettings.of`
-    makes the settings of a preset.
-    """
-
-    axes: tuple[str, ...] | None = None
-    reducer: str | None = None
-    search: Search = field(default_factory=Search)
-    timing: TimingSettings = field(default_factory=TimingSettings)
-    batch_size: int = 32
-    log: Log = no_log
-    effort: Effort = EFFORTS["thorough"]
-    to: str | None = None
-
-    def __post_init__(self):
-        # Both raise before the work.
-        if self.axes is not None:
-            require_axes(self.axes)
-        if self.to is not None:
-            parse_format(self.to)
-
-    @classmethod
-    def of(cls, effort: str, timing: TimingSettings | None = None, **changes: Any) -> "PlanSettings":
-        """Returns the settings of a preset of `EFFORTS`: "quick", "normal" or "thorough"."""
-        preset, timing = effort_of(effort), timing or TimingSettings()
-        timing = replace(timing, rounds=preset.rounds, timed=preset.timed)
-        search = Search(preset.trials, variations=preset.variations)
-        return cls(timing=timing, effort=preset, **{"search": search, **changes})
-
-    def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
-        """Returns the search space; ranks vary between heads, except where heads are padded to the largest rank (for
-        latency on CUDA) or cannot be reordered by their ranks (under a norm over the outputs of all heads).
-
-        Raises:
-            NotSupported: The model lacks an axis that was named, or all of them.
-        """
-        # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
-        # have no such steps, and every rank is allowed.
-        is_latency = target.spend == "latency"
-        specs = [layer.spec for layer in family_of(model).attention(model)]
-        uniform = (is_latency and self.timing.conditions.on_cuda) or any(spec.fixes_values for spec in specs)
-        form = "uniform_rank" if uniform else "total_rank"
-        least = min(spec.head_dim for spec in specs)
-        multiple = max(least // EIGHTHS, 1) if is_latency else 1
-        # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result.
-        space, present, reasons = Space(model, diagnosis, None, RANKS, form, multiple), [], {}
-        for axis in self.axes or AXES:
-            try:
-                if axis == TOKENS:
-                    space = self._with_tokens(space)
-                space.require_choices(axis)
-                present.append(axis)
-            except (NotSupported, InvalidRule) as error:
-                # An axis that the model has, but the diagnosis did not measure, is not left out.
-                if self._names(axis) or isinstance(error, MissingMoments):
-                    raise
-                reasons[axis] = str(error)
-        if not present:
-            raise NotSupported(f"nothing of this model can be planned. {' '.join(reasons.values())}")
-        for axis, reason in reasons.items():
-            self.log(f"the plan is without {axis}: {reason}")
-        return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
-
-    def _names(self, axis: str) -> bool:
-        return self.axes is not None or (axis == TOKENS and self.reducer is not None)
-
-    def _with_tokens(self, space: Space) -> Space:
-        """Returns the space with the axis of tokens; raises NotSupported if the model cannot prune or merge them."""
-        patches = family_of(space.model).token_layout(space.model).patches
-        return replace(space, axes=AXES, reducer=self._reducer(space.model), step=step_for(patches))
-
-    def _reducer(self, model: nn.Module) -> Reducer:
-        if self.reducer is not None:
-            return parse_reducer(self.reducer)
-        layout = family_of(model).token_layout(model)
-        return Ward(relevance=RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0)
 
 
 def plan(
@@ -356,7 +259,7 @@ class Planner:
     def _adjusted(self, most: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
         # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
-        budget, order = _Budget(self, most), sorted(self.trials, key=lambda trial: trial.softened)
+        plans, order = _PlansAtCost(self, most), sorted(self.trials, key=lambda trial: trial.softened)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.effort.finalists])]
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):  # without repetitions, in order
@@ -365,11 +268,11 @@ class Planner:
                 steps[step.choices] = step
         if not steps:
             return self._first(most)
-        return self._best([budget.tried(last.knobs, step) for step in steps.values()])
+        return self._best([plans.tried(last.knobs, step) for step in steps.values()])
 
     def _first(self, most: float) -> Trial:
-        budget = _Budget(self, most)
-        return budget.tried(self.first, budget.step(self.first))
+        plans = _PlansAtCost(self, most)
+        return plans.tried(self.first, plans.step(self.first))
 
     def _searched(self, most: float) -> Trial:
         requested = (
@@ -377,7 +280,8 @@ class Planner:
             f"{self.data} {len(self.fewer)}"
         )
         # `requested` is the key of stored trials: target, cost, model, space and images decide what a trial means.
-        self.trials = refine_plan(self.space, self.settings.search, requested, _Budget(self, most), self._first(most))
+        plans = _PlansAtCost(self, most)
+        self.trials = refine_plan(self.space, self.settings.search, requested, plans, self._first(most))
         return self._best(self.trials)
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
@@ -488,8 +392,8 @@ class Planner:
         )
 
 
-class _Budget:
-    """Builds plans at one cost, and measures each once."""
+class _PlansAtCost:
+    """Builds plans at one cost, and measures them on the images of the trials (`plan_search.PlanBuilder`)."""
 
     def __init__(self, planner: Planner, most: float):
         self.planner, self.most = planner, most

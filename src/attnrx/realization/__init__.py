@@ -1,25 +1,14 @@
-"""Realizes prescriptions: the only package that changes a model."""
+"""Realizes prescriptions: a smaller copy of a model, or a masked one, and fits of its weights."""
 
 from attnrx.realization.directions import compressed_spec
-from attnrx.realization.fitting import refitted
-from attnrx.realization.realizing import (
-    BY,
-    NORMS,
-    calibrated,
-    prescribed_tokens,
-    realize,
-    realize_fitted,
-    realize_tokens_,
-)
+from attnrx.realization.realizing import realize, realize_fitted
+from attnrx.realization.token_policies import calibrated, prescribed_tokens, realize_tokens_
 
 __all__ = [
-    "BY",
-    "NORMS",
     "calibrated",
     "compressed_spec",
     "prescribed_tokens",
     "realize",
     "realize_fitted",
     "realize_tokens_",
-    "refitted",
 ]

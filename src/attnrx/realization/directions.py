@@ -120,7 +120,7 @@ def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order:
 
 def value_features(spec: AttentionSpec, order: list[int]) -> Int[Tensor, "features"]:
     """Returns the indices of the value features of these heads, in this order."""
-    features = torch.arange(sum(spec.reads)).split(spec.reads)
+    features = torch.arange(sum(spec.value_dims)).split(spec.value_dims)
     return torch.cat([torch.zeros(0, dtype=torch.long), *(features[head] for head in order)])
 
 

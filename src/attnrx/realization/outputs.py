@@ -33,10 +33,10 @@ def mask_values_(attention: Attention, values: OutputDecision) -> None:
             "keep every shape; realize the prescription by='compress'."
         )
     # The first features of every head: reduced directions are combinations of all of them, and belong to none.
-    starts = torch.tensor([0, *spec.reads]).cumsum(0).tolist()
+    starts = torch.tensor([0, *spec.value_dims]).cumsum(0).tolist()
     indices = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])
-    rows = value.new_zeros(sum(spec.reads), value.shape[1])
-    columns = output.new_zeros(output.shape[0], sum(spec.reads))
+    rows = value.new_zeros(sum(spec.value_dims), value.shape[1])
+    columns = output.new_zeros(output.shape[0], sum(spec.value_dims))
     rows[indices], columns[:, indices] = value, output
     _write_(attention, rows, columns, bias)
 
@@ -60,22 +60,22 @@ def reduced(
     augmented = torch.cat([stored.new_zeros(0, stored.shape[1]), *rows])
     weight = attention.output.weight.detach().cpu().double()
     # `decode` and `center` are padded to the widest head, and the weight is not.
-    present = _present_features(spec.reads, len(values.center))
+    present = _present_features(spec.value_dims, len(values.center))
     decode, center = values.decode.double()[present], values.center.double()[present]
     output = weight @ decode
     own_bias = attention.output.bias
     bias = weight.new_zeros(weight.shape[0]) if own_bias is None else own_bias.detach().cpu().double()
     # encode @ center by head: a row of `encode` is nonzero on its own head only.
-    by_head = zip(encodes, center.split(spec.reads), strict=True)
+    by_head = zip(encodes, center.split(spec.value_dims), strict=True)
     encoded_centers = torch.cat([encode[:, : len(mean)] @ mean for encode, mean in by_head])
     bias = bias + weight @ center + output @ (augmented[:, -1] - encoded_centers)
     return augmented[:, :-1], output, bias
 
 
-def _present_features(reads: Sequence[int], padded: int) -> Int[Tensor, "features"]:
+def _present_features(value_dims: Sequence[int], padded: int) -> Int[Tensor, "features"]:
     """Returns the indices of the value features of all heads among `padded` ones, equally many for every head."""
-    widest = padded // max(len(reads), 1)
-    return torch.cat([torch.arange(0), *(head * widest + torch.arange(width) for head, width in enumerate(reads))])
+    widest = padded // max(len(value_dims), 1)
+    return torch.cat([torch.arange(0), *(head * widest + torch.arange(width) for head, width in enumerate(value_dims))])
 
 
 def _write_(target: Attention, value: Tensor, output: Tensor, bias: Tensor) -> None:

@@ -104,7 +104,7 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
         else [HeadRank(rank, spec.original_rank) for rank in spec.ranks]
         for spec in specs
     ]
-    values = [[HeadRank(rank, spec.head_dim) for rank in spec.reads] for spec in specs]
+    values = [[HeadRank(rank, spec.head_dim) for rank in spec.value_dims] for spec in specs]
     pathways = [_pathway(SCORES, scores, heads), _pathway(VALUES, values, heads)]
     pairs = family.mlp(model)
     if pairs:

@@ -234,8 +234,8 @@ def _decide_map(rule: Rule, view: Diagnosis, index: int, entry: MapDiagnosis, me
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
     if metric == WEIGHTS:
         return factor_directions(layer.reading("value_factor"), layer.reading("readout_factor"))
-    covariance = layer.reading("output_covariance").double()  # [heads, reads, heads * reads]
-    # The covariance of every head with itself: [heads, reads, reads].
+    covariance = layer.reading("output_covariance").double()  # [heads, v_head_dim, heads * v_head_dim]
+    # The covariance of every head with itself: [heads, v_head_dim, v_head_dim].
     blocks = covariance.unflatten(2, covariance.shape[:2]).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     return balance(blocks, layer.reading("readout_gram"))
 

@@ -27,9 +27,9 @@ class ATS(Reducer):
         """Returns the distribution that is sampled from; 0 for pruned patches."""
         assert state.class_attention is not None
         assert state.value_norms is not None
-        scores = (state.class_attention * state.value_norms)[:, :, state.prefix :].sum(1) * state.there
+        scores = (state.class_attention * state.value_norms)[:, :, state.prefix :].sum(1) * state.present_mask
         # Where all are 0 (all values are zero), the remaining patches are equally significant.
-        scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.there)
+        scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.present_mask)
         return scores / scores.sum(1, keepdim=True)
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:

@@ -33,6 +33,6 @@ class AttentionReceived(Selecting):
         """Returns the sum over the remaining tokens, averaged over the heads."""
         assert state.attention is not None
         # Masked tokens receive no attention, but their own rows of the map still sum to 1 and must not count.
-        there = (state.sizes > 0).to(state.attention.dtype)
-        received = (state.attention * there[:, None, :, None]).sum(2)  # over the queries: [batch, heads, tokens]
+        present_mask = (state.sizes > 0).to(state.attention.dtype)
+        received = (state.attention * present_mask[:, None, :, None]).sum(2)  # over the queries: [batch, heads, tokens]
         return received[:, :, state.prefix :].mean(1)

@@ -40,9 +40,9 @@ class DTPS(Soft):
         return super().predictor_macs(shape, patches, count) + patches * count * shape.width
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        kept = best(self.scores.relevance(state, predictor), state.there, count)
+        kept = best(self.scores.relevance(state, predictor), state.present_mask, count)
         # 1 for the patches that this stage prunes; 0 for kept ones and for those pruned by an earlier stage.
-        pruned_mask = state.there.scatter(1, kept, 0.0)
+        pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
         cosines = unit @ taken(unit, kept).transpose(1, 2)  # [batch, patches, hosts]
         tokens = _squeezed(state.patches, taken(state.patches, kept), cosines, pruned_mask)
@@ -55,7 +55,7 @@ class DTPS(Soft):
         # All patches are in the table of hosts, so that shapes do not depend on the sample; pruned ones are masked.
         cosines = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
         # The choice of the host has no gradient; the sample has one, by the weight 1 - keep of a fused patch.
-        return SampledTokens(_squeezed(state.patches, state.patches, cosines, state.there * (1 - keep)))
+        return SampledTokens(_squeezed(state.patches, state.patches, cosines, state.present_mask * (1 - keep)))
 
 
 def _squeezed(patches: Tensor, hosts: Tensor, cosines: Tensor, pruned_mask: Tensor) -> Tensor:

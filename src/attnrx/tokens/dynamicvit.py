@@ -19,14 +19,14 @@ class TokenFeatures(nn.Module):
         self.project = nn.Linear(width, projected)
 
     def forward(
-        self, patches: Float[Tensor, "batch patches width"], there: PerPatch
+        self, patches: Float[Tensor, "batch patches width"], present_mask: PerPatch
     ) -> Float[Tensor, "batch patches projected"]:
         features = nn.functional.gelu(self.project(self.norm(patches)))
         pooled_width = features.shape[-1] // 2
         # Of an odd number of features the local part has one more, so that a single feature is a local one.
         local, pooled = features.split([features.shape[-1] - pooled_width, pooled_width], dim=-1)
         # Masked and sampled patches stay in place, so the mean counts the remaining ones: [batch, 1, pooled].
-        mean = (pooled * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
+        mean = (pooled * present_mask[..., None]).sum(1, keepdim=True) / present_mask.sum(1)[:, None, None]
         return torch.cat([local, mean.expand_as(pooled)], dim=-1)
 
 
@@ -59,7 +59,7 @@ class DynamicViTPredictor(nn.Module):
         self.scores = KeepScores(width)
 
     def forward(self, state: TokenState) -> KeepDrop:
-        return self.scores(self.features(state.patches, state.there))
+        return self.scores(self.features(state.patches, state.present_mask))
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class HeadSelectorPredictor(nn.Module):
     def forward(self, state: TokenState) -> KeepDrop:
         shares = state.patches.unflatten(2, (self.heads, -1))  # [batch, patches, heads, share]
         # The heads become images of one batch [batch * heads, patches, share], because they share one predictor.
-        there = state.there.repeat_interleave(self.heads, dim=0)
-        scores = self.scores(self.features(shares.transpose(1, 2).flatten(0, 1), there))
+        present_mask = state.present_mask.repeat_interleave(self.heads, dim=0)
+        scores = self.scores(self.features(shares.transpose(1, 2).flatten(0, 1), present_mask))
         return head_mean(scores.unflatten(0, (-1, self.heads)), self.head_weights(shares.mean(-1)))
 
 

@@ -80,8 +80,8 @@ class Merging(Reducer):
         # The tables shrink from round to round. `kept` are the patch tokens of the state that the rows stand for, and
         # `destinations` the row of every patch. Masked patches are removed first: they are in neither set of a round.
         tables, sizes, kept = self.tables(state), state.sizes[:, state.prefix :], None
-        if not state.whole:
-            kept = indices_of(state.there > 0, state.present)
+        if not state.unmasked:
+            kept = indices_of(state.present_mask > 0, state.num_present)
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
         tables, num_rows, merged = self.first_tables(tables), sizes.shape[1], None
@@ -108,14 +108,14 @@ class Merging(Reducer):
         The cost of a merge is the negative closeness. The present patches of an image are moved to the front, so that
         its two sets do not depend on the other images of the batch.
         """
-        there = state.there > 0
-        kept = indices_of(there, int(there.sum(1).max()))
+        present_mask = state.present_mask > 0
+        kept = indices_of(present_mask, int(present_mask.sum(1).max()))
         tables = self.first_tables({name: gathered_rows(table, kept) for name, table in self.tables(state).items()})
         sizes = state.sizes[:, state.prefix :].gather(1, kept)
 
         def unchanged() -> Reduction:
             patches = gathered_rows(state.patches, kept)
-            return Reduction(kept, patches, sizes=sizes, destinations=_inverse(kept, there))
+            return Reduction(kept, patches, sizes=sizes, destinations=_inverse(kept, present_mask))
 
         if kept.shape[1] < 2:  # the second set is empty
             return unchanged()
@@ -203,10 +203,11 @@ class Round:
         return remaining.index_add_(0, self.into, change).view(*self.stay.shape, -1)
 
 
-def _inverse(kept: Indices, there: Bool[Tensor, "batch patches"]) -> Indices:
+def _inverse(kept: Indices, present_mask: Bool[Tensor, "batch patches"]) -> Indices:
     """Returns the index of every patch among the kept ones; -1 for a patch that is not there."""
     positions = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-    return torch.full_like(there, -1, dtype=kept.dtype).scatter(1, kept, positions).masked_fill(~there, -1)
+    among_kept = torch.full_like(present_mask, -1, dtype=kept.dtype).scatter(1, kept, positions)
+    return among_kept.masked_fill(~present_mask, -1)
 
 
 def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tensor, "batch _ _"]:
@@ -218,11 +219,12 @@ def _indices_in(side: Side, positions: Indices) -> Indices:
     return side.start + side.step * positions if isinstance(side, slice) else side.gather(1, positions)
 
 
-def indices_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
+def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) -> Int[Tensor, "batch present"]:
     """Returns the indices of the remaining patches, in order; after them those of others, in images of fewer."""
     # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
-    positions = torch.arange(there.shape[1], device=there.device, dtype=torch.int32)
-    return torch.where(there, positions, positions + there.shape[1]).argsort(dim=1, stable=True)[:, :present]
+    positions = torch.arange(present_mask.shape[1], device=present_mask.device, dtype=torch.int32)
+    order = torch.where(present_mask, positions, positions + present_mask.shape[1]).argsort(dim=1, stable=True)
+    return order[:, :num_present]
 
 
 def gathered_rows(

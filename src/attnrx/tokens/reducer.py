@@ -194,10 +194,10 @@ def odds(scores: KeepDrop) -> PerPatch:
     return scores[..., 0] - scores[..., 1]
 
 
-def best(relevance: PerPatch, there: PerPatch, count: int) -> Int[Tensor, "batch kept"]:
+def best(relevance: PerPatch, present_mask: PerPatch, count: int) -> Int[Tensor, "batch kept"]:
     """Returns the indices of the `count` best remaining patches, ascending; the first of equals."""
     # Stable: of equal scores the first is kept, on every device.
-    order = relevance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
+    order = relevance.masked_fill(present_mask == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values
 
 
@@ -213,11 +213,11 @@ def taken(patches: Float[Tensor, "batch patches width"], kept: Int[Tensor, "batc
 
 def reduced_to_best(state: TokenState, relevance: PerPatch, count: int) -> Reduction:
     """Keeps the `count` most relevant patches, in their order."""
-    kept = best(relevance, state.there, count)
+    kept = best(relevance, state.present_mask, count)
     return Reduction(kept, taken(state.patches, kept))
 
 
-def sampled_keep(scores: KeepDrop, there: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:
+def sampled_keep(scores: KeepDrop, present_mask: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:
     """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
 
     Pruned patches stay pruned. An image always keeps a patch: if the sample prunes all, the patch of the highest score
@@ -225,14 +225,14 @@ def sampled_keep(scores: KeepDrop, there: PerPatch, temperature: float, prunes_o
     overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
     """
     # In half precision the Gumbel noise can be infinite.
-    sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0].to(there.dtype)
-    keep = sample * there
-    highest = scores[..., 0].detach().masked_fill(there == 0, float("-inf")).argmax(1, keepdim=True)
+    sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0]
+    keep = sample.to(present_mask.dtype) * present_mask
+    highest = scores[..., 0].detach().masked_fill(present_mask == 0, float("-inf")).argmax(1, keepdim=True)
     keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)
     # Corrections are added, not assigned, so that the straight-through gradient of the sample remains.
     keep = keep + torch.zeros_like(keep).scatter(1, highest, keeps_none)
     if not prunes_one:
         return keep
-    lowest = scores[..., 0].detach().masked_fill(there == 0, float("inf")).argmin(1, keepdim=True)
-    keeps_all = ((keep.detach() > 0).sum(1, keepdim=True) == (there > 0).sum(1, keepdim=True)).to(keep.dtype)
+    lowest = scores[..., 0].detach().masked_fill(present_mask == 0, float("inf")).argmin(1, keepdim=True)
+    keeps_all = ((keep.detach() > 0).sum(1, keepdim=True) == (present_mask > 0).sum(1, keepdim=True)).to(keep.dtype)
     return keep - torch.zeros_like(keep).scatter(1, lowest, keeps_all)

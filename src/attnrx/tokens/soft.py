@@ -71,9 +71,9 @@ class Packaging(Soft):
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         relevance = self.scores.relevance(state, predictor)
-        kept = best(relevance, state.there, count)
+        kept = best(relevance, state.present_mask, count)
         # Only patches that this stage prunes are fused: neither kept ones nor those pruned by an earlier stage.
-        weights = self.scores.weights(relevance).masked_fill(state.there == 0, 0.0).scatter(1, kept, 0.0)
+        weights = self.scores.weights(relevance).masked_fill(state.present_mask == 0, 0.0).scatter(1, kept, 0.0)
         # The fused token follows the `count` kept ones; it represents all others.
         fused_index = torch.full_like(state.patch_indices, count)
         destinations = destinations_of(kept, fused_index) if state.tracked else None
@@ -82,7 +82,7 @@ class Packaging(Soft):
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Overwrites the first pruned patch by the fused token."""
-        pruned_mask = state.there * (1 - keep)
+        pruned_mask = state.present_mask * (1 - keep)
         fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask)
         # There is a pruned patch to overwrite: `sampled_keep` prunes one where a reducer has an extra token.
         index = pruned_mask.detach().argmax(1, keepdim=True)

@@ -66,7 +66,7 @@ class SpotPredictor(nn.Module):
         self.scores = KeepScores(projected + attention)
 
     def forward(self, state: TokenState) -> KeepDrop:
-        parts = [] if self.tokens is None else [self.tokens(state.patches, state.there)]
+        parts = [] if self.tokens is None else [self.tokens(state.patches, state.present_mask)]
         assert state.attention is not None
         # The features are reductions of whole maps: on a CPU chunk by chunk, whose maps stay in the cache.
         chunks = chunks_of(state.attention, *state.attention.shape[1:])
@@ -85,14 +85,14 @@ class SpotPredictor(nn.Module):
         if self.spot.head_averaged:
             maps = [table.mean(1, keepdim=True) for table in maps]
         # All maps are concatenated as heads of one: few large operations instead of many small ones.
-        there = None if state.whole else state.there[images]
-        return attention_features(torch.cat(maps, dim=1), state.prefix, there, self.spot.standardized)
+        present_mask = None if state.unmasked else state.present_mask[images]
+        return attention_features(torch.cat(maps, dim=1), state.prefix, present_mask, self.spot.standardized)
 
 
 def attention_features(
     attention: Float[Tensor, "batch heads tokens tokens"],
     prefix: int,
-    there: PerPatch | None = None,
+    present_mask: PerPatch | None = None,
     standardized: bool = False,
 ) -> Float[Tensor, "batch patches features"]:
     """Returns the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, over the remaining patches.
@@ -103,12 +103,12 @@ def attention_features(
     inner = attention[:, :, prefix:, prefix:]  # between patches; the rows no longer sum to 1
     rows = columns = inner
     count: Tensor | int = inner.shape[-1]
-    if there is not None:
+    if present_mask is not None:
         # Rows are summed over remaining keys, columns over remaining queries.
-        rows, columns = inner * there[:, None, None, :], inner * there[:, None, :, None]
-        count = there.sum(1)[:, None, None]
+        rows, columns = inner * present_mask[:, None, None, :], inner * present_mask[:, None, :, None]
+        count = present_mask.sum(1)[:, None, None]
     row_squares = rows * inner  # the mask is 0 or 1, so this is the masked square
-    column_squares = row_squares if there is None else columns * inner
+    column_squares = row_squares if present_mask is None else columns * inner
     sums = rows.sum(3), columns.sum(2), row_squares.sum(3), column_squares.sum(2)
     row_mean, column_mean, row_square, column_square = (part / count for part in sums)
     # Mean of squares minus square of the mean: saves one pass over a map, compared with squared deviations.
@@ -122,13 +122,13 @@ def attention_features(
         return features
     # A variance is a difference of squares, so its rounding error grows with the squares.
     sizes = (*with_class, row_mean, row_square, column_mean, column_square)
-    return standardized_features(features, torch.stack(sizes, dim=-1).permute(0, 2, 1, 3).flatten(2), there)
+    return standardized_features(features, torch.stack(sizes, dim=-1).permute(0, 2, 1, 3).flatten(2), present_mask)
 
 
 def standardized_features(
     features: Float[Tensor, "batch patches features"],
     sizes: Float[Tensor, "batch patches features"],
-    there: PerPatch | None,
+    present_mask: PerPatch | None,
 ) -> Float[Tensor, "batch patches features"]:
     """Returns features of mean 0 and variance 1 over the remaining patches of every image.
 
@@ -136,7 +136,7 @@ def standardized_features(
     """
     precision = 100 * torch.finfo(features.dtype).eps
     exact = features.to(torch.promote_types(features.dtype, torch.float32))  # squares of variances reach 1e-20
-    mask = torch.ones_like(exact[..., :1]) if there is None else there[..., None].to(exact.dtype)
+    mask = torch.ones_like(exact[..., :1]) if present_mask is None else present_mask[..., None].to(exact.dtype)
     count = mask.sum(1, keepdim=True)
     centred = exact - (exact * mask).sum(1, keepdim=True) / count
     deviation = ((centred.detach() * mask).square().sum(1, keepdim=True) / count.detach()).sqrt()

@@ -166,7 +166,7 @@ class TokenState:
     stage: int = 0
     layer: int = 2
     depth: int = 2
-    whole: bool = False
+    unmasked: bool = False
     """Whether no token is masked, so that sums need no mask."""
     tracked: bool = False
     """Whether a reducer that merges or fuses patches must return their destinations."""
@@ -177,13 +177,13 @@ class TokenState:
         return self.tokens[:, self.prefix :]
 
     @property
-    def present(self) -> int:
+    def num_present(self) -> int:
         """The number of remaining patches of every image; static where no token is masked."""
         # A policy of fixed numbers keeps as many patches of every image, so the first one is enough.
-        return self.patches.shape[1] if self.whole else int(self.there[0].sum())
+        return self.patches.shape[1] if self.unmasked else int(self.present_mask[0].sum())
 
     @property
-    def there(self) -> Float[Tensor, "batch patches"]:
+    def present_mask(self) -> Float[Tensor, "batch patches"]:
         """1 for every remaining patch, 0 for a pruned one."""
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)
 

@@ -57,7 +57,7 @@ class Ward(Merging):
         received, prefix = state.class_attention.mean(1), state.prefix
         # Per patch of the image; a masked token receives nothing.
         total = (received / state.sizes.clamp_min(1))[:, prefix:].sum(1, keepdim=True)
-        num_present = state.patches.shape[1] if state.whole else state.there.sum(1, keepdim=True)
+        num_present = state.patches.shape[1] if state.unmasked else state.present_mask.sum(1, keepdim=True)
         return state.sizes * (1 - self.relevance) + received * (self.relevance * num_present / total)
 
     @property

@@ -42,11 +42,15 @@ class ZeroTPrune(Reducer):
             )
 
     def importance(
-        self, attention: Float[Tensor, "batch heads tokens tokens"], there: Float[Tensor, "batch tokens"], prefix: int
+        self,
+        attention: Float[Tensor, "batch heads tokens tokens"],
+        present_mask: Float[Tensor, "batch tokens"],
+        prefix: int,
     ) -> PerPatch:
-        """Returns the importance of the patches, over the tokens that are `there` (1, others 0)."""
+        """Returns the importance of the patches, over the tokens of `present_mask` (1 if present, else 0)."""
         # Tokens before the patches take part in the page rank, and not in the statistics of a head.
-        scores, patches = page_rank(attention, there, self.iterations)[:, :, prefix:], there[:, None, prefix:]
+        scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
+        patches = present_mask[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
         # Variances are compared with the limits at a mean score of 1, whatever the number of patches.
         scaled = scores / (scores.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
@@ -61,35 +65,38 @@ class ZeroTPrune(Reducer):
         half = patches // 2
         return half * (patches - half) * shape.directions if self._num_similar(patches, count) else 0
 
-    def _num_similar(self, present: int, count: int) -> int:
-        return min(int(self.similar * (present - count)), present // 2)
+    def _num_similar(self, num_present: int, count: int) -> int:
+        return min(int(self.similar * (num_present - count)), num_present // 2)
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         assert state.attention is not None
         assert state.keys is not None
-        present = state.present
-        num_similar = self._num_similar(present, count)
-        there = (state.sizes > 0).to(state.attention.dtype)
+        num_present = state.num_present
+        num_similar = self._num_similar(num_present, count)
+        present_mask = (state.sizes > 0).to(state.attention.dtype)
         if num_similar:  # I' and S: a rank to divide the patches, and the removal of similar ones
-            first = self.importance(state.attention, there, state.prefix)
-            pruned = redundant(state.keys[:, state.prefix :], first, there[:, state.prefix :], present, num_similar)
-            there = there.scatter(1, state.prefix + pruned, 0.0)
+            first = self.importance(state.attention, present_mask, state.prefix)
+            pruned = redundant(
+                state.keys[:, state.prefix :], first, present_mask[:, state.prefix :], num_present, num_similar
+            )
+            present_mask = present_mask.scatter(1, state.prefix + pruned, 0.0)
         # I: once more, without the attention of the removed patches.
-        kept = best(self.importance(state.attention, there, state.prefix), there[:, state.prefix :], count)
+        importance = self.importance(state.attention, present_mask, state.prefix)
+        kept = best(importance, present_mask[:, state.prefix :], count)
         return Reduction(kept, taken(state.patches, kept))
 
 
 def page_rank(
-    attention: Float[Tensor, "batch heads tokens tokens"], there: Float[Tensor, "batch tokens"], iterations: int
+    attention: Float[Tensor, "batch heads tokens tokens"], present_mask: Float[Tensor, "batch tokens"], iterations: int
 ) -> Float[Tensor, "batch heads tokens"]:
     """Returns the page rank of every remaining token after some iterations; edges are weighted by attention.
 
     Attention to pruned tokens is set to zero and every row rescaled to a sum of 1; scores sum to 1.
     """
-    steps = attention * there[:, None, None, :]
+    steps = attention * present_mask[:, None, None, :]
     # A query that attends to pruned tokens only has a row of zeros, which stays zero.
     steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
-    scores = (there / there.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
+    scores = (present_mask / present_mask.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
     for _ in range(iterations):
         # [batch, heads, 1, tokens]: a query passes its score on to the keys, in proportion to its attention.
         scores = (scores.transpose(2, 3) * steps).sum(2, keepdim=True)
@@ -97,14 +104,18 @@ def page_rank(
 
 
 def redundant(
-    keys: Float[Tensor, "batch patches directions"], importance: PerPatch, there: PerPatch, present: int, count: int
+    keys: Float[Tensor, "batch patches directions"],
+    importance: PerPatch,
+    present_mask: PerPatch,
+    num_present: int,
+    count: int,
 ) -> Int[Tensor, "batch pruned"]:
-    """Returns the `count` patches of the less important half of the `present` ones that are most similar to one of the
-    rest.
+    """Returns the `count` patches of the less important half of the `num_present` ones that are most similar to one of
+    the rest.
     """
-    order = importance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
+    order = importance.masked_fill(present_mask == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     # The odd patch is in the more important half; patches that are not there come last and are in none.
-    high, low = order[:, : present - present // 2], order[:, present - present // 2 : present]
+    high, low = order[:, : num_present - num_present // 2], order[:, num_present - num_present // 2 : num_present]
     unit = nn.functional.normalize(keys, dim=-1)
     similarity = (taken(unit, low) @ taken(unit, high).transpose(1, 2)).amax(-1)
     return low.gather(1, similarity.argsort(dim=1, descending=True, stable=True)[:, :count])

@@ -50,14 +50,14 @@ class RatedByAttention(Predicting):
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         assert state.class_attention is not None
-        there = state.there
+        present_mask = state.present_mask
         # Attention is not negative, so patches that an earlier stage removed come last. The second argsort inverts the
         # permutation of the first: the rank of every patch.
-        relevance = state.class_attention[:, :, state.prefix :].mean(1).masked_fill(there == 0, -1.0)
+        relevance = state.class_attention[:, :, state.prefix :].mean(1).masked_fill(present_mask == 0, -1.0)
         rank = relevance.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         # Detached, because the samples of earlier stages decide how many patches there are: a share learns from its own
         # stage only.
-        logits = (predictor() * there.sum(1, keepdim=True).detach() - rank - 0.5) / SOFTNESS
+        logits = (predictor() * present_mask.sum(1, keepdim=True).detach() - rank - 0.5) / SOFTNESS
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
 
 

@@ -87,17 +87,17 @@ class FactoredOutputProjection(OutputProjection):
 
     def __init__(self, source: OutputProjection, rank: int):
         # The inherited weight, [rank, features], is the first factor: heads are padded by its columns.
-        super().__init__(source.reads, rank, bias=False)
+        super().__init__(source.value_dims, rank, bias=False)
         self.second = nn.Linear(rank, source.weight.shape[0], bias=source.bias is not None)
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
         return self.second(F.linear(features, self.weight))
 
     def padded(
-        self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]
+        self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens width"]:
         """Applies both, the first to padded heads."""
-        return self(features) if reads == self.reads else self.second(super().padded(features, reads))
+        return self(features) if value_dims == self.value_dims else self.second(super().padded(features, value_dims))
 
 
 def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:

@@ -94,8 +94,8 @@ class SnapVitBaseline(PrescribedBaseline):
             width, inputs = attention.spec.width, self._linear(layer, "fc1").shape[1]
             # Without biases. Rows of query and key, rows of value and columns of the output projection.
             head_params = [
-                2 * width * (rows + reads)
-                for rows, reads in zip(attention.spec.rows, attention.spec.reads, strict=True)
+                2 * width * (rows + value_dim)
+                for rows, value_dim in zip(attention.spec.rows, attention.spec.value_dims, strict=True)
             ]
             params = (head_params, [2 * inputs] * len(parts[1]))  # a hidden unit: a row of fc1 and a column of fc2
             for is_head, importance, num_params in zip((True, False), parts, params, strict=True):
@@ -119,9 +119,9 @@ class SnapVitBaseline(PrescribedBaseline):
                 for name in (*ATTENTION_MAPS, *MLP_MAPS)
             }
             # Each weight belongs to one structure only, so the sums over structures add up to those over weights.
-            rows, reads = attention.spec.rows, attention.spec.reads
+            rows, value_dims = attention.spec.rows, attention.spec.value_dims
             parts = [own[name].sum(1).split(rows) for name in ("query", "key")]
-            parts += [own["value"].sum(1).split(reads), own["output"].sum(0).split(reads)]
+            parts += [own["value"].sum(1).split(value_dims), own["output"].sum(0).split(value_dims)]
             heads = torch.stack([torch.stack([part.sum() for part in split]) for split in parts]).sum(0)
             importance.append((heads, own["fc1"].sum(1) + own["fc2"].sum(0)))
         return importance

@@ -50,7 +50,7 @@ class Fused(Backend):
         """Groups all heads that have directions, at the largest rank, or at full width if that is not slower; queries,
         keys and values have one width.
         """
-        largest, original = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
+        largest, original = max((*spec.ranks, *spec.value_dims, 1)), max(spec.original_rank, spec.head_dim)
         # Rounded up to the next step, but never beyond the width of the original.
         stepped = -(-largest // self.STEP) * self.STEP
         width, rank = stepped if stepped <= original else largest, max(spec.ranks, default=0)
@@ -83,7 +83,7 @@ class Native(Explicit):
     @staticmethod
     def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
         """Whether there is a kernel for this layer in this context."""
-        return any(spec.ranks) and any(spec.reads) and runs_on(context)
+        return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
 
     def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
         # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
@@ -95,13 +95,13 @@ class Native(Explicit):
         self,
         features: Float[Tensor, "batch tokens _"],
         rows: tuple[int, ...],
-        reads: tuple[int, ...],
+        value_dims: tuple[int, ...],
         scale: float,
         rotation: RotationTable | None = None,
         bias: Float[Tensor, "images heads tokens tokens"] | None = None,
     ) -> HeadOutputs:
         sizes = None if self.sizes is None else self.sizes()
-        return native_joint_attention(features, rows, reads, sizes, scale, rotation, bias)
+        return native_joint_attention(features, rows, value_dims, sizes, scale, rotation, bias)
 
     def __call__(
         self,

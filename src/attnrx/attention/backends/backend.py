@@ -46,7 +46,7 @@ class Backend(ABC):
         self,
         features: Float[Tensor, "batch tokens _"],
         rows: tuple[int, ...],
-        reads: tuple[int, ...],
+        value_dims: tuple[int, ...],
         scale: float,
         rotation: RotationTable | None = None,
         bias: Float[Tensor, "images heads tokens tokens"] | None = None,
@@ -82,7 +82,7 @@ class Backend(ABC):
         return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
 
 
-def mean_of(value: ValueBatch) -> Float[Tensor, "batch heads 1 reads"]:
+def mean_of(value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
     """Returns the mean over the keys; zero if there are none, like softmax over no keys times no values."""
     # The mean over an empty axis is NaN.
     return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
@@ -93,7 +93,7 @@ class Eager(Backend):
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups only neighbours of equal shape, so that nothing is padded."""
-        return exact_buckets(spec.ranks, spec.reads), spec.reads
+        return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the weighted sum of the values."""

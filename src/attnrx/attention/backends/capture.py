@@ -1,4 +1,4 @@
-"""Backends that show the attention: to a token reducer, with tokens weighted by their size, or to an observer."""
+"""Backends that pass the attention on: to a token reducer, with tokens weighted by their size, or to an observer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class CapturedAttention:
 class AttentionCapture(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
-    `sizes` returns the size of every token, or None if all are 1; `show` receives the quantities in `wanted`:
+    `sizes` returns the size of every token, or None if all are 1; `receive` is called with the quantities in `wanted`:
     "attention", "class_attention", "keys", "value_norms". If neither full maps nor gradients of the sizes are needed, a
     fused kernel is used. Full maps are captured in chunks of images that fit the cache.
     """
@@ -61,22 +61,22 @@ class AttentionCapture(Backend):
     def __init__(
         self,
         sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
-        show: Callable[[CapturedAttention], None],
+        receive: Callable[[CapturedAttention], None],
         wanted: tuple[str, ...],
     ):
-        self.sizes, self.show, self.wanted = sizes, show, wanted
+        self.sizes, self.receive, self.wanted = sizes, receive, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Returns itself, or a faster backend on a CPU if nothing but class attention has to be captured."""
         if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
-            return NativeCapture(self.sizes, self.show)
+            return NativeCapture(self.sizes, self.receive)
         return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
         # Rank 1 for a layer whose heads have none: its zero rows give uniform maps, which can be captured as well.
         rank = max((*spec.ranks, 1))
-        width = max((rank, *spec.reads))
+        width = max((rank, *spec.value_dims))
         return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
@@ -109,7 +109,7 @@ class AttentionCapture(Backend):
 
     def _unfused(
         self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
-    ) -> Float[Tensor, "batch heads queries reads"]:
+    ) -> Float[Tensor, "batch heads queries v_head_dim"]:
         outputs, heads = [], value.shape[1]
         for part in chunks_of(value, heads, factors.query.shape[1], factors.key.shape[1]):
             images = images_of(part)
@@ -125,14 +125,14 @@ class AttentionCapture(Backend):
         value: ValueBatch,
         part: Part | None = None,
     ) -> None:
-        """Passes the requested quantities to `show`; the first row of the attention is that of the class token."""
+        """Passes the requested quantities to `receive`; the first row of the attention is that of the class token."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             quantities["keys"] = factors.key[images_of(part)].mean(2)  # over the heads, [part, tokens, width]
         if "value_norms" in self.wanted:
             quantities["value_norms"] = value[images_of(part)].norm(dim=-1)
         if self.wanted:
-            self.show(CapturedAttention(**{name: quantities[name] for name in self.wanted}, part=part))
+            self.receive(CapturedAttention(**{name: quantities[name] for name in self.wanted}, part=part))
 
 
 class NativeCapture(Native):
@@ -141,10 +141,10 @@ class NativeCapture(Native):
     def __init__(
         self,
         sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
-        show: Callable[[CapturedAttention], None],
+        receive: Callable[[CapturedAttention], None],
     ):
         super().__init__(sizes)
-        self.sizes_of, self.show = sizes, show
+        self.sizes_of, self.receive = sizes, receive
 
     @staticmethod
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
@@ -159,7 +159,7 @@ class NativeCapture(Native):
         self,
         features: Float[Tensor, "batch tokens _"],
         rows: tuple[int, ...],
-        reads: tuple[int, ...],
+        value_dims: tuple[int, ...],
         scale: float,
         rotation: RotationTable | None = None,
         bias: Float[Tensor, "images heads tokens tokens"] | None = None,
@@ -168,8 +168,8 @@ class NativeCapture(Native):
         query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
         # One product for all heads: their queries are the rows of a block diagonal matrix.
         logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
-        self._show(logits)
-        return super().of_joint(features, rows, reads, scale, rotation, bias)
+        self._pass_on(logits)
+        return super().of_joint(features, rows, value_dims, scale, rotation, bias)
 
     def __call__(
         self,
@@ -184,14 +184,14 @@ class NativeCapture(Native):
                 logits.append(query[:, :, :1] @ key.transpose(-1, -2))
             else:  # scores of zero
                 logits.append(value.new_zeros(value.shape[0], value.shape[1], 1, value.shape[2]))
-        self._show(torch.cat(logits, dim=1)[:, :, 0] * factors[0].scale)
+        self._pass_on(torch.cat(logits, dim=1)[:, :, 0] * factors[0].scale)
         return super().__call__(buckets, factors, values)
 
-    def _show(self, logits: Float[Tensor, "batch heads tokens"]) -> None:
+    def _pass_on(self, logits: Float[Tensor, "batch heads tokens"]) -> None:
         sizes = self.sizes_of()
         if sizes is not None:  # the score of a token of size 0 becomes -inf
             logits = logits + sizes.log()[:, None]
-        self.show(CapturedAttention(class_attention=logits.softmax(-1)))
+        self.receive(CapturedAttention(class_attention=logits.softmax(-1)))
 
 
 @lru_cache(maxsize=256)  # by shape only; float32 on the CPU, as the kernel whose class attention it serves
@@ -212,7 +212,7 @@ class Observed(Backend):
     def __init__(
         self,
         observe: Callable[[Observation], None],
-        readout: Float[Tensor, "heads reads width"],
+        readout: Float[Tensor, "heads v_head_dim width"],
         capture: AttentionCapture | None = None,
     ):
         self.observe = observe
@@ -221,7 +221,7 @@ class Observed(Backend):
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         rank = max((*spec.ranks, 1))
-        return (Bucket(0, len(spec.ranks), rank, rank),), (max((*spec.reads, 1)),) * len(spec.heads)
+        return (Bucket(0, len(spec.ranks), rank, rank),), (max((*spec.value_dims, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         logits = scores(factors)

@@ -41,10 +41,10 @@ class Explicit(Backend):
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Pads nothing, unless there are few tokens: then all heads are in one bucket."""
-        has_few_tokens = context.has_fewer_than(FEW_TOKENS)
-        reads = (max(spec.reads),) * len(spec.heads) if has_few_tokens else spec.reads
+        if not context.has_fewer_than(FEW_TOKENS):
+            return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
         rank = max(spec.ranks, default=0)
-        return padded_buckets(spec.ranks, rank, rank) if has_few_tokens else exact_buckets(spec.ranks, reads), reads
+        return padded_buckets(spec.ranks, rank, rank), (max(spec.value_dims),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         return torch.softmax(scores(factors), dim=-1) @ value
@@ -66,7 +66,7 @@ def unfused(
     key: Float[Tensor, "batch heads keys width"],
     value: ValueBatch,
     scale: float,
-) -> Float[Tensor, "batch heads queries reads"]:
+) -> Float[Tensor, "batch heads queries v_head_dim"]:
     """Returns softmax(scale * query @ key^T) @ value."""
     return torch.softmax((query * scale) @ key.transpose(-1, -2), dim=-1) @ value
 
@@ -84,7 +84,7 @@ def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: fl
     if not is_single_threaded or spec.keeps_original_norms or spec.pair_bias or not any(spec.ranks):
         return False
     # MACs per pair of tokens: a head needs rank + value dimension, in a fused kernel twice the largest width of all.
-    heads = [(rank, value_dim) for rank, value_dim in zip(spec.ranks, spec.reads, strict=True) if rank]
+    heads = [(rank, value_dim) for rank, value_dim in zip(spec.ranks, spec.value_dims, strict=True) if rank]
     largest = tuple(map(max, zip(*heads, strict=True)))
     if context.has_fewer_than(FEW_TOKENS):  # `Explicit` then pads all heads to the largest one, too
         heads, narrow = [largest], NARROW

@@ -41,7 +41,7 @@ class Flex(Backend):
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         # With original norms every row is projected anyway, and the removed directions have strength zero.
         width = spec.original_rank if spec.keeps_original_norms else max((*spec.ranks, self.LEAST))
-        return padded_buckets(spec.ranks, width, width), (max((*spec.reads, self.LEAST)),) * len(spec.heads)
+        return padded_buckets(spec.ranks, width, width), (max((*spec.value_dims, self.LEAST)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Calls the generated kernel; an empty set of keys is handled without it."""
@@ -81,12 +81,12 @@ class Ragged(Backend):
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         runs = (self.anywhere or context.device == "cuda") and context.free and context.dtype != torch.float64
-        fits = not spec.shares_directions and not spec.pair_bias and any(spec.ranks) and any(spec.reads)
+        fits = not spec.shares_directions and not spec.pair_bias and any(spec.ranks) and any(spec.value_dims)
         return self if runs and fits else Auto().at(spec, context)
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups only neighbours of equal shape; the kernel takes all groups at once."""
-        return exact_buckets(spec.ranks, spec.reads), spec.reads
+        return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Computes one bucket alone, unfused."""
@@ -103,9 +103,9 @@ class Ragged(Backend):
         value = _side_by_side(values)
         sides = [part.folded() for part in factors]
         ranks = tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))
-        reads = tuple(part.shape[-1] for part in values for _ in range(part.shape[1]))
+        value_dims = tuple(part.shape[-1] for part in values for _ in range(part.shape[1]))
         query, key = (_side_by_side([side[which] for side in sides]) for which in (0, 1))
-        return ragged_attention(query, key, value, ranks, reads, factors[0].scale)
+        return ragged_attention(query, key, value, ranks, value_dims, factors[0].scale)
 
 
 def _side_by_side(parts: Sequence[Float[Tensor, "batch _ tokens _"]]) -> Float[Tensor, "batch tokens features"]:

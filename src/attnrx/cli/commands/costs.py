@@ -11,6 +11,7 @@ from attnrx.cli.options import POLICY, RANK, SHARE_REMOVED, add_trust, option
 from attnrx.cli.outcome import Outcome, Table, convention_table, cost_changes, cost_record
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
+from attnrx.maps import REALIZED_NORMS
 from attnrx.progress import Log
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ def add(parser: Parser) -> None:
     smaller = parser.add_mutually_exclusive_group()
     option(smaller, "--prescription", "FILE", "the costs after this prescription")
     option(smaller, "--removed-share", SHARE_REMOVED, SAVED)
-    norms = ("renormalized", "exact", "refit")
-    option(parser, "--norms", norms, "the kind of compression assumed for --prescription", "renormalized")
+    option(parser, "--norms", REALIZED_NORMS, "the kind of compression assumed for --prescription", "renormalized")
     forms = parser.add_argument_group("compressed forms")
     option(forms, "--qk", "FORM", FORMS)
     option(forms, "--vo", RANK, "value and output: R value dimensions per head")

@@ -10,6 +10,7 @@ from attnrx.cli.options import COUNT, STEPS, add_data, add_device, add_mixed_dat
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
+from attnrx.maps import REALIZATIONS, REALIZED_NORMS
 from attnrx.progress import Log
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def add(parser: Parser) -> None:
     option(subject, "--prescription", "FILE", "the prescription to apply")
     option(subject, "--form", ("svda",), FORM)
     add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
-    option(parser, "--by", ("compress", "mask"), "delete the pruned directions, or set them to zero", "compress")
-    option(parser, "--norms", ("renormalized", "exact", "refit"), NORMS, "renormalized")
+    option(parser, "--by", REALIZATIONS, "delete the pruned directions, or set them to zero", "compress")
+    option(parser, "--norms", REALIZED_NORMS, NORMS, "renormalized")
     option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
     option(parser, "--distill", STEPS, DISTILL, 0)

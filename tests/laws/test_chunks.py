@@ -1,4 +1,4 @@
-"""A batch in parts gives what the whole batch gives; whoever watches, trains or records sees the whole batch."""
+"""A batch in chunks gives what the whole batch gives; hooks, training and recording receive the whole batch."""
 
 import pytest
 import torch
@@ -76,12 +76,12 @@ def test_written_out_equals_eager_with_any_number_of_images_at_once(
 
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize("fused_qkv", [1, 2, 9])
-@pytest.mark.parametrize("reads", [(4, 4, 4), (1, 4, 2)])
+@pytest.mark.parametrize("value_dims", [(4, 4, 4), (1, 4, 2)])
 @pytest.mark.parametrize("ranks", [(3, 3, 3), (2, 2, 1), (4, 0, 2)])
 def test_heads_of_any_widths_are_written_out_some_images_at_a_time(
-    ranks: tuple[int, ...], reads: tuple[int, ...], fused_qkv: int, sized: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[int, ...], value_dims: tuple[int, ...], fused_qkv: int, sized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = AttentionSpec("dense", 12, 4, ranks, (0, 1, 2), 0.5, 4, value_ranks=reads)
+    spec = AttentionSpec("dense", 12, 4, ranks, (0, 1, 2), 0.5, 4, value_ranks=value_dims)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(5, 7, 12, generator=generator, dtype=torch.float64)
     sizes = torch.randint(0, 4, (5, 7), generator=generator).double()  # one of size 0 has left

@@ -1,4 +1,4 @@
-"""Queries, keys and values as one matrix product."""
+"""Fused QKV: queries, keys and values as one matrix product."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Choosing a backend: the fastest that is right, measured once, kept on disk, pinned on request."""
+"""Autotuned backends: the fastest correct one, measured once, stored on disk, pinned on request."""
 
 import json
 import warnings
@@ -21,7 +21,6 @@ from attnrx.attention import (
     autotune,
 )
 from attnrx.attention.factors import ScoreFactors
-from attnrx.costs import measured_steps
 from attnrx.errors import CacheWarning, CheckpointError
 from attnrx.runtime.hardware import Measurements, cache_folder
 from attnrx.serialization.storage import read_json
@@ -29,7 +28,7 @@ from attnrx.spec import AttentionSpec
 
 SPEC = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
 WIDE = replace(SPEC, ranks=(4, 4, 4))
-OCCASION = AttentionContext(2, 5, "cpu", torch.float64, 1, True)
+CONTEXT = AttentionContext(2, 5, "cpu", torch.float64, 1, True)
 
 
 class Wrong(Eager):
@@ -73,7 +72,7 @@ def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pyte
     torch.manual_seed(3)
     before = torch.get_rng_state()
     backend = Autotuned()
-    assert type(backend.at(SPEC, OCCASION)) is Explicit
+    assert type(backend.at(SPEC, CONTEXT)) is Explicit
     assert torch.equal(torch.get_rng_state(), before)
     (record,) = read_json(cache)["machines"].popitem()[1].values()
     trials = record["trials"]
@@ -81,28 +80,28 @@ def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pyte
     assert trials["wrong"]["seconds"] is None and trials["wrong"]["error"] > 1e-6
     assert trials["failing"] == {"seconds": None, "error": None}
     forbid(monkeypatch)
-    assert type(Autotuned().at(SPEC, OCCASION)) is Explicit  # from the file
+    assert type(Autotuned().at(SPEC, CONTEXT)) is Explicit  # from the file
 
 
 def test_a_candidate_that_came_later_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     later = autotune.CANDIDATES["cpu"]
     monkeypatch.setitem(autotune.CANDIDATES, "cpu", {"slow": Slow})
-    assert type(Autotuned().at(SPEC, OCCASION)) is Slow
+    assert type(Autotuned().at(SPEC, CONTEXT)) is Slow
     monkeypatch.setitem(autotune.CANDIDATES, "cpu", later)
-    assert type(Autotuned(measure=False).at(SPEC, OCCASION)) is Slow
-    assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
+    assert type(Autotuned(measure=False).at(SPEC, CONTEXT)) is Slow
+    assert type(Autotuned().at(SPEC, CONTEXT)) is Explicit
     forbid(monkeypatch)
-    assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
+    assert type(Autotuned().at(SPEC, CONTEXT)) is Explicit
 
 
 def test_nothing_is_measured_where_it_must_not_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid(monkeypatch)
-    assert type(Autotuned(measure=False).at(WIDE, OCCASION)) is Fused
-    assert type(Autotuned(measure=False).at(SPEC, OCCASION)) is Explicit  # without a measurement: narrow on a CPU
-    assert type(Autotuned().at(SPEC, OCCASION._replace(free=False))) is Fused
-    assert type(Autotuned().at(SPEC, OCCASION._replace(device="meta"))) is Fused
+    assert type(Autotuned(measure=False).at(WIDE, CONTEXT)) is Fused
+    assert type(Autotuned(measure=False).at(SPEC, CONTEXT)) is Explicit  # without a measurement: narrow on a CPU
+    assert type(Autotuned().at(SPEC, CONTEXT._replace(free=False))) is Fused
+    assert type(Autotuned().at(SPEC, CONTEXT._replace(device="meta"))) is Fused
     monkeypatch.setenv("ATTNRX_MEASURE", "0")
-    assert type(Autotuned().at(WIDE, OCCASION)) is Fused
+    assert type(Autotuned().at(WIDE, CONTEXT)) is Fused
     layer, tokens = Attention(SPEC, Autotuned()), torch.randn(2, 5, 12)
     layer(tokens).sum().backward()
     assert not cache.exists()
@@ -112,12 +111,12 @@ def test_a_pinned_table_is_only_read(cache: Path, tmp_path: Path, monkeypatch: p
     table = tmp_path / "pinned.json"
     with pytest.raises(CheckpointError, match="does not exist"):
         Autotuned(str(table), pinned=True)
-    Measurements("cpu", table).put(autotune.key_of(SPEC, OCCASION), {"backend": "slow", "trials": {}})
+    Measurements("cpu", table).put(autotune.key_of(SPEC, CONTEXT), {"backend": "slow", "trials": {}})
     written = table.read_bytes()
     forbid(monkeypatch)
     backend = Autotuned(str(table), pinned=True)
-    assert type(backend.at(SPEC, OCCASION)) is Slow
-    assert type(backend.at(WIDE, OCCASION._replace(images=3))) is Fused
+    assert type(backend.at(SPEC, CONTEXT)) is Slow
+    assert type(backend.at(WIDE, CONTEXT._replace(images=3))) is Fused
     assert table.read_bytes() == written and not cache.exists()
 
 
@@ -133,7 +132,7 @@ def test_a_pinned_table_is_only_read(cache: Path, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_narrow_attention_is_written_out_on_a_cpu(ranks: tuple[int, ...], images: int, written: bool) -> None:
-    spec, context = replace(SPEC, ranks=ranks), OCCASION._replace(images=images)
+    spec, context = replace(SPEC, ranks=ranks), CONTEXT._replace(images=images)
     sized, watched = (AttentionCapture(lambda: None, print, wanted) for wanted in ((), ("class_attention",)))
     for backend, other in ((Auto(), Fused), (sized, AttentionCapture)):
         assert type(backend.at(spec, context)) is (Explicit if written else other)
@@ -164,10 +163,10 @@ def test_a_broken_table_in_the_cache_is_measured_anew_with_a_warning(
         encoded = json.dumps(content) if isinstance(content, dict) else content
         path.write_bytes(encoded if isinstance(encoded, bytes) else encoded.encode())
     with pytest.warns(CacheWarning, match=f"{cache}.*measured anew"):
-        assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
+        assert type(Autotuned().at(SPEC, CONTEXT)) is Explicit
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Measurements("cpu").get(autotune.key_of(SPEC, OCCASION)) is not None  # written anew
+        assert Measurements("cpu").get(autotune.key_of(SPEC, CONTEXT)) is not None  # written anew
     with pytest.raises(CheckpointError, match=r"named\.json"):
         Measurements("cpu", tmp_path / "named.json")
 
@@ -178,21 +177,12 @@ def test_a_broken_table_in_the_cache_is_measured_anew_with_a_warning(
      {"backend": "slow", "trials": 3}, {"backend": "slow", "trials": list(TRIALS)}],
 )  # fmt: skip
 def test_a_record_that_is_not_whole_is_measured_anew(cache: Path, tmp_path: Path, record: dict[str, object]) -> None:
-    Measurements("cpu").put(autotune.key_of(SPEC, OCCASION), record)
+    Measurements("cpu").put(autotune.key_of(SPEC, CONTEXT), record)
     with pytest.warns(CacheWarning, match=f"{cache}.*measured anew"):
-        assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
-    Measurements("cpu", tmp_path / "named.json").put(autotune.key_of(SPEC, OCCASION), record)
+        assert type(Autotuned().at(SPEC, CONTEXT)) is Explicit
+    Measurements("cpu", tmp_path / "named.json").put(autotune.key_of(SPEC, CONTEXT), record)
     with pytest.raises(CheckpointError, match=r"named\.json"):
-        Autotuned(str(tmp_path / "named.json")).at(SPEC, OCCASION)
-
-
-@pytest.mark.slow
-def test_steps_of_a_broken_record_are_measured_anew(cache: Path) -> None:
-    key = f"steps | width=8 | 5 cpu float32 | threads={torch.get_num_threads()}"
-    for record in ({"four": 1.0}, {"4": None}, {"4": -1.0}):
-        Measurements("cpu").put(key, record)
-        with pytest.warns(CacheWarning, match="measured anew"):
-            assert measured_steps(8, (4,), tokens=5).seconds[0] > 0
+        Autotuned(str(tmp_path / "named.json")).at(SPEC, CONTEXT)
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Baselines on a model: exact at full rank, priced as they run, calibrated on what really goes through every map."""
+"""Factoring baselines: exact at full rank, costed as they run, calibrated on the real inputs of every map."""
 
 import sys
 from itertools import pairwise

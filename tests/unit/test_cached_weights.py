@@ -1,4 +1,4 @@
-"""What a layer keeps between passes is never older than its weights, however they were changed."""
+"""The cached weights of a layer are never older than its parameters, however these were changed."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Prices of plans: what the realized model costs, in closed form or by the clock."""
+"""Cost tables of plans: the costs of the realized model, in closed form or measured."""
 
 import itertools
 from collections.abc import Mapping
