@@ -185,7 +185,7 @@ class TokenReduction(nn.Module):
     def keeps_places(self, block: int) -> bool:
         """Whether the tokens after a block had every patch of the image at its place in the last pass."""
         restored = self.run.restoration is not None and block in self._blocks_to_restore
-        return restored or self.by == "mask" or self.draws
+        return restored or self.by == "mask" or self.samples_patches
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
         """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""

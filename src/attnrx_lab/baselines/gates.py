@@ -109,7 +109,7 @@ class GatedModel(nn.Module):
             raise NotSupported("gates need plain dot products and an MLP of two linear maps in every layer.")
         for layer, attention in enumerate(family.attention(model), 1):
             # `prescribe_gates` divides the units among the heads in equal parts.
-            ranks, sizes = attention.spec.ranks, attention.spec.reads
+            ranks, sizes = attention.spec.ranks, attention.spec.value_dims
             if len({*ranks}) > 1 or len({*sizes}) > 1:
                 raise NotSupported(
                     f"gates need heads of equal sizes, and those of layer {layer} have {_listed(ranks)} directions and "
