@@ -18,7 +18,7 @@ from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_mixed_data, add_model
 from attnrx.data import ImageSet
 from attnrx.data.labels import UNLABELLED
-from attnrx.data.mixing import Mixed
+from attnrx.data.mixing import MixedImages
 from attnrx.realization import realize_fitted
 from attnrx.realization.repair import Repair
 
@@ -39,7 +39,9 @@ def main() -> None:
     tested, test_labels = stacked(splits.test.take(min(arguments.images, len(splits.test))))
     # Twice as many, of which each half of the classes has about half.
     train, mosaics = splits.train, None
-    if isinstance(train, Mixed):  # --mix-data: every image of a half of the classes is followed by one of other data
+    if isinstance(
+        train, MixedImages
+    ):  # --mix-data: every image of a half of the classes is followed by one of other data
         train, mosaics = train.own, stacked(train.others.take(arguments.calibration_images))[0]
     pool, labels = stacked(train.take(min(2 * arguments.calibration_images, len(train))))
     # Of the classes with test images; a head may distinguish many more.

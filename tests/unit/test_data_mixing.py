@@ -5,7 +5,7 @@ import torch
 
 import attnrx as rx
 from attnrx.data import Batch, ImageSet, Normalization, Splits, from_tensors, mix_data, require_labels
-from attnrx.data.mixing import Mixed, Mosaics
+from attnrx.data.mixing import MixedImages, Mosaics
 from attnrx.errors import DataError, InvalidInput
 
 HALF = Normalization.half(3)
@@ -29,7 +29,7 @@ def joined(batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(params=["mosaics", "mixed"])
 def images(request: pytest.FixtureRequest) -> ImageSet:
     mosaics = Mosaics(coloured("small", 85, 4), 2, 8)  # 21 mosaics, one image is left
-    return mosaics if request.param == "mosaics" else Mixed(coloured("large", 22, 8), mosaics)
+    return mosaics if request.param == "mosaics" else MixedImages(coloured("large", 22, 8), mosaics)
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -74,7 +74,7 @@ def test_small_images_are_tiles_of_consecutive_images() -> None:
 @pytest.mark.parametrize(("size", "tiles"), [(8, 1), (5, 1), (4, 1), (3, 2), (2, 2), (1, 4)])
 def test_images_are_enlarged_at_most_twice(size: int, tiles: int) -> None:
     mixed = mix_data(splits("large", 8, 8), splits("small", 64, size))
-    assert isinstance(mixed.train, Mixed) and isinstance(mixed.train.others, Mosaics)
+    assert isinstance(mixed.train, MixedImages) and isinstance(mixed.train.others, Mosaics)
     assert mixed.train.others.tiles == tiles
     assert next(mixed.train.batches(2)).images.shape == (2, 3, 8, 8)
 

@@ -52,13 +52,13 @@ def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
         raise DataError(f"{others.name} has {len(others.train)} training images: give at least {tiles**2}, one mosaic.")
     composed = f" of {tiles} x {tiles} images" if tiles > 1 else ""
     note = f"training images: {each} of {splits.name} and {each}{composed} of {others.name}, in turns"
-    train = Mixed(splits.train.take(each), mosaics.take(each))
+    train = MixedImages(splits.train.take(each), mosaics.take(each))
     return replace(splits, train=train, notes=(*splits.notes, note))
 
 
 def own_images(images: ImageSet) -> ImageSet:
     """Returns the images without those of a second dataset."""
-    return images.own if isinstance(images, Mixed) else images
+    return images.own if isinstance(images, MixedImages) else images
 
 
 def _loaded(source: Path | str, size: int) -> Splits:
@@ -115,7 +115,7 @@ class Mosaics(ImageSet):
 
 
 @dataclass(frozen=True, eq=False)
-class Mixed(ImageSet):
+class MixedImages(ImageSet):
     """The images of two sets in turns, `own` first; both have as many, or `own` one more."""
 
     own: ImageSet
@@ -143,10 +143,10 @@ class Mixed(ImageSet):
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
         half = max(1, batch_size // 2)
-        return Mixed(self.own.part(process, processes, half), self.others.part(process, processes, half))
+        return MixedImages(self.own.part(process, processes, half), self.others.part(process, processes, half))
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
-        return Mixed(self.own.renormalized(normalization), self.others.renormalized(normalization))
+        return MixedImages(self.own.renormalized(normalization), self.others.renormalized(normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         # Every process reads whole batches: the last one need not have as many images of both sets.
