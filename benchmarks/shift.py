@@ -41,7 +41,7 @@ def main() -> None:
     train, mosaics = splits.train, None
     if isinstance(
         train, MixedImages
-    ):  # --mix-data: every image of a half of the classes is followed by one of other data
+    ):  # --mix-data: each image of a half of the classes is followed by one of other data
         train, mosaics = train.own, stacked(train.others.take(arguments.calibration_images))[0]
     pool, labels = stacked(train.take(min(2 * arguments.calibration_images, len(train))))
     # Of the classes with test images; a head may distinguish many more.

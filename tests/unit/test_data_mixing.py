@@ -33,7 +33,7 @@ def images(request: pytest.FixtureRequest) -> ImageSet:
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("start", [0, 1, 2])
+@pytest.mark.parametrize("start", [0, 1])
 def test_starting_at_a_step_is_leaving_out_what_came_before(images: ImageSet, seed: int | None, start: int) -> None:
     whole, rest = list(images.batches(8, seed=seed)), list(images.batches(8, seed=seed, start=start))
     assert len(rest) == len(whole) - start == len(images) // 8 + (seed is None and len(images) % 8 > 0) - start
