@@ -39,9 +39,8 @@ def main() -> None:
     tested, test_labels = stacked(splits.test.take(min(arguments.images, len(splits.test))))
     # Twice as many, of which each half of the classes has about half.
     train, mosaics = splits.train, None
-    if isinstance(
-        train, MixedImages
-    ):  # --mix-data: each image of a half of the classes is followed by one of other data
+    # --mix-data: each image of a half of the classes is followed by one of other data.
+    if isinstance(train, MixedImages):
         train, mosaics = train.own, stacked(train.others.take(arguments.calibration_images))[0]
     pool, labels = stacked(train.take(min(2 * arguments.calibration_images, len(train))))
     # Of the classes with test images; a head may distinguish many more.
