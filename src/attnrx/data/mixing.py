@@ -69,7 +69,7 @@ def _loaded(source: Path | str, size: int) -> Splits:
 
 @dataclass(frozen=True, eq=False)
 class Mosaics(ImageSet):
-    """Images of `size` x `size` pixels, each of `tiles` x `tiles` consecutive images of another set, without labels."""
+    """Images of `size` x `size` pixels, each of `tiles` x `tiles` images of another set, without labels."""
 
     source: ImageSet
     tiles: int
@@ -87,7 +87,6 @@ class Mosaics(ImageSet):
         return f"{self.source.fingerprint}/{self.tiles}x{self.tiles}"
 
     def take(self, count: int) -> ImageSet:
-        # Taken images go round the classes, so that the tiles of a mosaic are of different ones.
         return replace(self, source=self.source.take(count * self.tiles**2))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
@@ -101,16 +100,20 @@ class Mosaics(ImageSet):
         # Every process reads whole batches: its share of the images of a smaller one could end within a mosaic.
         for batch in self.source._pass(replace(order, batch_size=order.batch_size * each, shard=(0, 1))):
             # The last batch may have images left that are no whole mosaic.
-            share = _share(order, len(batch) // each)
+            count = len(batch) // each
+            share = _share(order, count)
             if share.start < share.stop:
-                tiles = slice(share.start * each, share.stop * each)
-                index = batch.index[tiles][::each]
-                yield Batch(self._composed(batch.images[tiles]), torch.full_like(index, UNLABELLED), index)
+                # Tiles are `count` images apart: neighbours in a dataset are often of similar classes.
+                tiles = batch.images[: count * each].unflatten(0, (each, count))[:, share]
+                index = batch.index[share]
+                yield Batch(self._composed(tiles), torch.full_like(index, UNLABELLED), index)
 
-    def _composed(self, images: Float[Tensor, "tiles channels _ _"]) -> Float[Tensor, "batch channels size size"]:
+    def _composed(self, images: Float[Tensor, "tiles batch channels _ _"]) -> Float[Tensor, "batch channels size size"]:
         side = -(-self.size // self.tiles)  # rounded up: the last row and column are cut
-        resized = F.interpolate(images, (side, side), mode="bilinear", antialias=True)
-        grid = resized.unflatten(0, (-1, self.tiles, self.tiles)).permute(0, 3, 1, 4, 2, 5)
+        # Bicubic, which blurs less; its overshoots are cut.
+        resized = F.interpolate(images.flatten(0, 1), (side, side), mode="bicubic", antialias=True)
+        resized = resized.clamp(images.amin(), images.amax())
+        grid = resized.unflatten(0, (self.tiles, self.tiles, -1)).permute(2, 3, 0, 4, 1, 5)
         return grid.flatten(4).flatten(2, 3)[..., : self.size, : self.size]
 
 
