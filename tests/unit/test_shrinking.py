@@ -22,7 +22,7 @@ from attnrx.planning import Plan, Point, Target
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.target import target_of
 from attnrx.reports import summary_of
-from attnrx.shrinking import STATE, Shrunk, _timed_precision, three_parts
+from attnrx.shrinking import STATE, Shrunk, _classes, _timed_precision, three_parts
 from comparisons import pixels
 from planned import CONFIG, original
 
@@ -103,6 +103,19 @@ def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"about\.realized\.colour is unknown"):
         unreadable.save(tmp_path / "unreadable.json")
     assert not (tmp_path / "unreadable.json").exists()
+
+
+def test_images_of_a_second_dataset_are_for_calibration_alone(tmp_path: Path) -> None:
+    """They are planned on and fitted to; the classes of the calibration are those of the own images."""
+    splits = splits_for(original(), {"train": images(24), "test": images(16)})
+    mixed = rx.data.mix_data(splits, splits)
+    found = rx.shrink(original(), mixed, macs=0.8, folder=tmp_path)
+    assert found.prescription is not None and found.prescription.about["realized"]["calibration_images"] == 24
+    assert "+" in found.evidence.about["planned_on"] and found.evidence.about["images"] == 16
+    own = _classes(original(), splits.train)
+    assert set(found.prescription.about["realized"]["classes"]) <= set(own)
+    with pytest.raises(DataError, match="half of these images are of other classes"):
+        rx.shrink(original(), mixed, max_drop=1.0)
 
 
 def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Images of other classes for calibration, beside those of a dataset: small ones as tiles of a mosaic."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,12 +13,11 @@ from attnrx.data.labels import UNLABELLED
 from attnrx.data.loading import load_data
 from attnrx.data.pixels import Normalization
 from attnrx.data.splits import Splits
-from attnrx.errors import DataError, InvalidInput
-from attnrx.shapes import Float, Tensor
+from attnrx.errors import DataError
+from attnrx.shapes import Float, Int, Tensor
 
 # With twice, 64 pixels on 224 are 2 x 2 tiles, which carry over to other classes better than 3 x 3 or one image.
 MOST_ENLARGED = 2
-FIELDS = ("images", "labels", "index")
 NO_LABELS = "half of these images are of other classes and have no labels, and this needs labels: omit the other data."
 
 
@@ -152,17 +151,23 @@ class MixedImages(ImageSet):
         return MixedImages(self.own.renormalized(normalization), self.others.renormalized(normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        # Every process reads whole batches: the last one need not have as many images of both sets.
-        halves = replace(order, batch_size=_half(order.batch_size), shard=(0, 1))
+        # An odd batch has no halves, so that two are read at once. Every process reads whole batches: the last one need
+        # not have as many images of both sets.
+        at_once = 1 + order.batch_size % 2
+        size = order.batch_size * at_once // 2
+        halves = replace(order, batch_size=size, start=order.start // at_once, shard=(0, 1))
         own, others = self.own._pass(halves), self.others._pass(halves)
         # A shuffled pass ends with the shorter set: all its batches are whole.
         pairs = zip(own, others, strict=False) if order.seed is not None else zip_longest(own, others)
+        skipped = order.start % at_once
         for first, second in pairs:
-            batch = first if second is None else _in_turns(first, second)
-            share = _share(order, len(batch))
-            if share.start < share.stop:
-                labels = torch.full_like(batch.index[share], UNLABELLED)
-                yield Batch(batch.images[share], labels, batch.index[share])
+            read = first if second is None else _in_turns(first, second)
+            for start in range(skipped * order.batch_size, len(read), order.batch_size):
+                batch = _rows(read, slice(start, start + order.batch_size))
+                share = _share(order, len(batch))
+                if share.start < share.stop:
+                    yield _rows(replace(batch, labels=torch.full_like(batch.index, UNLABELLED)), share)
+            skipped = 0
 
 
 def _share(order: Pass, count: int) -> slice:
@@ -171,14 +176,12 @@ def _share(order: Pass, count: int) -> slice:
     return slice(count * process // processes, count * (process + 1) // processes)
 
 
-def _half(batch_size: int) -> int:
-    if batch_size % 2:
-        raise InvalidInput(f"batch_size={batch_size}: images of two datasets are taken in turns; give an even number.")
-    return batch_size // 2
+def _rows(batch: Batch, rows: slice | Int[Tensor, "_"]) -> Batch:
+    return Batch(batch.images[rows], batch.labels[rows], batch.index[rows])
 
 
 def _in_turns(first: Batch, second: Batch) -> Batch:
-    # The rank of an image within its half, twice; sorting keeps `first` before `second`.
-    ranks = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
-    order = ranks.argsort(stable=True).to(first.labels.device)
-    return Batch(*(torch.cat([getattr(each, name) for each in (first, second)])[order] for name in FIELDS))
+    joined = Batch(*(torch.cat([getattr(each, field.name) for each in (first, second)]) for field in fields(Batch)))
+    # The place of an image within its half, twice; sorting keeps `first` before `second`.
+    places = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
+    return _rows(joined, places.argsort(stable=True).to(joined.index.device))
