@@ -31,6 +31,7 @@ from attnrx.planning.allocation import Frontier, Step, even_weights, filled
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.measured_costs import cached_cost_table
+from attnrx.planning.plan_measurements import PlanMeasurements
 from attnrx.planning.plan_search import Trial, _Proposals, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers
@@ -332,8 +333,8 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}
 
 
-class MacsAsLatency(Planner):
-    """A planner whose cost table is that of the MACs."""
+class MacsAsLatency(PlanMeasurements):
+    """Measurements whose cost table is that of the MACs."""
 
     @cached_property
     def cost_table(self) -> CostTable:
@@ -354,10 +355,11 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
 
     settings = PlanSettings(search=Search(8), batch_size=12)
     target, whole = Target.parse(f"latency={most}x"), family_of(model).costs(model).macs
-    made = MacsAsLatency(settings.space(model, diagnosis, target), settings, target, images)
-    made.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    measurements = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
+    measurements.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    made = Planner(measurements, settings, target)
     trial, allowed = made.for_cost(most)
-    assert made.promised == {"faster": 1 / (slower * requested[-1])}
+    assert made.latency == {"faster": 1 / (slower * requested[-1])}
     assert requested[-1] == pytest.approx(trial.step.cost) and 0.98 * most <= slower * requested[-1] <= most
     # The closed form alone was too slow; what was searched for after that is not.
     assert slower * requested[0] > most > allowed and len(requested) == 2 and len(made.trials) == 9
@@ -369,8 +371,8 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
 def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
 ) -> None:
-    class FastKernels(Planner):
-        """A planner for which the unchanged model takes 40 % of the latency of its library."""
+    class FastKernels(PlanMeasurements):
+        """Measurements by which the unchanged model takes 40 % of the latency of its library."""
 
         @cached_property
         def cost_table(self) -> CostTable:
@@ -378,7 +380,8 @@ def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
             return replace(table, whole=table.whole / 0.4)
 
     settings, target = PlanSettings(search=Search(0), batch_size=12), Target.parse("max-drop=100", "latency")
-    trial, most = FastKernels(settings.space(model, diagnosis, target), settings, target, images).for_drop()
+    measurements = FastKernels(settings.space(model, diagnosis, target), settings, "latency", images)
+    trial, most = Planner(measurements, settings, target).for_drop()
     assert trial.step.cost <= most < 0.4
 
 
@@ -418,16 +421,17 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
 
     settings = PlanSettings(search=Search(4), batch_size=12, to="openvino(precision=bf16)")
     target = Target.parse("faster=4")
-    made = MacsAsLatency(settings.space(model, diagnosis, target), settings, target, images)
-    made.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    measurements = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
+    measurements.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    made = Planner(measurements, settings, target)
     trial, _ = made.for_cost(target.most)
     # A first plan at 3/4 of the MACs is too slow as a file; the last one is fast enough, and little faster.
     assert files[0] == pytest.approx(0.75, abs=0.03) and 4 <= 3.0 / (0.2 + 0.8 * files[-1]) <= 4.12
     # The plan promises the speed of the model in attnrx, not that of the file.
-    assert made.promised == {"faster": pytest.approx(1 / trial.step.cost)}
+    assert made.latency == {"faster": pytest.approx(1 / trial.step.cost)}
     easy = Target.parse("faster=2.9")
     with pytest.raises(TargetMet, match="unchanged model as openvino"):
-        made.for_target(easy).for_cost(easy.most)
+        Planner(measurements, settings, easy).for_cost(easy.most)
     with pytest.raises(UnknownName):
         PlanSettings(to="openvina")
 

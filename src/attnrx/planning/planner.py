@@ -2,32 +2,29 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from copy import copy
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.checks.promises import limits_of
-from attnrx.data import ImageData, ImageSet, require_labels
+from attnrx.data import ImageData, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.model_data import images_for
 from attnrx.model_outputs import OutputKind
 from attnrx.models import family_of, require_all_tokens
-from attnrx.planning.allocation import Frontier, Step, filled
+from attnrx.planning.allocation import Step, filled
 from attnrx.planning.budget import prescribed_costs
-from attnrx.planning.cost_table import CostTable, exact_cost_table
+from attnrx.planning.cost_table import CostTable
 from attnrx.planning.plan import Plan, Point, PredictedQuantity
+from attnrx.planning.plan_measurements import PlanMeasurements
 from attnrx.planning.plan_search import EVEN, Trial, refine_plan, search_ranges, weights_of
 from attnrx.planning.plan_settings import PlanSettings
-from attnrx.planning.plan_timing import PlanTimer
 from attnrx.planning.reference_outputs import Answers, Deviation
-from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities
+from attnrx.planning.sensitivity import Sensitivities
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
-from attnrx.realization import realize
 
 # Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
 CARE, MARGIN = 0.993, 0.98
@@ -83,15 +80,15 @@ def plan_each(
     require_all_tokens(model, "plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    planner = None
+    measurements = None
     for target in parsed:
         if target.of == DROP:
             require_labels(plan_images)
         # What was measured depends on the cost and not on its limit.
-        if planner is None or planner.target.spend != target.spend:
-            planner = Planner(settings.space(model, diagnosis, target), settings, target, plan_images)
-        else:
-            planner = planner.for_target(target)
+        if measurements is None or measurements.spend != target.spend:
+            space = settings.space(model, diagnosis, target)
+            measurements = PlanMeasurements(space, settings, target.spend, plan_images)
+        planner = Planner(measurements, settings, target)
         # Outputs of the original on the other images are computed per target, after the plan: they need memory only
         # then.
         best, cost = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
@@ -99,83 +96,31 @@ def plan_each(
 
 
 class Planner:
-    """The state of planning: cached cost table, sensitivities, measured plans and trials."""
+    """The search for the plan of one target, by measurements that targets of the same cost share."""
 
-    def __init__(self, space: Space, settings: PlanSettings, target: Target, images: ImageSet):
-        self.space, self.settings, self.target, self.log = space, settings, target, settings.log
-        self.answers, self.data = Answers.of(space.model, images, settings.batch_size), images.fingerprint
-        self.effort = settings.effort
-        self.timer = PlanTimer(space, settings.timing, settings.effort, images, settings.to, settings.log)
-        # Whole plans are many in a search, so they are measured on the first images only; finalists on all.
-        self.fewer = self.answers.first(self.effort.trial_images)
-        self.promised: dict[str, Any] | None = None  # the timing of the plan that is returned
+    def __init__(self, measurements: PlanMeasurements, settings: PlanSettings, target: Target):
+        self.measurements, self.space = measurements, measurements.space
+        self.settings, self.target, self.log, self.effort = settings, target, settings.log, settings.effort
+        # The initial knobs of the search: all zero, i.e. all weights are 1.
+        self.initial_knobs = dict.fromkeys(search_ranges(self.space), 0.0)
         self.trials: tuple[Trial, ...] = ()
-        self.known: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
-        self.solved: tuple[dict[str, float], Frontier] | None = None  # of the last knobs
-        self.timings: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
-
-    def for_target(self, target: Target) -> "Planner":
-        """Returns the planner of another target of the same cost, with what was measured of single choices."""
-        # A shallow copy shares the caches; `trials` and `promised` belong to one target.
-        other = copy(self)
-        other.target, other.promised, other.trials = target, None, ()
-        return other
-
-    @cached_property
-    def cost_table(self) -> CostTable:
-        if self.target.spend != "latency":
-            return exact_cost_table(self.space, self.target.spend)
-        return self.timer.cost_table()
-
-    @cached_property
-    def alone(self) -> dict[str, Sensitivities]:
-        answers = self.answers.first(self.effort.sensitivity_images)
-        return measure_sensitivities(self.space, answers, self.log, self.effort)
-
-    @property
-    def sensitivities(self) -> Sensitivities:
-        # Half the variance of the logits' change ranks plans better than the KL of few images (docs/results/plan.md).
-        return self.alone["softened"]
-
-    @cached_property
-    def first(self) -> dict[str, float]:
-        """The initial knobs of the search: all zero, i.e. all weights are 1."""
-        return dict.fromkeys(search_ranges(self.space), 0.0)
-
-    def frontier(self, knobs: dict[str, float]) -> Frontier:
-        """Returns the optimal plans for all costs with the weights of these knobs; the last result is cached."""
-        # The dynamic program is solved for all costs at once, and repeated calls at one cost after another have the
-        # same knobs.
-        if self.solved is None or self.solved[0] != knobs:
-            self.solved = (
-                knobs,
-                Frontier(self.space, self.cost_table, self.sensitivities, weights_of(self.space, knobs)),
-            )
-        return self.solved[1]
+        self.latency: dict[str, Any] | None = None  # of the plan that is returned
 
     def step(self, most: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
         """Returns the optimal plan for these knobs, or the greedy one from the plan `start`."""
         if start is not None:
-            return filled(self.space, self.cost_table, self.sensitivities, most, weights_of(self.space, knobs), start)
-        frontier = self.frontier(knobs)
+            found, weights = self.measurements, weights_of(self.space, knobs)
+            return filled(self.space, found.cost_table, found.sensitivities, most, weights, start)
+        frontier = self.measurements.frontier(knobs)
         # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
         if frontier.nothing <= most:
             raise TargetMet(
-                f"{self.target} is met by the unchanged model: in attnrx's kernels its {self.cost_table.of} is "
-                f"{frontier.nothing:.3f} of that in its own library, so there is nothing to plan. Save it as it is "
-                f"with rx.save, or request less than {frontier.nothing:.3f} (faster={1 / frontier.nothing:.2f})."
+                f"{self.target} is met by the unchanged model: in attnrx's kernels its "
+                f"{self.measurements.cost_table.of} is {frontier.nothing:.3f} of that in its own library, so there is "
+                f"nothing to plan. Save it as it is with rx.save, or request less than {frontier.nothing:.3f} "
+                f"(faster={1 / frontier.nothing:.2f})."
             )
         return frontier.at(most)
-
-    def realized(self, choices: Choices) -> nn.Module:
-        return realize(self.space.model, self.space.prescription(choices))
-
-    def measured(self, choices: Choices, answers: Answers) -> Deviation:
-        """Returns the deviation of a plan on some images, cached."""
-        key = len(answers), choices
-        if key not in self.known:
-            self.known[key] = answers.measure(self.realized(choices))
-        return self.known[key]
 
     def for_cost(self, most: float) -> tuple[Trial, float]:
         """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement."""
@@ -189,7 +134,7 @@ class Planner:
         # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
         # that are fast enough the one with the lowest divergence is returned, and not the last.
         # Costs are those of models in attnrx; a plan for a file may cost as much more as the format gains.
-        largest = LARGEST * self.cost_table.total(Choices.nothing(self.space.depth))
+        largest = LARGEST * self.measurements.cost_table.total(Choices.nothing(self.space.depth))
         allowed = most if self.settings.to is None else min(most * self._gain_of_format(), largest)
         allowed *= MARGIN if self.effort.adjusts else 1.0  # few attempts follow to correct a miss
         best, trial = None, None
@@ -197,7 +142,7 @@ class Planner:
         limit = most * self.effort.far
         for attempt in range(self.effort.attempts):
             trial = self._attempt(attempt, allowed, trial)
-            ratio = 1 / self._timed(trial)
+            ratio = 1 / self.measurements.speed(trial.step.choices)
             what = "" if self.settings.to is None else f" as {self.settings.to}"
             self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
             timings.append((trial, allowed, ratio))
@@ -222,33 +167,19 @@ class Planner:
                 f"{self.target} cannot be promised: plans of a predicted {1 / most:.2f}x faster were measured at "
                 f"{measured}. Measure on an idle machine, or request less."
             )
-        self.promised = self._record(best[0])
+        self.latency = self.measurements.latency(best[0].step.choices)
         return best[0], best[1]
 
     def _gain_of_format(self) -> float:
         """Returns how much faster the unchanged model is as a file of the requested format than in attnrx."""
         # Measured on the unchanged model; what a format gains on a smaller one differs, which the attempts correct.
-        model, file = self.timer.unchanged()
+        model, file = self.measurements.timer.unchanged()
         if self.target.most * file >= 1:
             raise TargetMet(
                 f"{self.target} is met by the unchanged model as {self.settings.to}, which is {file:.2f}x as fast: "
                 "there is nothing to plan."
             )
         return file / model
-
-    def _timed(self, trial: Trial) -> float:
-        """Returns the measured speed of a plan, as a file if a format is requested, relative to the library's model."""
-        model = self.realized(trial.step.choices)
-        if self.settings.to is not None:
-            return self.timer.of_file(model)
-        self.timings[trial.step.choices] = self.timer.of_model(model)
-        return self.timings[trial.step.choices]["faster"]
-
-    def _record(self, trial: Trial) -> dict[str, Any]:
-        """Returns the last timing of a plan as a model in attnrx, which is what the plan promises."""
-        if trial.step.choices not in self.timings:
-            self.timings[trial.step.choices] = self.timer.of_model(self.realized(trial.step.choices))
-        return self.timings[trial.step.choices]
 
     def _attempt(self, attempt: int, most: float, last: Trial | None) -> Trial:
         """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
@@ -272,12 +203,12 @@ class Planner:
 
     def _first(self, most: float) -> Trial:
         plans = _PlansAtCost(self, most)
-        return plans.tried(self.first, plans.step(self.first))
+        return plans.tried(self.initial_knobs, plans.step(self.initial_knobs))
 
     def _searched(self, most: float) -> Trial:
         requested = (
             f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.space.reducer} "
-            f"{self.data} {len(self.fewer)}"
+            f"{self.measurements.fingerprint} {len(self.measurements.trial_answers)}"
         )
         # `requested` is the key of stored trials: target, cost, model, space and images decide what a trial means.
         plans = _PlansAtCost(self, most)
@@ -289,33 +220,29 @@ class Planner:
         # By choices, because several knobs may give one plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
         first = list(order.values())[: self.effort.finalists]
-        measured = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
+        answers = self.measurements.answers
+        measured = [self.measurements.trial(trial.knobs, trial.step, answers) for trial in first]
         best = min(measured, key=lambda trial: trial.divergence)
-        unit = f" {self.answers.kind.unit}".rstrip()
-        self.log(f"the best of {len(measured)} on {len(self.answers)} images: {best.divergence:.4f}{unit}")
+        unit = f" {answers.kind.unit}".rstrip()
+        self.log(f"the best of {len(measured)} on {len(answers)} images: {best.divergence:.4f}{unit}")
         return best
-
-    def tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
-        """Measures a plan on some images and returns it as a trial."""
-        deviation = self.measured(step.choices, answers)
-        return Trial(knobs, step, deviation.mean, deviation.softened.mean().item())
 
     def for_drop(self) -> tuple[Trial, float]:
         """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost."""
         # Closed forms only: a search at every step would be repeated for every cost. `low` costs too little, `high` is
         # the smallest cost so far that keeps the accuracy, at which a search follows.
         # By its kernels alone the unchanged model may cost less than the original in its own library.
-        unchanged = self.cost_table.total(Choices.nothing(self.space.depth))
+        unchanged = self.measurements.cost_table.total(Choices.nothing(self.space.depth))
         low, high, cheapest = 0.0, min(unchanged, 1.0), None
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
                 # NotSupported: no plan is so cheap, so the smallest possible cost is above.
-                step = self.step(middle, self.first)
+                step = self.step(middle, self.initial_knobs)
             except NotSupported:
                 low = middle
                 continue
-            changes = self.measured(step.choices, self.answers).change
+            changes = self.measurements.deviation(step.choices).change
             assert changes is not None  # `plan` has required labels
             change = changes.mean().item()
             self.log(f"plan at {step.cost:.3f}: {100 * change:+.1f} points")
@@ -329,18 +256,18 @@ class Planner:
 
     def finished(self, best: Trial, most: float, others: Answers) -> Plan:
         """Builds the plan: measures its predictions on held-out images and explains its choices."""
-        choices, space = best.step.choices, self.space
-        deviation = others.measure(self.realized(choices))
+        choices, space, found = best.step.choices, self.space, self.measurements
+        deviation = others.measure(found.realized(choices))
         # Other plans for latency are timed while planning, this one is not.
         if self.target.of == DROP and self.target.spend == "latency":
-            self.promised = self._record(best)
+            self.latency = found.latency(choices)
         about = {
             "axes": list(space.axes),
             "reducer": None if space.reducer is None else str(space.reducer),
             "form": space.form,
-            "outputs": self.answers.kind.name,
-            "images": len(self.answers),
-            "trial_images": len(self.fewer),
+            "outputs": found.answers.kind.name,
+            "images": len(found.answers),
+            "trial_images": len(found.trial_answers),
             "other_images": len(others),
             "knobs": best.knobs,
             "trials": [
@@ -360,15 +287,15 @@ class Planner:
             self.target.spend,
             best.step.cost,
             expected_of(deviation, others.kind),
-            explained(space, self.cost_table, self.alone["divergence"], choices, self.answers.kind.unit),
+            explained(space, found.cost_table, found.divergences, choices, found.answers.kind.unit),
             self._front(best, most),
-            self.promised,
+            self.latency,
             about,
         )
 
     def _front(self, best: Trial, most: float) -> tuple[Point, ...]:
         """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
-        frontier = self.frontier(best.knobs)
+        frontier = self.measurements.frontier(best.knobs)
         plans = self.effort.front
         shares = [1 - (1 - most) * part / plans for part in range(1, plans)]
         # Without repetitions: close costs may have the same plan. A share that the unchanged model meets has none.
@@ -376,18 +303,18 @@ class Planner:
         return tuple(self._point(step) for step in (*steps, best.step))
 
     def _point(self, step: Step) -> Point:
-        space, choices = self.space, step.choices
-        deviation, before = self.measured(choices, self.answers), family_of(space.model).costs(space.model)
+        space, choices, found = self.space, step.choices, self.measurements
+        deviation, before = found.deviation(choices), family_of(space.model).costs(space.model)
         after = prescribed_costs(space.model, space.prescription(choices))
         return Point(
             step.cost,
-            self.alone["divergence"].total(choices, weights_of(space, {})),
+            found.divergences.total(choices, weights_of(space, {})),
             deviation.mean,
             agreement=float(deviation.agrees.mean()),
             change=None if deviation.change is None else float(deviation.change.mean()),
             macs=after.macs / before.macs,
             params=after.params / before.params,
-            faster=self.timings.get(choices, {}).get("faster"),
+            faster=found.known_speed(choices),
             description=described_choices(space, choices),
         )
 
@@ -402,8 +329,9 @@ class _PlansAtCost:
         return self.planner.step(self.most, knobs, start)
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        trial = self.planner.tried(knobs, step, self.planner.fewer)
-        unit = f" {self.planner.answers.kind.unit}".rstrip()
+        found = self.planner.measurements
+        trial = found.trial(knobs, step, found.trial_answers)
+        unit = f" {found.answers.kind.unit}".rstrip()
         self.planner.log(f"plan at {step.cost:.3f}: {trial.divergence:.4f}{unit}, softened {trial.softened:.4f}")
         return trial
 
