@@ -33,3 +33,6 @@ REALIZATIONS = ("compress", "mask")
 
 REALIZED_NORMS = ("renormalized", "exact", "refit")
 """The norms of compressed SVDA layers (`norms`), which `realize` describes."""
+
+FITS = ("refine", "repair", "distill")
+"""The fits of the weights of a compressed model, in the order in which they are applied."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import attnrx as rx
 from attnrx.errors import InvalidInput, UnknownName
+from attnrx.maps import FITS
 from attnrx.serialization.text_parsing import share
 
 if TYPE_CHECKING:
@@ -142,8 +143,6 @@ def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Numb
 
 # The number of calibration images for refinement, which holds the inputs of a layer for all of them in memory.
 REFINED_ON = 96
-# The options of `attnrx realize` that fit weights, in the order in which they are applied.
-FITS = ("refine", "repair", "distill")
 
 
 def made(

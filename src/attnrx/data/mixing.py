@@ -1,4 +1,4 @@
-"""Images of other classes for calibration, beside those of a dataset: small ones as tiles of a mosaic."""
+"""Calibration on the images of two datasets, in turns; small images are the tiles of a mosaic."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -102,7 +102,7 @@ class Mosaics(ImageSet):
             count = len(batch) // each
             share = _share(order, count)
             if share.start < share.stop:
-                # Tiles are `count` images apart: neighbours in a dataset are often of similar classes.
+                # Not of consecutive images, which are often of similar classes.
                 tiles = batch.images[: count * each].unflatten(0, (each, count))[:, share]
                 index = batch.index[share]
                 yield Batch(self._composed(tiles), torch.full_like(index, UNLABELLED), index)

@@ -14,6 +14,7 @@ from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.maps import FITS
 from attnrx.planning.budget import costs_at, least_share
 from attnrx.realization import realize_fitted
 from attnrx.realization.distillation import Distill, distill
@@ -32,8 +33,6 @@ from attnrx_lab.baselines import (
     ModelCompressor,
     TorchPruningBaseline,
 )
-
-FITS = ("refine", "repair", "distill")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import FITS, REFINED_ON, made, model_argument, splits_argument
+from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
 from attnrx.cli.options import COUNT, STEPS, add_data, add_device, add_mixed_data, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
-from attnrx.maps import REALIZATIONS, REALIZED_NORMS
+from attnrx.maps import FITS, REALIZATIONS, REALIZED_NORMS
 from attnrx.progress import Log
 
 if TYPE_CHECKING:
