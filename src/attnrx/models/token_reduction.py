@@ -4,6 +4,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -378,9 +379,11 @@ class TokenReduction(nn.Module):
 
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
         """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
-        run, prefix = self.run, state.prefix
+        run = self.run
         apply = compressed_state if self.by == "compress" else masked_state
-        tokens, run.sizes, run.patch_indices, run.moments, run.accumulated, positions = apply(state, reduction)
+        reduced = apply(state, reduction)
+        run.sizes, run.patch_indices = reduced.sizes, reduced.patch_indices
+        run.moments, run.accumulated = reduced.moments, reduced.accumulated
         if run.restoration is not None:
             parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
             destinations = reduction.destinations
@@ -388,16 +391,16 @@ class TokenReduction(nn.Module):
                 destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
             prunes = reduction.destinations is None
             remaining = torch.cat(parts, dim=1)
-            self._track(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
-        remaining = run.patch_indices
+            self._track(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, reduced.positions))
+        remaining = reduced.patch_indices
         # The trail of a mask is that of the smaller model: only the patches that remain.
         if self.by == "mask":
             number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
             # A stable sort keeps the order of the remaining patches.
-            present_mask = (run.sizes[:, prefix:] > 0).to(torch.int8)
+            present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
             remaining = remaining.gather(1, present_mask.argsort(dim=1, descending=True, stable=True)[:, :number])
         run.trail.append(remaining)
-        return tokens
+        return reduced.tokens
 
     def _track(self, stage: RestorableStage) -> None:
         if self.run.restoration is not None:
@@ -469,12 +472,21 @@ def _at_all_heads(
     return statistic
 
 
-# tokens, sizes, patch indices, moments, accumulated scores; and where the kept and the extra tokens are among the patch
-# tokens, or None where these are all patch tokens
-Reduced = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None, Tensor | None]
+class ReducedState(NamedTuple):
+    """The tokens after a stage, with what later stages read of them.
+
+    `positions` are those of the kept and the extra tokens among the patch tokens; None where these are all of them.
+    """
+
+    tokens: TokenBatch
+    sizes: Float[Tensor, "batch tokens"]
+    patch_indices: Int[Tensor, "batch patches"]
+    moments: MapMoments | None
+    accumulated: Float[Tensor, "batch patches"] | None
+    positions: Int[Tensor, "batch remaining"] | None
 
 
-def compressed_state(state: TokenState, reduction: Reduction) -> Reduced:
+def compressed_state(state: TokenState, reduction: Reduction) -> ReducedState:
     """Returns the remaining tokens, their sizes, their patch indices, and the statistics gathered for them."""
     kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
     tokens = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
@@ -492,10 +504,10 @@ def compressed_state(state: TokenState, reduction: Reduction) -> Reduced:
     if accumulated is not None:
         accumulated = nn.functional.pad(accumulated.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
     sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
-    return torch.cat(tokens, dim=1), sizes, indices, moments, accumulated, None
+    return ReducedState(torch.cat(tokens, dim=1), sizes, indices, moments, accumulated, positions=None)
 
 
-def masked_state(state: TokenState, reduction: Reduction) -> Reduced:
+def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
     """Writes kept tokens at their indices and extra tokens at pruned indices; all other patches get size 0."""
     kept, extra, indices = reduction.kept, reduction.extra, state.patch_indices
     moments, accumulated = state.moments, state.accumulated
@@ -510,7 +522,8 @@ def masked_state(state: TokenState, reduction: Reduction) -> Reduced:
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
-    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), indices, moments, accumulated, targets
+    sizes = torch.cat([state.sizes[:, : state.prefix], sizes], dim=1)
+    return ReducedState(tokens, sizes, indices, moments, accumulated, positions=targets)
 
 
 def replaced_state(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
