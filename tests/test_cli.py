@@ -83,9 +83,9 @@ def test_a_second_dataset_is_mixed_into_the_training_images(chain: SimpleNamespa
     # Smaller than the 16 pixels of the model.
     others = write_folder(tmp_path / "small", {"train": 30}, size=(5, 5))
     mixed = ("--data", chain.data, "--mix-data", others)
-    told = record("diagnose", chain.run, *mixed, "--split", "train", "--out", tmp_path / "mixed.json")
+    diagnosed = record("diagnose", chain.run, *mixed, "--split", "train", "--out", tmp_path / "mixed.json")
     # 65 of 90 images are for training, 16 mosaics of 2 x 2, and as many of the data.
-    assert told["images"] == 32
+    assert diagnosed["images"] == 32
     plain = record("diagnose", chain.run, "--data", chain.data, "--split", "train", "--out", tmp_path / "plain.json")
     assert plain["images"] == 24
     how = ("realize", chain.run, "--prescription", chain.rx, "--norms", "refit")

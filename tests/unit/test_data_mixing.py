@@ -56,6 +56,17 @@ def test_processes_together_see_what_one_sees(images: ImageSet, seed: int | None
         assert torch.equal(mine, other)
 
 
+def test_a_mosaic_does_not_depend_on_the_number_of_processes() -> None:
+    """Of random pixels: the interpolation overshoots, and what is cut may not depend on the share of a process."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (24, 3, 4, 4), generator=generator, dtype=torch.uint8)
+    pixels[torch.arange(24) % 6 < 3] //= 4  # the mosaics of the first process are dark
+    images = Mosaics(from_tensors("random", pixels, torch.arange(24) % 4, HALF), 2, 12)
+    (alone,) = images.batches(6)
+    together = [batch.images for process in range(2) for batch in images.batches(6, shard=(process, 2))]
+    torch.testing.assert_close(torch.cat(together), alone.images, rtol=0, atol=0)
+
+
 def test_an_ordered_pass_has_every_image_once_and_no_label(images: ImageSet) -> None:
     batches = list(images.batches(8))
     pixels, _ = joined(batches)

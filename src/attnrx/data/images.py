@@ -98,14 +98,19 @@ class Pass:
         order = torch.arange(count)
         if self.seed is not None:
             order = torch.randperm(count, generator=generator(self.seed, ORDER))
-        process, processes = self.shard
         for number in range(self.start, steps):
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            # Contiguous shares, in the order of the processes. The last batch of an ordered pass is smaller, and a
-            # share of it may be empty.
-            share = slice(len(batch) * process // processes, len(batch) * (process + 1) // processes)
+            share = self.share(len(batch))
             if share.start < share.stop:
                 yield batch[share], self.draws(number, len(batch), share)
+
+    def share(self, size: int) -> slice:
+        """Returns the share of this process of a batch of `size` images; it may be empty.
+
+        Shares are contiguous, in the order of the processes. Only the last batch of an ordered pass has no equal ones.
+        """
+        process, processes = self.shard
+        return slice(size * process // processes, size * (process + 1) // processes)
 
     def draws(self, number: int, size: int, share: slice) -> Draws | None:
         """Returns this process's random numbers of step `number`: drawn for the whole batch, then cut."""

@@ -1,7 +1,7 @@
 """Calibration on the images of two datasets, in turns; small images are the tiles of a mosaic."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -96,22 +96,19 @@ class Mosaics(ImageSet):
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         each = self.tiles**2
-        # Every process reads whole batches: its share of the images of a smaller one could end within a mosaic.
+        # Every process reads whole batches: its share of the images of the last one could end within a mosaic.
         for batch in self.source._pass(replace(order, batch_size=order.batch_size * each, shard=(0, 1))):
             # The last batch may have images left that are no whole mosaic.
-            count = len(batch) // each
-            share = _share(order, count)
-            if share.start < share.stop:
-                # Not of consecutive images, which are often of similar classes.
-                tiles = batch.images[: count * each].unflatten(0, (each, count))[:, share]
-                index = batch.index[share]
-                yield Batch(self._composed(tiles), torch.full_like(index, UNLABELLED), index)
+            if count := len(batch) // each:
+                images = self._composed(batch.images[: count * each])
+                yield from _own_share(order, images, batch.index[:count])
 
-    def _composed(self, images: Float[Tensor, "tiles batch channels _ _"]) -> Float[Tensor, "batch channels size size"]:
+    def _composed(self, images: Float[Tensor, "tiles channels _ _"]) -> Float[Tensor, "batch channels size size"]:
         side = -(-self.size // self.tiles)  # rounded up: the last row and column are cut
         # Bicubic, which blurs less; its overshoots are cut.
-        resized = F.interpolate(images.flatten(0, 1), (side, side), mode="bicubic", antialias=True)
+        resized = F.interpolate(images, (side, side), mode="bicubic", antialias=True)
         resized = resized.clamp(images.amin(), images.amax())
+        # Not of consecutive images, which are often of similar classes.
         grid = resized.unflatten(0, (self.tiles, self.tiles, -1)).permute(2, 3, 0, 4, 1, 5)
         return grid.flatten(4).flatten(2, 3)[..., : self.size, : self.size]
 
@@ -161,27 +158,24 @@ class MixedImages(ImageSet):
         pairs = zip(own, others, strict=False) if order.seed is not None else zip_longest(own, others)
         skipped = order.start % at_once
         for first, second in pairs:
-            read = first if second is None else _in_turns(first, second)
-            for start in range(skipped * order.batch_size, len(read), order.batch_size):
-                batch = _rows(read, slice(start, start + order.batch_size))
-                share = _share(order, len(batch))
-                if share.start < share.stop:
-                    yield _rows(replace(batch, labels=torch.full_like(batch.index, UNLABELLED)), share)
+            images, index = (first.images, first.index) if second is None else _in_turns(first, second)
+            for start in range(skipped * order.batch_size, len(index), order.batch_size):
+                rows = slice(start, start + order.batch_size)
+                yield from _own_share(order, images[rows], index[rows])
             skipped = 0
 
 
-def _share(order: Pass, count: int) -> slice:
-    """Returns which of the images of a batch are those of this process."""
-    process, processes = order.shard
-    return slice(count * process // processes, count * (process + 1) // processes)
+def _own_share(
+    order: Pass, images: Float[Tensor, "batch channels height width"], index: Int[Tensor, "batch"]
+) -> Iterator[Batch]:
+    """Yields the images of a batch that this process takes, without labels; nothing if it takes none."""
+    share = order.share(len(index))
+    if share.start < share.stop:
+        yield Batch(images[share], torch.full_like(index[share], UNLABELLED), index[share])
 
 
-def _rows(batch: Batch, rows: slice | Int[Tensor, "_"]) -> Batch:
-    return Batch(batch.images[rows], batch.labels[rows], batch.index[rows])
-
-
-def _in_turns(first: Batch, second: Batch) -> Batch:
-    joined = Batch(*(torch.cat([getattr(each, field.name) for each in (first, second)]) for field in fields(Batch)))
+def _in_turns(first: Batch, second: Batch) -> tuple[Tensor, Tensor]:
     # The place of an image within its half, twice; sorting keeps `first` before `second`.
     places = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
-    return _rows(joined, places.argsort(stable=True).to(joined.index.device))
+    order = places.argsort(stable=True).to(first.index.device)
+    return torch.cat([first.images, second.images])[order], torch.cat([first.index, second.index])[order]

@@ -124,7 +124,7 @@ class Experiment(ABC):
         if weights is not None and getattr(changed, "model", None) is None:
             raise InvalidInput(
                 f"weights={weights!r}: the original of {self.scenario} is trained here and loads none; leave weights "
-                "out, give the model that they belong to, or ask only for scenarios with a pre-trained model."
+                "out, give the model that they belong to, or request only scenarios with a pre-trained model."
             )
         return changed
 
