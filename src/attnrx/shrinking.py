@@ -285,28 +285,39 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         missing = {name: target for name, target in targets.items() if name not in made}
         for name in missing:
             require_result_folder(folder / name, work.original, onnx=False)
-        # A size at a time is planned, verified and saved, so an interrupted call continues with the next. A generator
-        # that has raised is finished: after a target that is met, the loop makes another for the rest.
-        while missing:
-            try:
-                for result in work.shrunk(tuple(missing.values())):
-                    name = next(iter(missing))
-                    result.save(folder / name, onnx=False)
-                    log(f"{name}: {result.summary()}")
-                    del missing[name]
-            except TargetMet as met:  # by the original, which is a size itself
-                name = next(iter(missing))
-                log(f"{name}: {met}")
-                del missing[name], targets[name]
-                if not targets:
-                    raise
+        unneeded = _make_sizes(work, folder, missing, log)
+        if len(unneeded) == len(targets):
+            *_, met = unneeded.values()
+            raise met
     # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
     save(work.original, folder / ORIGINAL)
-    sizes = work.sizes(folder, (ORIGINAL, *dict.fromkeys((*made, *targets))))
+    sizes = work.sizes(folder, (ORIGINAL, *dict.fromkeys((*made, *(name for name in targets if name not in unneeded)))))
     about = {"fingerprint": model_fingerprint(work.original), "effort": effort, "seed": seed}
     elastic_model = Elastic(folder, sizes, {**about, "timing": work.timing_record()})
     elastic_model.write()
     return elastic_model
+
+
+def _make_sizes(work: "_Work", folder: Path, targets: Mapping[str, Target], log: Log) -> dict[str, TargetMet]:
+    """Plans, verifies and saves one size after the other; returns the targets that the original meets.
+
+    An interrupted call continues with the next size.
+    """
+    missing, unneeded = dict(targets), dict[str, TargetMet]()
+    # A generator that has raised is finished: after a target that is met, the loop makes another for the rest.
+    while missing:
+        try:
+            for result in work.shrunk(tuple(missing.values())):
+                name = next(iter(missing))
+                result.save(folder / name, onnx=False)
+                log(f"{name}: {result.summary()}")
+                del missing[name]
+        except TargetMet as met:  # by the original, which is a size itself
+            name = next(iter(missing))
+            log(f"{name}: {met}")
+            unneeded[name] = met
+            del missing[name]
+    return unneeded
 
 
 def _made_sizes(folder: Path, conditions: Mapping[str, Any], targets: Mapping[str, Target]) -> list[str]:
