@@ -132,6 +132,34 @@ def test_a_finished_run_of_other_settings_is_refused(tmp_path: Path) -> None:
         run(tmp_path, epochs=3)
 
 
+@pytest.mark.parametrize("step", [5, -1])
+def test_the_weights_of_another_model_are_refused(step: int, tmp_path: Path) -> None:
+    # Step -1 is never reached: the run ends.
+    if step == 5:
+        interrupted(tmp_path, step)
+    else:
+        run(tmp_path)
+    other = model()
+    with torch.no_grad():
+        other.classifier.bias[0] += 1e-3
+    with pytest.raises(CheckpointError, match=r"weights was '\w+' and is now '\w+'.*Train the same model"):
+        train(other, splits(), config(), tmp_path)
+
+
+def test_a_model_that_a_run_changed_goes_on_with_it(tmp_path: Path) -> None:
+    vit = model()
+    with pytest.raises(Crash):
+        train(vit, splits(), config(ema=None), tmp_path, reporter=At(4, crash))
+    assert train(vit, splits(), config(ema=None), tmp_path, reporter=At()).record["steps"] == 6
+    assert train(vit, splits(), config(ema=None), tmp_path).record["steps"] == 6
+
+
+def test_a_finished_run_is_not_read_for_other_test_images(tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"data\.test was"):
+        train(model(), replace(splits(), test=splits().validation), config(), tmp_path)
+
+
 def test_starting_over_never_overwrites(tmp_path: Path) -> None:
     interrupted(tmp_path)
     with pytest.raises(InvalidInput, match="holds a run already"):

@@ -141,11 +141,19 @@ HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change when a r
 def identity(
     model: nn.Module, splits: Splits, config: TrainingConfig, teachers: Mapping[TeacherSource, nn.Module]
 ) -> dict[str, Any]:
-    """Returns the model, the data, the config and the weights of the teachers of a run as JSON-ready values."""
+    """Returns the model, its weights before the first step, the data, the config and the weights of the teachers of a
+    run as JSON-ready values.
+    """
     return {
         "config": to_dict(config),
-        "data": {"name": splits.name, "train": splits.train.fingerprint, "validation": splits.validation.fingerprint},
+        "data": {
+            "name": splits.name,
+            "train": splits.train.fingerprint,
+            "validation": splits.validation.fingerprint,
+            "test": splits.test.fingerprint,
+        },
         "model": family_of(model).describe(model),
+        "weights": model_fingerprint(model),
         "tokens": described_tokens(model),
         # The config states where they are read from; the model there may be another one now.
         "teachers": {
@@ -154,10 +162,16 @@ def identity(
     }
 
 
-def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path) -> None:
-    """Raises CheckpointError if the run differs from the saved one, with a list of the differences."""
+def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
+    """Raises CheckpointError if the run differs from the saved one, with a list of the differences.
+
+    The weights may be those before the first step, or `reached`, the fingerprint of those that the folder holds: a run
+    changes the model in place, and is called again with it.
+    """
     # Flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before, now = dict(_flat(saved)), dict(_flat(requested))
+    if now["weights"] == reached:
+        now["weights"] = before.get("weights")
     differing = [
         f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
@@ -166,7 +180,8 @@ def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], fol
     if differing:
         shown = "; ".join(differing[:8]) + (f"; and {len(differing) - 8} more" if len(differing) > 8 else "")
         raise CheckpointError(
-            f"{folder} holds another run: {shown}. Train with the same settings to resume it, or choose another folder."
+            f"{folder} holds another run: {shown}. Train the same model with the same settings to resume it, or choose "
+            "another folder."
         )
 
 

@@ -16,7 +16,7 @@ from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInt
 from attnrx.losses import load_teachers
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
-from attnrx.serialization.storage import check_schema, read_json, write_json
+from attnrx.serialization.storage import check_schema, fingerprint, read_json, write_json
 from attnrx.shapes import Tensor
 from attnrx.training.checkpoints import (
     Checkpoints,
@@ -104,9 +104,10 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
         return None
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)
-    require_same_run(record["identity"], requested, folder)
+    trained = load_model(folder).state_dict()
+    require_same_run(record["identity"], requested, folder, fingerprint(trained))
     # Into the caller's model, which a run that trains changes in place too.
-    model.load_state_dict(load_model(folder).state_dict())
+    model.load_state_dict(trained)
     history = History(folder)
     history.restore(requested["config"]["epochs"], write=False)
     return TrainingRun(model.eval(), tuple(history.records), folder, record)
@@ -140,7 +141,10 @@ class _Run:
         if checkpoint is None:
             return
         record, tensors = checkpoint
-        require_same_run(record["identity"], self.requested, self.folder)
+        reached = {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
+        require_same_run(record["identity"], self.requested, self.folder, fingerprint(reached))
+        # Of the first step, also in the checkpoints to come.
+        self.requested = {**self.requested, "weights": record["identity"]["weights"]}
         load_state_(self.learner, tensors)
         self.step, self.seconds = record["step"], record["seconds"]
         self.history.restore(self.step // self.steps_per_epoch, write=self.accelerator.is_main_process)
