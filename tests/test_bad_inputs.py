@@ -842,6 +842,13 @@ def verify(**changes: Any) -> object:
     return rx.verify(model, **given)
 
 
+def other_prescription() -> rx.Prescription:
+    model: Any = small_model()
+    with torch.no_grad():
+        model.classifier.bias[0] += 1
+    return rx.prescribe(model, "tokens=tome:2@every")
+
+
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "load(None)": (lambda: rx.load(None), "load(None)"),  # type: ignore[arg-type]
     "load(3)": (lambda: rx.load(3), "load(3)"),  # type: ignore[arg-type]
@@ -861,6 +868,9 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
     "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),
     "verify with a seed": (lambda: verify(seed=-1), "seed=-1"),
+    "verify with the prescription of another model": (lambda: verify(prescription=other_prescription()), "was made for the model"),
+    "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
+    "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "epochs must be a whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
     "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),

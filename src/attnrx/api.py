@@ -177,6 +177,9 @@ def verify(
         )
     images = images_for(reference, data)
     comparison = Comparison(candidate, reference, images, **context)
+    # Its rules are recorded in the evidence.
+    if comparison.prescription is not None:
+        comparison.prescription.require(model_fingerprint(reference))
     chosen = tuple(standard_checks() if checks is None else checks)
     wrong = [check for check in chosen if not isinstance(check, Check)]
     if wrong:

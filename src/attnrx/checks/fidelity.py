@@ -8,6 +8,7 @@ import torch
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import estimate, mean_estimate, proportion, resampled_means
+from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.shapes import Float, Tensor
 
@@ -30,6 +31,11 @@ class Fidelity(Check):
     name: ClassVar[str] = "fidelity"
     most_discrepancy: float | None = None
     least_agreement: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.least_agreement is not None and not 0 <= self.least_agreement <= 100:
+            raise InvalidInput(f"least_agreement={self.least_agreement}: give a share of the images in %, 0 to 100.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Returns three findings per pair of models."""

@@ -153,6 +153,8 @@ class TrainingConfig:
     checkpoint_every: int = 500
 
     def __post_init__(self):
+        for name in ("epochs", "batch_size", "accumulate", "checkpoint_every", "seed"):
+            self._require(name, isinstance(getattr(self, name), int), "must be a whole number")
         for name in ("epochs", "batch_size", "accumulate", "learning_rate", "checkpoint_every"):
             self._require(name, 0 < getattr(self, name) < float("inf"), "must be positive and finite")
         for name in ("weight_decay", "strength_decay", "strength_learning_rate", "predictor_learning_rate", "seed"):
