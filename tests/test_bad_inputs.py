@@ -868,7 +868,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
     "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),
     "verify with a seed": (lambda: verify(seed=-1), "seed=-1"),
-    "verify with the prescription of another model": (lambda: verify(prescription=other_prescription()), "was made for the model"),
+    "verify by another prescription": (lambda: verify(prescription=other_prescription()), "was made for the model"),
     "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "epochs must be a whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),

@@ -288,6 +288,7 @@ def test_knobs_of_checks_are_reported_and_corrupted_images_have_tables(chain: Si
         assert line in shown
 
 
+@pytest.mark.usefixtures("single_precision")
 def test_a_finished_run_is_read_back_and_another_one_refused(chain: SimpleNamespace) -> None:
     same = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--strength-init", 3, "--seed", 1)
     again = record("train", "svda:digits", "--data", chain.data, "--out", chain.run, *same)

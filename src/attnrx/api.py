@@ -1,7 +1,7 @@
 """The public functions of the workflow: load -> diagnose -> prescribe -> realize -> verify -> save."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -180,15 +180,7 @@ def verify(
     # Its rules are recorded in the evidence.
     if comparison.prescription is not None:
         comparison.prescription.require(model_fingerprint(reference))
-    chosen = tuple(standard_checks() if checks is None else checks)
-    wrong = [check for check in chosen if not isinstance(check, Check)]
-    if wrong:
-        raise InvalidInput(
-            f"verify was given the check {wrong[0]!r:.80}: give instances with their knobs, e.g. "
-            "checks=[attnrx.checks.Accuracy(most_drop=0.5)]."
-        )
-    if not chosen:
-        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
+    chosen = tuple(standard_checks()) if checks is None else _required_checks(checks)
     skipped = []
     if checks is None:
         # The standard checks are those that apply; a check that was requested raises where it cannot run.
@@ -214,6 +206,19 @@ def verify(
         **dict(about or {}),  # last: it may replace any of these
     }
     return Evidence(findings, facts)
+
+
+def _required_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
+    checks = tuple(checks)
+    wrong = [check for check in checks if not isinstance(check, Check)]
+    if wrong:
+        raise InvalidInput(
+            f"verify was given the check {wrong[0]!r:.80}: give instances with their knobs, e.g. "
+            "checks=[attnrx.checks.Accuracy(most_drop=0.5)]."
+        )
+    if not checks:
+        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
+    return checks
 
 
 def _output_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
