@@ -47,7 +47,7 @@ def make_plans(space: Space, answers: Answers, most: float, count: int, seed: in
     return list(plans)
 
 
-def told(measured: Measured, images: int, splits: int, seed: int) -> dict[str, tuple[float, float]]:
+def plan_quality(measured: Measured, images: int, splits: int, seed: int) -> dict[str, tuple[float, float]]:
     """Returns the mean rank correlation and the mean regret in nats, by measure."""
     divergence, quality = measured["divergence"], {}
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> None:
     measured = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     print(f"{len(rows)} plans, {len(answers)} images, {arguments.splits} splits, torch {torch.__version__}")
     for count in arguments.few:
-        for name, (correlation, regret) in told(measured, count, arguments.splits, arguments.seed).items():
+        for name, (correlation, regret) in plan_quality(measured, count, arguments.splits, arguments.seed).items():
             print(f"{count:5d} images  {name:14s} rank correlation {correlation:.3f}  regret {regret:.4f} nats")
 
 

@@ -106,7 +106,7 @@ def assert_labels_belong(splits: Splits) -> None:
 def speckles(
     config: ViTConfig, count: int = 7, normalization: Normalization | None = None, size: int | None = None
 ) -> MemoryImages:
-    """A split of random pixels of the size that a model of ours wants and on its scale, unless told."""
+    """A split of random pixels of the size that a model of ours wants and on its scale, by default."""
     generator = torch.Generator().manual_seed(5)
     side = config.image_size if size is None else size
     shape = (count, config.channels, side, side)

@@ -102,13 +102,13 @@ def free_port() -> int:
 
 
 def start(folder: Path, cases: tuple[str, ...], processes: int = 2) -> list[subprocess.Popen]:
-    """Starts processes that are told what `torchrun` and `accelerate launch` tell them."""
+    """Starts processes with the environment that `torchrun` and `accelerate launch` set."""
     port = free_port()
-    told = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    told |= {"ACCELERATE_USE_CPU": "1"}
+    environment = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    environment |= {"ACCELERATE_USE_CPU": "1"}
     started = []
     for rank in range(processes):
-        own = {**told, "RANK": rank, "LOCAL_RANK": rank}
+        own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
         environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
         started.append(subprocess.Popen([sys.executable, __file__, str(folder), *cases], env=environment))
     return started

@@ -92,9 +92,9 @@ def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: 
         ("attention_received", "dynamicvit"),
     }
     assert all(row["chance"] == 0.5 ** (row["before layer"] - 1) and row["n"] == 6 for row in found["methods"])
-    told = {row["what"]: row for row in found["noise"] if row["before layer"] == 3}
-    assert told["noise left, claimed"]["value"] == 0.5 and 0 < told["noise left, measured"]["value"] < 10
-    assert told["kept again, one layer"]["value"] <= 1
+    reported = {row["what"]: row for row in found["noise"] if row["before layer"] == 3}
+    assert reported["noise left, claimed"]["value"] == 0.5 and 0 < reported["noise left, measured"]["value"] < 10
+    assert reported["kept again, one layer"]["value"] <= 1
     assert "rank correlation" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="its stages are not"):
         main([*requested, "--stages", "0.5@2", "--also", f"dynamicvit={learned}"])
@@ -111,7 +111,7 @@ def test_plan_measures_tells_how_far_few_images_say_what_many_do(
     random = torch.Generator().manual_seed(0)
     quiet = torch.arange(6.0)[:, None].expand(6, 400)  # plans, images
     loud = quiet + 3 * torch.randn(6, 400, generator=random)
-    found = module["told"]({"divergence": loud, "softened": quiet}, 4, 20, 0)
+    found = module["plan_quality"]({"divergence": loud, "softened": quiet}, 4, 20, 0)
     assert found["softened"][0] > 0.9 > found["divergence"][0]
     assert found["softened"][1] <= found["divergence"][1]
     whole = save_model(tmp_path / "whole", build_model("dense:digits", channels=3, classes=3))
@@ -155,8 +155,8 @@ def _speed(method: str, batch: int, threads: int, speedup: float) -> dict[str, o
         "torch_version": "2.11",
         "clock": "wall",
     }
-    told = (speedup, speedup - 0.1, speedup + 0.1)
-    return {"method": method, "latency": latency, "speedup": told, "of_ideal": speedup / 2}
+    interval = (speedup, speedup - 0.1, speedup + 0.1)
+    return {"method": method, "latency": latency, "speedup": interval, "of_ideal": speedup / 2}
 
 
 def test_the_table_of_speeds_goes_between_its_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

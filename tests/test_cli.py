@@ -116,8 +116,8 @@ def test_a_model_named_for_other_data_is_built_for_the_data_at_hand(chain: Simpl
 
 def test_a_realized_model_is_distilled_on_images(chain: SimpleNamespace, tmp_path: Path) -> None:
     words = ("realize", chain.run, "--prescription", chain.rx, "--data", chain.data, "--out", tmp_path / "slim")
-    told = record(*words, "--distill", 4)
-    assert told["distill"] == 4 and told["compressed"] == chain.steps["realize"]["compressed"]
+    reported = record(*words, "--distill", 4)
+    assert reported["distill"] == 4 and reported["compressed"] == chain.steps["realize"]["compressed"]
     slim = rx.load(tmp_path / "slim")
     stored = rx.Prescription.load(tmp_path / "slim" / "prescription.json").about["realized"]
     images, model = rx.load_data(str(chain.data), image_size=16).train, rx.load(chain.run)
@@ -132,8 +132,8 @@ def test_a_realized_model_is_refined_on_images(chain: SimpleNamespace, tmp_path:
     words = ("realize", chain.run, "--prescription", chain.rx, "--data", chain.data, "--out")
     plain, refined = tmp_path / "plain", tmp_path / "refined"
     record(*words, plain)
-    told = record(*words, refined, "--refine", 40)
-    assert told["refine"] == 40 and told["compressed"] == chain.steps["realize"]["compressed"]
+    reported = record(*words, refined, "--refine", 40)
+    assert reported["refine"] == 40 and reported["compressed"] == chain.steps["realize"]["compressed"]
     images = rx.load_data(str(chain.data), image_size=16).train
     models = [rx.load(folder) for folder in (chain.run, plain, refined)]
     divergences = [refine(model, models[0], images, Refinement(1)).before for model in models[1:]]
@@ -226,7 +226,7 @@ def test_methods_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> N
     out = chain.root / "speeds.json"
     words = ("bench", chain.run, "--methods", "qk=top_rank:2", "--batches", "1,2", "--threads", 1, "--rounds", 2)
     found = record(*words, "--clock", "cpu", "--out", out)
-    assert [told["method"] for told in found["speeds"]] == ["attnrx", "qk"] * 2
+    assert [reported["method"] for reported in found["speeds"]] == ["attnrx", "qk"] * 2
     shown = call(*words, "--clock", "cpu", "--out", out)
     assert "share of ideal" in shown.out and "2 rounds" in shown.out
     refused = call(*words[:-6], "--batches", "1,many", "--out", out)
@@ -278,8 +278,8 @@ def test_knobs_of_checks_are_reported_and_corrupted_images_have_tables(chain: Si
     requested = "robustness(severities=3/5,corruptions=gaussian_noise/fog),transfer(per_class=2,epochs=2)"
     found = record(*words, "--checks", requested)
     corrupted = [each["details"] for each in found["findings"] if each["check"] == "robustness"]
-    told = {(each["corruption"], each["severity"]) for each in corrupted if "severity" in each}
-    assert told == {(name, severity) for name in ("gaussian_noise", "fog") for severity in (3, 5)}
+    reported = {(each["corruption"], each["severity"]) for each in corrupted if "severity" in each}
+    assert reported == {(name, severity) for name in ("gaussian_noise", "fog") for severity in (3, 5)}
     (change,) = [each for each in found["findings"] if (each["check"], each["unit"]) == ("transfer", "points")]
     assert change["details"]["training_images"] == 6
     assert found["about"]["checks"][1]["per_class"] == 2

@@ -37,10 +37,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 @pytest.mark.slow
 def test_an_export_tells_what_was_compared(made: SimpleNamespace) -> None:
-    told = made.onnx
-    assert told["exported"] == str(made.file) and told["format"] == {"type": "Onnx", "opset": 18}
-    assert [each["outcome"] for each in told["parity"]] == ["holds", "reported"]
-    assert told == {"exported": str(made.file), **json.loads((made.root / "run.onnx.json").read_text())}
+    result = made.onnx
+    assert result["exported"] == str(made.file) and result["format"] == {"type": "Onnx", "opset": 18}
+    assert [each["outcome"] for each in result["parity"]] == ["holds", "reported"]
+    assert result == {"exported": str(made.file), **json.loads((made.root / "run.onnx.json").read_text())}
     assert not list(made.root.glob(".*"))
 
 
@@ -75,9 +75,9 @@ def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
 
 @pytest.mark.slow
 def test_a_file_is_verified_by_the_default_checks_that_need_no_layers(made: SimpleNamespace) -> None:
-    told = record("verify", made.file, "--reference", made.run, "--data", made.data)
-    assert {"accuracy", "fidelity", "latency"} <= {finding["check"] for finding in told["findings"]}
-    assert any("not checked: costs: one of the models" in note for note in told["about"]["notes"])
+    result = record("verify", made.file, "--reference", made.run, "--data", made.data)
+    assert {"accuracy", "fidelity", "latency"} <= {finding["check"] for finding in result["findings"]}
+    assert any("not checked: costs: one of the models" in note for note in result["about"]["notes"])
 
 
 @pytest.mark.slow
@@ -123,9 +123,9 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
     done = call("bench", "dense:digits", "--methods", halves, "--runtime", "onnx", *how, "--out", out)
     assert done.code == 0, done.err
     assert "onnx, cpu clock" in done.out
-    told = json.loads(out.read_text())
-    assert told["about"]["runtime"] == {"type": "Onnx", "opset": 20} and len(told["speeds"]) == 4
-    assert all(each["latency"]["threads"] == 1 and each["speedup"][0] > 0 for each in told["speeds"])
+    result = json.loads(out.read_text())
+    assert result["about"]["runtime"] == {"type": "Onnx", "opset": 20} and len(result["speeds"]) == 4
+    assert all(each["latency"]["threads"] == 1 and each["speedup"][0] > 0 for each in result["speeds"])
 
 
 @pytest.mark.parametrize(

@@ -54,16 +54,16 @@ def test_a_limit_alone_leaves_the_default_to_what_the_model_allows(made: SimpleN
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
     rx.save(rx.load(timm.create_model("vit_tiny_patch16_224", **sizes, num_classes=0)), tmp_path / "model")
     words = ("verify", tmp_path / "model", "--reference", tmp_path / "model", "--data", made.data)
-    told = record(*words, "--most-drop", 100)
-    assert {"accuracy", "fidelity"} <= {finding["check"] for finding in told["findings"]}
-    assert any("not checked: calibration" in note for note in told["about"]["notes"])
+    reported = record(*words, "--most-drop", 100)
+    assert {"accuracy", "fidelity"} <= {finding["check"] for finding in reported["findings"]}
+    assert any("not checked: calibration" in note for note in reported["about"]["notes"])
 
 
 def test_a_model_realized_twice_is_verified_against_the_first_original(made: SimpleNamespace) -> None:
-    told = record(*verify(made, made.twice))
-    assert any("is not used" in note for note in told["about"]["notes"])
-    assert told["about"]["rules"] is None and told["about"]["realization"] is None
-    assert {finding["details"]["base"] for finding in told["findings"]} == {"reference"}
+    reported = record(*verify(made, made.twice))
+    assert any("is not used" in note for note in reported["about"]["notes"])
+    assert reported["about"]["rules"] is None and reported["about"]["realization"] is None
+    assert {finding["details"]["base"] for finding in reported["findings"]} == {"reference"}
     # The prescription in its folder is for the model of the first step.
     second = record("verify", made.twice, "--reference", made.slim, "--data", made.data, "--checks", "fidelity")
     assert "tokens" in second["about"]["rules"] and not second["about"]["notes"]
@@ -137,20 +137,20 @@ def test_a_size_of_an_elastic_model_is_named_by_its_budget(made: SimpleNamespace
     sizes = (Size("small", costs[0].macs / costs[1].macs, share, reduces_tokens=False), Size("original", 1.0, 1.0))
     Elastic(folder, sizes).write()
     source = f"{folder}@params={share + 0.001:.4f}"
-    told = record("report", "--candidate", source, "--out", tmp_path / "report.html")
-    assert told["outcome"] == evidence.outcome
+    reported = record("report", "--candidate", source, "--out", tmp_path / "report.html")
+    assert reported["outcome"] == evidence.outcome
     assert "fidelity" in (tmp_path / "report.html").read_text().lower()
-    told = record("prescribe", source, "--rules", "tokens=random:0.5@2", "--out", tmp_path / "rx.json")
-    assert told["tokens"]["policy"].startswith("random")
-    told = record(*verify(made, Path(source)))
-    assert told["about"]["rules"] == json.loads(json.dumps(dict(prescription.rules)))
+    reported = record("prescribe", source, "--rules", "tokens=random:0.5@2", "--out", tmp_path / "rx.json")
+    assert reported["tokens"]["policy"].startswith("random")
+    reported = record(*verify(made, Path(source)))
+    assert reported["about"]["rules"] == json.loads(json.dumps(dict(prescription.rules)))
 
 
 def test_a_table_without_labels_is_diagnosed_and_verified_by_outputs(made: SimpleNamespace, tmp_path: Path) -> None:
     content = [{"image": row["image"], "split": row["split"]} for split in ("train", "test") for row in rows(30, split)]
     data = write_parquet(tmp_path / "images.parquet", content, None)
-    told = record("diagnose", made.model, "--data", data, "--out", tmp_path / "diagnosis.json", "--moments")
-    assert told["images"] > 0
+    reported = record("diagnose", made.model, "--data", data, "--out", tmp_path / "diagnosis.json", "--moments")
+    assert reported["images"] > 0
     words = ("verify", made.slim, "--reference", made.model, "--data", data)
     assert record(*words, "--checks", "fidelity,costs")["findings"]
     default = record(*words)

@@ -117,8 +117,8 @@ def test_tokens_alone_are_prescribed_for_a_model(made: SimpleNamespace) -> None:
 
 def test_a_policy_for_every_layer_goes_through_the_files(made: SimpleNamespace) -> None:
     policy, out = "attention_received:13@every", made.root / "every.json"
-    told = record("prescribe", made.run, "--rules", f"tokens={policy}", "--out", out)
-    assert told["tokens"]["policy"] == policy and len(told["tokens"]["reasons"]) == 1
+    reported = record("prescribe", made.run, "--rules", f"tokens={policy}", "--out", out)
+    assert reported["tokens"]["policy"] == policy and len(reported["tokens"]["reasons"]) == 1
     record("realize", made.run, "--prescription", out, "--out", made.root / "every")
     for priced in (record("costs", made.root / "every"), record("costs", made.run, "--tokens", policy)):
         assert priced["tokens"] == [64, 51, 38]
@@ -138,8 +138,8 @@ def test_a_policy_is_put_into_a_dense_model_and_trained(made: SimpleNamespace) -
     assert first["accuracy"] == second["accuracy"]
     ours, theirs = (model.state_dict() for model in models)
     assert all(ours[name].equal(theirs[name]) for name in ours)
-    told = json.loads((made.root / "taught" / "training.json").read_text())["identity"]["tokens"]
-    assert told["policy"]["reducer"]["type"] == "DynamicViT" and told["policy"]["layers"]["tuple"] == [2, 3]
+    reported = json.loads((made.root / "taught" / "training.json").read_text())["identity"]["tokens"]
+    assert reported["policy"]["reducer"]["type"] == "DynamicViT" and reported["policy"]["layers"]["tuple"] == [2, 3]
     assert record("costs", made.root / "taught")["tokens"] == [64, 32, 16]
     other = record(*words[:-2], "--seed", 6, *losses, "--out", made.root / "other_seed")
     assert other["steps"] == first["steps"]
@@ -226,14 +226,14 @@ def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: Si
 def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace) -> None:
     folder, slim = made.root / "plan", made.root / "planned"
     ways = ("--images", "16", "--other-images", "6", "--trials", "2", "--axes", "qk,tokens", "--batch-size", "8")
-    told = record("plan", made.run, "--target", "macs=0.8x", "--data", made.data, *ways, "--out", folder)
-    assert told["price"] <= 0.8 and told["explained"] and len(told["front"]) > 1
+    reported = record("plan", made.run, "--target", "macs=0.8x", "--data", made.data, *ways, "--out", folder)
+    assert reported["price"] <= 0.8 and reported["explained"] and len(reported["front"]) > 1
     file = folder / "prescription.json"
     page = made.root / "planned.html"
     record("report", "--plan", folder / "plan.json", "--prescription", file, "--out", page)
     assert 'id="explorer"' in page.read_text() and "Accuracy against cost" in page.read_text()
     realized = record("realize", made.run, "--prescription", file, "--out", slim)
-    assert realized["macs_down_percent"] == pytest.approx(100 * (1 - told["price"]), abs=0.1)
+    assert realized["macs_down_percent"] == pytest.approx(100 * (1 - reported["price"]), abs=0.1)
     words = ("verify", slim, "--reference", made.run, "--data", made.data, "--checks", "promises")
     verified = json.loads(call(*words, "--prescription", file, "--json").out)
     assert {finding["details"]["quantity"] for finding in verified["findings"]} >= {"promised_divergence"}

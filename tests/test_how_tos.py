@@ -33,20 +33,20 @@ def _literate() -> ModuleType:
 literate = _literate()
 
 
-def _run(path: Path, out: Path, told: dict[str, str]) -> None:
+def _run(path: Path, out: Path, environment: dict[str, str]) -> None:
     os.chdir(out.parent)
     for name in ("MODEL", "DATA", "LAYERS", "NAME", "EPOCHS", "PATCH"):
         os.environ.pop(name, None)
-    os.environ.update(told)
+    os.environ.update(environment)
     try:
         out.write_text(json.dumps({"printed": literate.run(path)}))
     except BaseException:
         out.write_text(json.dumps({"failed": traceback.format_exc()}))
 
 
-def _printed(path: Path, out: Path, **told: str) -> list[str]:
+def _printed(path: Path, out: Path, **environment: str) -> list[str]:
     """Runs a how-to in a process of its own, with these variables set, and gives what its cells printed."""
-    process = PROCESSES.Process(target=_run, args=(path, out, told))
+    process = PROCESSES.Process(target=_run, args=(path, out, environment))
     process.start()
     process.join(timeout=300)
     assert process.exitcode == 0
@@ -92,7 +92,7 @@ def test_cells_are_prose_and_code_and_what_they_print():
 
 
 def test_numbers_may_differ_and_words_may_not():
-    told = literate.without_numbers
-    assert told(["loss 0.250, 1e-05 left\n"]) == told(["loss  1,250.5, 0.0 left"])
-    assert told(["| 92.2 % | -0.3 [-1.4, +0.8] |"]) == told(["| 100 %   | +0.0 [0.0, 1] |"])
-    assert told(["every claim holds"]) != told(["some claim fails"])
+    reported = literate.without_numbers
+    assert reported(["loss 0.250, 1e-05 left\n"]) == reported(["loss  1,250.5, 0.0 left"])
+    assert reported(["| 92.2 % | -0.3 [-1.4, +0.8] |"]) == reported(["| 100 %   | +0.0 [0.0, 1] |"])
+    assert reported(["every claim holds"]) != reported(["some claim fails"])

@@ -19,8 +19,8 @@ def _overview() -> str:
         for name, summary in ((name, command_module(name).SUMMARY) for name in command_modules())
     ]
     codes = EPILOG.partition("exit codes:\n")[2].strip("\n").splitlines()
-    told = [line.split(maxsplit=1) for line in codes]
-    exits = [f"| {code} | {meaning} |" for code, meaning in told]
+    pairs = [line.split(maxsplit=1) for line in codes]
+    exits = [f"| {code} | {meaning} |" for code, meaning in pairs]
     table = ["| command | what it does |", "|---|---|", *rows]
     return "\n".join([*table, "", "| exit code | meaning |", "|---|---|", *exits])
 

@@ -24,8 +24,8 @@ class Titled:
     shades: Sequence[float] = ()
 
 
-def drawing(tables: Sequence[Titled], told: str) -> str:
-    """Draws tables side by side as one SVG; `told` is what it shows, for those who cannot see it."""
+def drawing(tables: Sequence[Titled], description: str) -> str:
+    """Draws tables side by side as one SVG; `description` is what it shows, for those who cannot see it."""
     parts, left, height = [], 0, 0
     top = 34 if any(table.under for table in tables) else 20
     for table in tables:
@@ -42,7 +42,7 @@ def drawing(tables: Sequence[Titled], told: str) -> str:
         left += wide + GAP
         height = max(height, top + CELL * len(table.rows))
     box = f'viewBox="0 0 {left - GAP} {height}" width="{left - GAP}" height="{height}"'
-    return f'<svg class="drawn" {box} role="img" aria-label="{escape(told)}">{"".join(parts)}</svg>'
+    return f'<svg class="drawn" {box} role="img" aria-label="{escape(description)}">{"".join(parts)}</svg>'
 
 
 def _shade(table: Titled, row: int, letter: str) -> str:
@@ -72,10 +72,12 @@ def tables() -> str:
     rows = [str(owner) * 8 for owner in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     three = [Titled("query", rows, "direction x width"), Titled("key", rows, "direction x width")]
     three.append(Titled("strength", _owned((3, 3, 3)), "direction x head"))
-    told = "Three tables of nine rows, one for each score direction: query, key, and strength, a column per head."
+    description = (
+        "Three tables of nine rows, one for each score direction: query, key, and strength, a column per head."
+    )
     below = "Row <em>r</em> of all three is one score direction."
     return figure(
-        [(drawing(three, told), below)], "One layer with three heads (a colour each), three directions a head."
+        [(drawing(three, description), below)], "One layer with three heads (a colour each), three directions a head."
     )
 
 

@@ -150,11 +150,14 @@ def test_the_facts_lie_beside_the_file(tmp_path: Path) -> None:
     small, path = realized(None, "compress"), tmp_path / "small.onnx"
     exported = rx.export(small, path, batch=4)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run_small.py", "small.onnx", "small.onnx.json"]
-    told = json.loads((tmp_path / "small.onnx.json").read_text())
-    assert told["images"] == {"shape": [3, 32, 32], "precision": "float32", "batch": 4, "device": "cpu"}
-    assert told["model"]["fingerprint"] == rx.models.model_fingerprint(small)
-    assert told["normalization"]["mean"] == list(family_of(small).normalization(small)[0])
-    assert told["parity"][0]["outcome"] == "holds" and told["versions"]["torch"] == torch.__version__.partition("+")[0]
+    reported = json.loads((tmp_path / "small.onnx.json").read_text())
+    assert reported["images"] == {"shape": [3, 32, 32], "precision": "float32", "batch": 4, "device": "cpu"}
+    assert reported["model"]["fingerprint"] == rx.models.model_fingerprint(small)
+    assert reported["normalization"]["mean"] == list(family_of(small).normalization(small)[0])
+    assert (
+        reported["parity"][0]["outcome"] == "holds"
+        and reported["versions"]["torch"] == torch.__version__.partition("+")[0]
+    )
     require_same(answers(exported, 7), answers(small, 7))  # in parts of four, the last one filled up
 
 

@@ -189,7 +189,7 @@ def test_both_maps_of_a_low_rank_map_can_be_watched_and_replaced() -> None:
     wanted = linear.second(linear.first(features))
     torch.testing.assert_close(linear(features), wanted, rtol=0, atol=0)
     for part in (linear.first, linear.second):
-        handle = part.register_forward_hook(lambda *told: torch.zeros_like(told[2]))
+        handle = part.register_forward_hook(lambda *call: torch.zeros_like(call[2]))
         assert not torch.equal(linear(features), wanted)
         handle.remove()
     linear.second = nn.Sequential(linear.second, nn.ReLU())

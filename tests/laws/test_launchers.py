@@ -15,7 +15,7 @@ from shared_runs import free_port
 
 pytestmark = pytest.mark.slow
 
-# What it calls several GPUs are several processes; told of a CPU alone, it would start one.
+# What it calls several GPUs are several processes; with a CPU alone, it would start one.
 TWO = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
 ACCELERATE = ("accelerate.commands.launch", *TWO)
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node=2")
@@ -34,18 +34,18 @@ def test_train_and_verify_in_two_processes(tmp_path: Path) -> None:
     """`accelerate launch` trains with weights in parts, `torchrun` verifies what that saved."""
     model, data = str(tmp_path / "model"), ("--data", "digits")
     knobs = ("--epochs", "1", "--batch-size", "512", "--parallel", "fsdp", "--out", model)
-    told = launched(ACCELERATE, "--main_process_port", "train", "svda:digits", *data, *knobs)
-    assert told["steps"] == 2
+    result = launched(ACCELERATE, "--main_process_port", "train", "svda:digits", *data, *knobs)
+    assert result["steps"] == 2
     assert read_json(tmp_path / "model" / "training.json")["processes"] == 2
     assert rx.models.family_of(rx.load(model)).name == "vit"
 
     evidence = str(tmp_path / "evidence.json")
     knobs = ("--reference", model, "--checks", "accuracy,fidelity", "--batch-size", "32", "--out", evidence)
-    told = launched(TORCHRUN, "--master_port", "verify", model, *data, *knobs)
-    assert told["outcome"] in ("holds", "reported")
-    assert told["findings"] == read_json(evidence)["findings"]
+    result = launched(TORCHRUN, "--master_port", "verify", model, *data, *knobs)
+    assert result["outcome"] in ("holds", "reported")
+    assert result["findings"] == read_json(evidence)["findings"]
     images = rx.adapt_preprocessing(rx.load_data("digits"), rx.load(model)).test
     alone = rx.verify(rx.load(model), rx.load(model), images, (rx.checks.Accuracy(),), batch_size=32)
-    assert told["about"]["images"] == len(images)
+    assert result["about"]["images"] == len(images)
     accuracy = [finding.value for finding in alone.of("accuracy")]
-    assert [finding["value"] for finding in told["findings"] if finding["check"] == "accuracy"] == accuracy
+    assert [finding["value"] for finding in result["findings"] if finding["check"] == "accuracy"] == accuracy

@@ -65,8 +65,8 @@ def test_a_teacher_alone_needs_no_labels(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"5 classes and noise has 3.*teacher only"):
         train(first, splits(first), replace(config, losses=(Task(), *losses)), tmp_path / "no", reporter=At())
     made = train(first, splits(first), config, tmp_path / "run", reporter=At())
-    told = [record["losses"]["distillation"] for record in made.history]
-    assert told[-1] < 0.7 * told[0]
+    reported = [record["losses"]["distillation"] for record in made.history]
+    assert reported[-1] < 0.7 * reported[0]
     saved = load_model(tmp_path / "run").state_dict()
     assert all(torch.equal(tensor, saved[key]) for key, tensor in made.model.state_dict().items())
     other = train(second, splits(second, shift=1), config, tmp_path / "other labels", reporter=At())

@@ -56,8 +56,8 @@ def alive(process: int) -> bool:
 
 def children(process: int) -> list[int]:
     """Every process that comes from this one."""
-    told = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in told.splitlines()]
+    reported = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in reported.splitlines()]
     own = [child for child, parent in pairs if parent == process]
     return own + [below for child in own for below in children(child)]
 

@@ -98,8 +98,8 @@ def run(folder: Path, reducer, *losses, reporter=None, ratio: float = 0.5, **kno
 @pytest.mark.slow
 def test_training_reaches_the_ratio_that_was_asked_for(reducer, ratio: float, tmp_path: Path) -> None:
     made = run(tmp_path, reducer, KeepRatio(), ratio=ratio, epochs=40, predictor_learning_rate=10.0)
-    told = [record["losses"]["keep_ratio"] for record in made.history]
-    assert sum(told[-5:]) / 5 < 0.03  # without learning about 0.05 at 0.3 and 0.13 at 0.8
+    reported = [record["losses"]["keep_ratio"] for record in made.history]
+    assert sum(reported[-5:]) / 5 < 0.03  # without learning about 0.05 at 0.3 and 0.13 at 0.8
     reduction = reduction_of(made.model)
     assert reduction is not None
     images = next(splits(made.model).train.batches(24)).images.double()

@@ -85,9 +85,9 @@ def test_the_model_costs_no_more_than_allowed_and_one_step_more_would(
     prescription = prescribe_within(model, found, ALL, Budget(macs))
     small, before = realize(model, prescription), family_of(model).costs(model).macs
     spent = family_of(small).costs(small).macs / before
-    told = prescription.about["budget"]
-    assert spent <= macs and told["spent"] == [spent] and len(told["shares"]) == 1
-    assert costs_at(model, found, ALL, told["shares"][0] + 1 / GRID).macs > macs * before
+    reported = prescription.about["budget"]
+    assert spent <= macs and reported["spent"] == [spent] and len(reported["shares"]) == 1
+    assert costs_at(model, found, ALL, reported["shares"][0] + 1 / GRID).macs > macs * before
 
 
 @pytest.mark.parametrize("of", [of for of in SCOPES if of != "model"])

@@ -46,8 +46,8 @@ def test_every_corruption_and_severity_is_reported_and_their_means(setting: Sett
     mean = sum(finding.value for finding in single) / 20
     assert findings[-1].value == pytest.approx(mean)
     third = [finding.value for finding in single if finding.details["severity"] == 3]
-    told = [finding.value for finding in findings if finding.details.get("severities") == [3]]
-    assert told == [pytest.approx(sum(third) / 4)]
+    result = [finding.value for finding in findings if finding.details.get("severities") == [3]]
+    assert result == [pytest.approx(sum(third) / 4)]
 
 
 def test_the_common_ones_have_a_mean_of_their_own():
@@ -59,8 +59,8 @@ def test_the_common_ones_have_a_mean_of_their_own():
         common.details["corruptions"] == list(CORRUPTION_GROUPS["common"]) and len(common.details["corruptions"]) == 15
     )
     assert common.value == pytest.approx(sum(single[name].value for name in CORRUPTION_GROUPS["common"]) / 15)
-    told = [single[name].details["candidate_accuracy"] for name in single]
-    assert every.details["candidate_accuracy"] == pytest.approx(sum(told) / 19)
+    result = [single[name].details["candidate_accuracy"] for name in single]
+    assert every.details["candidate_accuracy"] == pytest.approx(sum(result) / 19)
 
 
 def test_a_finding_is_what_the_models_answer_to_those_images(setting: Setting):

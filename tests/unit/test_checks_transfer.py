@@ -89,8 +89,8 @@ def test_the_order_of_the_images_does_not_matter():
     ]
     first = Transfer(training, CONFIG.classes, epochs=2)(comparison(reduced(), test, batch_size=25))
     again = Transfer(mixed[0], CONFIG.classes, epochs=2)(comparison(reduced(), mixed[1], batch_size=7))
-    told = [[(each.value, each.low, each.high) for each in findings] for findings in (first, again)]
-    assert told[0] == [pytest.approx(each, abs=1e-9) for each in told[1]]
+    reported = [[(each.value, each.low, each.high) for each in findings] for findings in (first, again)]
+    assert reported[0] == [pytest.approx(each, abs=1e-9) for each in reported[1]]
 
 
 def test_tokens_leave_by_mask_or_compression_alike_and_several_candidates_are_each_as_alone():
@@ -143,8 +143,10 @@ def test_models_of_other_libraries_are_read_at_every_head():
 
 def test_the_record_names_the_training_images():
     training = bright(8)
-    told = Transfer(training, 2, per_class=3).describe()
-    assert told["training"] == training.fingerprint and told["per_class"] == 3 and told["seeds"] == [0, 1, 2]
+    reported = Transfer(training, 2, per_class=3).describe()
+    assert (
+        reported["training"] == training.fingerprint and reported["per_class"] == 3 and reported["seeds"] == [0, 1, 2]
+    )
 
 
 def test_what_cannot_be_learned_is_refused():

@@ -31,7 +31,9 @@ def test_every_methods_is_timed_at_every_batch_size(tmp_path: Path) -> None:
         assert 0 < low <= value <= high
         assert value == pytest.approx(each.latency.faster.value)
     record = read_json(out)
-    assert [told["of_ideal"] for told in record["speeds"]] == [each.speedup[0] / each.ideal for each in found.speeds]
+    assert [reported["of_ideal"] for reported in record["speeds"]] == [
+        each.speedup[0] / each.ideal for each in found.speeds
+    ]
     assert found.to_markdown().count("\n") == 9
 
 

@@ -60,8 +60,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_what_was_pushed_is_what_is_loaded(cloud: Path, saved: Path) -> None:
-    told = record("push", saved, "me/slim", "--license", "apache-2.0", "--base-model", "timm/vit", "--private")
-    assert told == {"model": "hub:me/slim", "address": "https://huggingface.co/me/slim"}
+    reported = record("push", saved, "me/slim", "--license", "apache-2.0", "--base-model", "timm/vit", "--private")
+    assert reported == {"model": "hub:me/slim", "address": "https://huggingface.co/me/slim"}
     names = sorted(each.name for each in (cloud / "me" / "slim").iterdir())
     assert names == ["README.md", "config.json", "evidence.json", "model.safetensors"]
     assert (cloud / "me" / "slim.private").read_text() == "True"

@@ -68,8 +68,8 @@ def test_dull_and_few_images_on_the_right_scale_are_not_noted(stated: str) -> No
 def test_the_statistics_are_those_of_all_images_together() -> None:
     pixels = photographs()
     images = SCALES["imagenet"].apply(pixels).double()
-    told = scale("half", "imagenet", pixels).describe()
-    assert f"from {images.min():.3g} to {images.max():.3g}" in told
+    reported = scale("half", "imagenet", pixels).describe()
+    assert f"from {images.min():.3g} to {images.max():.3g}" in reported
 
 
 def shown_to() -> dict[str, Callable[[MemoryImages], Any]]:

@@ -69,7 +69,7 @@ def space() -> Space:
 @pytest.mark.slow
 def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, reducer: Reducer) -> None:
     own, answers = replace(space, reducer=reducer), Answers.of(space.model, images, 5)
-    found = measure_sensitivities(own, answers, lambda told: None)
+    found = measure_sensitivities(own, answers, lambda _: None)
     nothing = Choices.nothing(3)
     for axis, level, layer in itertools.product(RANKS, EFFORTS["thorough"].probed, range(3)):
         if level in own.available(axis):
@@ -102,7 +102,7 @@ def test_the_first_answers_are_whole_batches(model: VisionTransformer) -> None:
 
 
 def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
-    sensitivities = measure_sensitivities(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
+    sensitivities = measure_sensitivities(space, Answers.of(space.model, images, 12), lambda _: None)["divergence"]
     for axis in RANKS:
         assert (np.diff(sensitivities.ranks[axis], axis=1) >= 0).all()
     for layer in (1, 2):
@@ -153,9 +153,7 @@ def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, mo
 
 @pytest.fixture(scope="module")
 def sensitivities(space: Space) -> Sensitivities:
-    return measure_sensitivities(space, Answers.of(space.model, pixels(CONFIG, 12), 12), lambda told: None)[
-        "divergence"
-    ]
+    return measure_sensitivities(space, Answers.of(space.model, pixels(CONFIG, 12), 12), lambda _: None)["divergence"]
 
 
 def every_plan(space: Space) -> Iterator[Choices]:
@@ -296,15 +294,17 @@ def test_a_search_varies_the_best_that_it_knows(
     assert len(seen) > 20
     cost_table = exact_cost_table(space, "macs")
     assert min(map(cost_table.total, seen)) < cost_table.total(before) < max(map(cost_table.total, seen))
-    told = []
+    result = []
     for trials in (5, 20, 20):  # two even schedules and three sampled knobs
         settings = PlanSettings(search=Search(trials), batch_size=12)
-        told.append(plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10), settings=settings).about["trials"])
-    assert told[1] == told[2] and told[1][: len(told[0])] == told[0]
-    assert all(trial["price"] <= 0.7 for trial in told[1])
-    divergences = [trial["divergence"] for trial in told[1]]
-    assert len(set(divergences)) > len({trial["divergence"] for trial in told[0]})
-    assert min(divergences) <= min(divergences[: len(told[0])])
+        result.append(
+            plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10), settings=settings).about["trials"]
+        )
+    assert result[1] == result[2] and result[1][: len(result[0])] == result[0]
+    assert all(trial["price"] <= 0.7 for trial in result[1])
+    divergences = [trial["divergence"] for trial in result[1]]
+    assert len(set(divergences)) > len({trial["divergence"] for trial in result[0]})
+    assert min(divergences) <= min(divergences[: len(result[0])])
 
 
 def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) -> None:

@@ -62,7 +62,7 @@ def test_the_price_of_nothing_is_the_whole(space: Space) -> None:
 
 @pytest.mark.slow
 def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
-    cost_table = measured_cost_table(replace(space, form="uniform_rank", _pieces={}), CLOCK, lambda told: None)
+    cost_table = measured_cost_table(replace(space, form="uniform_rank", _pieces={}), CLOCK, lambda _: None)
     assert cost_table.total(Choices.nothing(3)) > 0
     one = cost_table.attention[0, 0, 0]
     assert one[-1] > 0 and one[0] == 0 and (np.diff(one[[0, -1]]) > 0).all()

@@ -110,11 +110,11 @@ def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
     page = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
     assert "<b>" not in page
     for heading in ("Change of top-1 accuracy", "Agreement with the original", "Divergence from the original"):
-        told = points(page, heading)
-        assert [words.partition(":")[0] for words in told[:3]] == [
+        reported = points(page, heading)
+        assert [words.partition(":")[0] for words in reported[:3]] == [
             f"mix at {kept}\N{NO-BREAK SPACE}%" for kept in (25, 50, 75)
         ]
-        assert len(told) == 6
+        assert len(reported) == 6
     # A band each: three lower ends lie under three upper ends.
     assert len(re.findall(r'class="band style-\d" d="M[^L]*(?:L[^L]*){5}z"', page)) == 2 * 3
     assert page.count(">logarithmic<") == 1

@@ -35,16 +35,16 @@ def numbers(pathways: tuple[PathwayRanks, ...]) -> dict[str, list[list[tuple[int
 def test_a_prescription_and_the_model_made_by_it_tell_the_same_ranks() -> None:
     vit, found = diagnosed()
     given = prescribe_maps(found, "qk=total_rank:0.6 vo=total_rank:0.5 fc1=uniform_rank:3 fc2=uniform_rank:3")
-    told = prescribed_ranks(given, found)
-    assert [each.name for each in told] == ["Query and key", "Value and output", "MLP"]
-    assert [each.columns for each in told] == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
+    reported = prescribed_ranks(given, found)
+    assert [each.name for each in reported] == ["Query and key", "Value and output", "MLP"]
+    assert [each.columns for each in reported] == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
     slim = model_ranks(realize(vit, given))
-    assert numbers(told) == numbers(slim)
+    assert numbers(reported) == numbers(slim)
     for index, layer in enumerate(given.layers):
-        assert tuple(part.rank for part in told[0].layers[index]) == layer.qk.ranks
-        assert tuple(part.rank for part in told[1].layers[index]) == layer.outputs["vo"].ranks
-    assert [part.rank for layer in told[2].layers for part in layer] == [3] * 4
-    assert told[0].kept == sum(map(sum, given.ranks)) and told[0].full == 2 * 12
+        assert tuple(part.rank for part in reported[0].layers[index]) == layer.qk.ranks
+        assert tuple(part.rank for part in reported[1].layers[index]) == layer.outputs["vo"].ranks
+    assert [part.rank for layer in reported[2].layers for part in layer] == [3] * 4
+    assert reported[0].kept == sum(map(sum, given.ranks)) and reported[0].full == 2 * 12
 
 
 @pytest.mark.slow
@@ -53,8 +53,8 @@ def test_shared_directions_are_one_rank_for_all_heads() -> None:
     given = prescribe_maps(found, SharedRank(5, form="tied", joint="centered", sweeps=5))
     assert [layer.qk.kept for layer in given.layers] == [5, 5]
     assert given.removed_share == 1 - 5 / 12
-    for told in (prescribed_ranks(given), prescribed_ranks(given, found), model_ranks(realize(vit, given))):
-        assert numbers(told)["Query and key"] == [[(5, 12)]] * 2
+    for reported in (prescribed_ranks(given), prescribed_ranks(given, found), model_ranks(realize(vit, given))):
+        assert numbers(reported)["Query and key"] == [[(5, 12)]] * 2
     page = render(ReportContent("shared", prescription=given))
     assert "layer 1, all heads together: 5 of 12" in page
     assert "the heads share 5 of 12" in page
@@ -79,10 +79,10 @@ def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
     assert [row[0].rank for row in rows] == [None, None]
     again = diagnose(slim, speckles(CONFIGS["dense"]))
     second = prescribe_maps(again, TotalRank(0.5))
-    for told, row, spectrum in zip(prescribed_ranks(second, again)[0].layers, rows, again.layers, strict=True):
-        assert told[0].rank is None
-        assert [told[head].full for head in spectrum.spectrum.heads] == [int(r) for r in spectrum.spectrum.rank]
-        assert [part.rank for part in row[1:]] == [part.full for part in told[1:]]
+    for reported, row, spectrum in zip(prescribed_ranks(second, again)[0].layers, rows, again.layers, strict=True):
+        assert reported[0].rank is None
+        assert [reported[head].full for head in spectrum.spectrum.heads] == [int(r) for r in spectrum.spectrum.rank]
+        assert [part.rank for part in row[1:]] == [part.full for part in reported[1:]]
 
 
 def test_the_picture_holds_every_number_in_its_colour() -> None:

@@ -143,14 +143,14 @@ def test_a_store_as_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[
         "unit": "points",
     }
     assert main(["sweep", "status", place, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"waiting": 0, "running": 0, "done": 4, "failed": 0}
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["counts"] == {"waiting": 0, "running": 0, "done": 4, "failed": 0}
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         SweepStudy(tmp_path / "none.sqlite", create=False)
-    (tmp_path / "text.sqlite").write_text("not a database, and long enough to be told from an empty one" * 20)
+    (tmp_path / "text.sqlite").write_text("not a database, and long enough to be reported from an empty one" * 20)
     with pytest.raises(CheckpointError, match="cannot be used as the storage of a sweep"):
         SweepStudy(tmp_path / "text.sqlite", create=False)
     SweepStudy(tmp_path / "new.sqlite")
