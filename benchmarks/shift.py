@@ -38,10 +38,11 @@ def main() -> None:
     splits = splits_argument(original, arguments)
     tested, test_labels = stacked(splits.test.take(min(arguments.images, len(splits.test))))
     # Twice as many, of which each half of the classes has about half.
-    train, mosaics = splits.train, None
-    # --mix-data: each image of a half of the classes is followed by one of other data.
+    train, mosaics, times = splits.train, None, 1
+    # --mix-data: each image of a half of the classes is followed by some of other data.
     if isinstance(train, MixedImages):
-        train, mosaics = train.own, stacked(train.others.take(arguments.calibration_images))[0]
+        times = train.times
+        train, mosaics = train.own, stacked(train.others.take(times * arguments.calibration_images))[0]
     pool, labels = stacked(train.take(min(2 * arguments.calibration_images, len(train))))
     # Of the classes with test images; a head may distinguish many more.
     classes = torch.tensor(sorted(set(test_labels.tolist())))
@@ -56,7 +57,7 @@ def main() -> None:
         own, others = np.empty(len(tested)), np.empty(len(tested))
         for of_half in (True, False):
             in_half = torch.isin(labels, first) == of_half
-            images = pairs(pool[in_half][: arguments.calibration_images], labels[in_half], mosaics)
+            images = pairs(pool[in_half][: arguments.calibration_images], labels[in_half], mosaics, times)
             model = compressed(original, rules, images, int(steps or 0))
             divergence = divergences(reference, outputs(model, tested))
             is_own = torch.isin(test_labels, first) == of_half
@@ -70,14 +71,15 @@ def stacked(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pairs(
-    images: torch.Tensor, labels: torch.Tensor, mosaics: torch.Tensor | None = None
+    images: torch.Tensor, labels: torch.Tensor, mosaics: torch.Tensor | None = None, times: int = 1
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns batches as a user may pass them instead of a dataset, normalized; images and mosaics in turns."""
+    """Returns batches as a user may pass them instead of a dataset, normalized; images and `times` mosaics in turns."""
     labels = labels[: len(images)]
     if mosaics is not None:
-        count = min(len(images), len(mosaics))
-        images = torch.stack([images[:count], mosaics[:count]], 1).flatten(0, 1)
-        labels = torch.stack([labels[:count], torch.full((count,), UNLABELLED)], 1).flatten()
+        count = min(len(images), len(mosaics) // times)
+        others = mosaics[: count * times].unflatten(0, (count, times))
+        images = torch.cat([images[:count, None], others], 1).flatten(0, 1)
+        labels = torch.cat([labels[:count, None], torch.full((count, times), UNLABELLED)], 1).flatten()
     return list(zip(images.split(32), labels.split(32), strict=True))
 
 

@@ -67,7 +67,8 @@ print(f"{len(run.history)} epoch")
 # - A `DataLoader` with its own sampler, or over an `IterableDataset`, is iterated in its own order; every verb except
 #   `rx.train` takes it.
 # - What is fitted to images of few classes loses more on images of others. `rx.data.mix_data(splits, "tiny_imagenet")`
-#   (`--mix-data`) adds as many images of a second dataset, without labels, to the training images; it lowers that loss
+#   (`--mix-data`) adds as many images of a second dataset, without labels, to the training images, `times=3`
+#   (`--mix-times`) three times as many; it lowers that loss
 #   ([measured](../results/hidden.md#does-it-hold-for-other-classes)).
 # - `images=N` and `take(N)` select images of all classes if the dataset lists its labels (`targets`), otherwise evenly
 #   spaced rows: datasets are often sorted by class.

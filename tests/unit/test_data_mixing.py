@@ -1,12 +1,14 @@
 """Images of two datasets in turns: the laws of a pass hold, small images become tiles, and labels are refused."""
 
+import math
+
 import pytest
 import torch
 
 import attnrx as rx
 from attnrx.data import Batch, ImageSet, Normalization, Splits, from_tensors, mix_data, require_labels
 from attnrx.data.mixing import MixedImages, Mosaics
-from attnrx.errors import DataError
+from attnrx.errors import DataError, InvalidInput
 
 HALF = Normalization.half(3)
 
@@ -26,10 +28,16 @@ def joined(batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([batch.images for batch in batches]), torch.cat([batch.index for batch in batches])
 
 
-@pytest.fixture(params=["mosaics", "mixed"])
+@pytest.fixture(params=["mosaics", "mixed", "mixed 1:3"])
 def images(request: pytest.FixtureRequest) -> ImageSet:
     mosaics = Mosaics(coloured("small", 85, 4), 2, 8)  # 21 mosaics, one image is left
-    return mosaics if request.param == "mosaics" else MixedImages(coloured("large", 22, 8), mosaics)
+    if request.param == "mosaics":
+        return mosaics
+    return (
+        MixedImages(coloured("large", 22, 8), mosaics)
+        if request.param == "mixed"
+        else MixedImages(coloured("large", 7, 8), mosaics, 3)
+    )
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -38,10 +46,11 @@ def test_starting_at_a_step_is_leaving_out_what_came_before(
     images: ImageSet, seed: int | None, size: int, start: int
 ) -> None:
     whole, rest = list(images.batches(size, seed=seed)), list(images.batches(size, seed=seed, start=start))
-    # A shuffled pass over both sets ends with the shorter one.
-    shortened = seed is not None and size == 1 and isinstance(images, MixedImages)
-    expected = len(images) // size + (seed is None and len(images) % size > 0) - shortened
-    assert len(rest) == len(whole) - start == expected - start
+    steps = len(images) // size + (seed is None and len(images) % size > 0)
+    # A shuffled pass over both sets ends with the shorter one, and with whole turns.
+    is_shorter = seed is not None and isinstance(images, MixedImages)
+    assert len(rest) == len(whole) - start
+    assert steps - 3 <= len(whole) <= steps if is_shorter else len(whole) == steps
     for mine, other in zip(joined(rest), joined(whole[start:]), strict=True):
         assert torch.equal(mine, other)
 
@@ -104,6 +113,27 @@ def test_both_datasets_have_as_many_images_on_one_scale() -> None:
     assert mixed.test is not mixed.train and mixed.test.has_labels
     with pytest.raises(DataError, match="no labels"):
         require_labels(mixed.train)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 6, 8])
+def test_every_image_is_followed_by_those_of_the_other_data(size: int) -> None:
+    mixed = mix_data(splits("large", 30, 8), splits("small", 40, 2), times=3)
+    assert isinstance(mixed.train, MixedImages) and len(mixed.train) == 12 and "3 of large and 9" in mixed.notes[-1]
+    images, index = joined(list(mixed.train.batches(size)))
+    own = joined(list(mixed.train.own.batches(size)))
+    assert torch.equal(images[::4], own[0]) and torch.equal(index[::4], own[1])
+    # As many turns at once as make whole batches; mosaics depend on the size of a batch.
+    turns = size * (4 // math.gcd(4, size)) // 4
+    others = joined(list(mixed.train.others.batches(3 * turns)))[0]
+    assert torch.equal(images[torch.arange(12) % 4 > 0], others)
+    few = mixed.train.take(6)
+    assert isinstance(few, MixedImages) and (len(few.own), len(few.others)) == (2, 4)
+
+
+@pytest.mark.parametrize("times", [0, -1])
+def test_the_number_of_other_images_is_positive(times: int) -> None:
+    with pytest.raises(InvalidInput, match="positive whole number"):
+        mix_data(splits("large", 8, 8), splits("small", 64, 4), times)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,17 @@ def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits
     if path is not None and not isinstance(label_map, dict):
         raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
     splits = rx.adapt_preprocessing(splits, model, label_map)
-    mixed = getattr(arguments, "mix_data", None)
-    return splits if mixed is None else rx.data.mix_data(splits, mixed)
+    return _with_mixed_data(splits, arguments)
+
+
+def _with_mixed_data(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Splits":
+    """Adds the images of --mix-data, an option of some commands."""
+    mixed, times = (getattr(arguments, name, None) for name in ("mix_data", "mix_times"))
+    if mixed is None:
+        if times is not None:
+            raise InvalidInput(f"--mix-times {times} counts images of --mix-data, and no such data are given.")
+        return splits
+    return rx.data.mix_data(splits, mixed, times or 1)
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":

@@ -176,11 +176,9 @@ def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = 
 
 def add_mixed_data(parser: Parser) -> None:
     """Adds a second dataset whose images are mixed into the training images, for commands that calibrate on these."""
-    purpose = (
-        "further training images, without labels: every second one is of this data, e.g. of other classes; small "
-        "images are tiled"
-    )
+    purpose = "training images of a second dataset in turns with those of --data, without labels; small ones are tiled"
     option(parser, "--mix-data", "NAME", purpose)
+    option(parser, "--mix-times", COUNT, "images of --mix-data per image of --data (1)")
 
 
 def add_split(parser: Parser, default: str) -> None:

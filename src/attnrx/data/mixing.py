@@ -1,5 +1,6 @@
 """Calibration on the images of two datasets, in turns; small images are the tiles of a mosaic."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -13,25 +14,28 @@ from attnrx.data.labels import UNLABELLED
 from attnrx.data.loading import load_data
 from attnrx.data.pixels import Normalization
 from attnrx.data.splits import Splits
-from attnrx.errors import DataError
+from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 
 # With twice, 64 pixels on 224 are 2 x 2 tiles, which carry over to other classes better than 3 x 3 or one image.
 MOST_ENLARGED = 2
-NO_LABELS = "half of these images are of other classes and have no labels, and this needs labels: omit the other data."
+NO_LABELS = "some of these images are of other classes and have no labels, and this needs labels: omit the other data."
 
 
-def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
-    """Returns the splits with every second training image from the training images of `others`, for calibration.
+def mix_data(splits: Splits, others: Splits | Path | str, times: int = 1) -> Splits:
+    """Returns the splits with every training image followed by `times` of those of `others`, for calibration.
 
     What is fitted to images of few classes loses more on images of other classes (docs/results/hidden.md). `others`,
     splits or what `load_data` takes, needs no labels. Its images are enlarged at most twice: smaller ones become the
     tiles of one image, because an image that is enlarged to the input of a model is blurred, and photographs are not.
-    Both datasets contribute as many images as the smaller one has.
+    The dataset with too few images for the other one determines the number of both.
 
     Raises:
-        DataError: The channels differ, `others` has larger images, or fewer than one mosaic.
+        DataError: The channels differ, `others` has larger images, or fewer than `times` mosaics.
+        InvalidInput: `times` is not a positive whole number.
     """
+    if not isinstance(times, int) or times < 1:
+        raise InvalidInput(f"times={times!r}: give a positive whole number, the images of the other data per image.")
     if not isinstance(others, Splits):
         others = _loaded(others, splits.image_size)
     if others.channels != splits.channels:
@@ -46,12 +50,16 @@ def mix_data(splits: Splits, others: Splits | Path | str) -> Splits:
         )
     tiles = -(-splits.image_size // (MOST_ENLARGED * others.image_size))
     mosaics = Mosaics(others.train.renormalized(splits.normalization), tiles, splits.image_size)
-    each = min(len(splits.train), len(mosaics))
+    each = min(len(splits.train), len(mosaics) // times)
     if not each:
-        raise DataError(f"{others.name} has {len(others.train)} training images: give at least {tiles**2}, one mosaic.")
+        least = times * tiles**2
+        raise DataError(
+            f"{others.name} has {len(others.train)} training images: give at least {least}, of which {times} image(s) "
+            f"of {tiles} x {tiles} tiles are made."
+        )
     composed = f" of {tiles} x {tiles} images" if tiles > 1 else ""
-    note = f"training images: {each} of {splits.name} and {each}{composed} of {others.name}, in turns"
-    train = MixedImages(splits.train.take(each), mosaics.take(each))
+    note = f"training images: {each} of {splits.name} and {times * each}{composed} of {others.name}, in turns"
+    train = MixedImages(splits.train.take(each), mosaics.take(times * each), times)
     return replace(splits, train=train, notes=(*splits.notes, note))
 
 
@@ -115,10 +123,11 @@ class Mosaics(ImageSet):
 
 @dataclass(frozen=True, eq=False)
 class MixedImages(ImageSet):
-    """The images of two sets in turns, `own` first; both have as many, or `own` one more."""
+    """The images of two sets in turns: each of `own` and then `times` of `others`; the last turn need not be whole."""
 
     own: ImageSet
     others: ImageSet
+    times: int = 1
 
     @property
     def has_labels(self) -> bool:
@@ -138,27 +147,31 @@ class MixedImages(ImageSet):
     def take(self, count: int) -> ImageSet:
         if count == 1:
             return self.own.take(1)
-        return replace(self, own=self.own.take(count - count // 2), others=self.others.take(count // 2))
+        turns = -(-count // (1 + self.times))
+        return replace(self, own=self.own.take(turns), others=self.others.take(count - turns))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        half = max(1, batch_size // 2)
-        return MixedImages(self.own.part(process, processes, half), self.others.part(process, processes, half))
+        turns = max(1, batch_size // (1 + self.times))
+        own = self.own.part(process, processes, turns)
+        return replace(self, own=own, others=self.others.part(process, processes, turns * self.times))
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
-        return MixedImages(self.own.renormalized(normalization), self.others.renormalized(normalization))
+        own, others = self.own.renormalized(normalization), self.others.renormalized(normalization)
+        return replace(self, own=own, others=others)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        # An odd batch has no halves, so that two are read at once. Every process reads whole batches: the last one need
-        # not have as many images of both sets.
-        at_once = 1 + order.batch_size % 2
-        size = order.batch_size * at_once // 2
-        halves = replace(order, batch_size=size, start=order.start // at_once, shard=(0, 1))
-        own, others = self.own._pass(halves), self.others._pass(halves)
+        # As many batches at once as have whole turns. Every process reads whole batches: the last one need not have
+        # whole turns.
+        period = 1 + self.times
+        at_once = period // math.gcd(period, order.batch_size)
+        turns = order.batch_size * at_once // period
+        whole = replace(order, batch_size=turns, start=order.start // at_once, shard=(0, 1))
+        own, others = self.own._pass(whole), self.others._pass(replace(whole, batch_size=turns * self.times))
         # A shuffled pass ends with the shorter set: all its batches are whole.
         pairs = zip(own, others, strict=False) if order.seed is not None else zip_longest(own, others)
         skipped = order.start % at_once
         for first, second in pairs:
-            images, index = (first.images, first.index) if second is None else _in_turns(first, second)
+            images, index = (first.images, first.index) if second is None else _in_turns(first, second, self.times)
             for start in range(skipped * order.batch_size, len(index), order.batch_size):
                 rows = slice(start, start + order.batch_size)
                 yield from _own_share(order, images[rows], index[rows])
@@ -174,8 +187,8 @@ def _own_share(
         yield Batch(images[share], torch.full_like(index[share], UNLABELLED), index[share])
 
 
-def _in_turns(first: Batch, second: Batch) -> tuple[Tensor, Tensor]:
-    # The place of an image within its half, twice; sorting keeps `first` before `second`.
-    places = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
-    order = places.argsort(stable=True).to(first.index.device)
+def _in_turns(first: Batch, second: Batch, times: int) -> tuple[Tensor, Tensor]:
+    # The turn of every image; sorting keeps `first` before `second`.
+    turns = torch.cat([torch.arange(len(first)), torch.arange(len(second)) // times])
+    order = turns.argsort(stable=True).to(first.index.device)
     return torch.cat([first.images, second.images])[order], torch.cat([first.index, second.index])[order]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from attnrx.checks.statistics import (
     proportion,
     sign_flip_test,
 )
+from attnrx.costs import ModelCosts
 from attnrx.data import require_labelled, require_labels
 from attnrx.errors import InvalidInput
 from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
@@ -27,7 +29,7 @@ from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
 from attnrx.shapes import Bool, Float, Int, Tensor
-from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, kept, points, require_points
+from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, Unreached, kept, points, require_points
 
 
 @dataclass(frozen=True)
@@ -188,58 +190,27 @@ def compare_methods(
         raise InvalidInput("a comparison needs at least one method; give NAME=RULES.")
     for method in methods:
         bench.compressor(method)  # invalid methods are refused before anything is measured
-    before = family_of(bench.model).costs(bench.model)
-    outputs, labels = _answers(bench.model, bench)
-    kind = output_kind_of(bench.model)
-    decisions = kind.decisions(outputs)
-    reference_correct = kind.labels(decisions, labels) == labels
-    accuracy = _percent(reference_correct)
-    notes = chance_notes(accuracy, labels) if isinstance(kind, Logits) else []
+    original = _Original.measured(bench)
+    notes = chance_notes(original.accuracy, original.labels) if isinstance(original.kind, Logits) else []
     for note in notes:
         log(f"warning: {note}")
     about = {
         **bench.describe(methods),
-        "outputs": kind.name,
+        "outputs": original.kind.name,
         "data": bench.test.fingerprint,
-        "images": len(labels),
+        "images": len(original.labels),
         "notes": notes,
     }
-    trials, results = Trials((), accuracy, about), []
+    trials, results = Trials((), original.accuracy, about), []
     for method in methods:
         compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
-        for point in points(method, compressor, before, shares, targets):
+        for point in points(method, compressor, original.costs, shares, targets):
             if isinstance(point, Unreached):
                 trials = replace(trials, unreached=(*trials.unreached, point))
                 log(" ".join((point.method, point.cells[2])))
             else:
-                share, target = point
-                started = time.perf_counter()
-                candidate, costs = compressor.make(share), compressor.costs(share)
-                seconds = time.perf_counter() - started
-                candidate_outputs, labels_again = _answers(candidate, bench)
-                require_same_order(labels, labels_again)
-                macs_mean = _mean_macs(candidate, costs.macs, bench)
-                divergence = kind.divergence(outputs, candidate_outputs)  # of every image
-                candidate_decisions = kind.decisions(candidate_outputs)
-                correct = kind.labels(candidate_decisions, labels) == labels
-                trial = MethodTrial(
-                    method=method.name,
-                    share=share if method.varies else None,
-                    params=costs.params,
-                    macs=macs_mean,
-                    params_share=costs.params / before.params,
-                    macs_share=macs_mean / before.macs,
-                    accuracy=_percent(correct),
-                    change=paired_change(reference_correct, correct, bench.seed).scaled(100.0),
-                    agreement=_percent(candidate_decisions == decisions),
-                    divergence=mean_estimate(divergence, bench.seed),
-                    n=len(labels),
-                    seconds=seconds,
-                    target=target,
-                )
-                # Methods for one target have shares of their own, and are compared with one another.
-                budget = (share if method.varies and target is None else None, target)
-                results.append(ImageResults(method.name, budget, divergence, correct))
+                trial, result = original.trial(method, compressor, *point)
+                results.append(result)
                 # All of them again: Holm's correction depends on the number of differences.
                 differences = paired_differences(results, bench.seed)
                 trials = replace(trials, trials=(*trials.trials, trial), differences=differences)
@@ -247,6 +218,66 @@ def compare_methods(
             if out is not None:
                 trials.save(out)
     return trials
+
+
+@dataclass(frozen=True, eq=False)
+class _Original:
+    """The original on the test images, which every trial is compared with."""
+
+    bench: MethodBench
+    kind: OutputKind
+    costs: ModelCosts
+    outputs: Float[Tensor, "images classes"]
+    labels: Int[Tensor, "images"]
+
+    @classmethod
+    def measured(cls, bench: MethodBench) -> "_Original":
+        model = bench.model
+        return cls(bench, output_kind_of(model), family_of(model).costs(model), *_answers(model, bench))
+
+    @cached_property
+    def decisions(self) -> Int[Tensor, "images"]:
+        return self.kind.decisions(self.outputs)
+
+    @cached_property
+    def correct(self) -> Bool[Tensor, "images"]:
+        return self.kind.labels(self.decisions, self.labels) == self.labels
+
+    @property
+    def accuracy(self) -> Estimate:
+        return _percent(self.correct)
+
+    def trial(
+        self, method: Method, compressor: ModelCompressor, share: float, target: float | None
+    ) -> tuple[MethodTrial, ImageResults]:
+        """Makes and measures the model of one method at one share."""
+        started = time.perf_counter()
+        candidate, costs = compressor.make(share), compressor.costs(share)
+        seconds = time.perf_counter() - started
+        outputs, labels = _answers(candidate, self.bench)
+        require_same_order(self.labels, labels)
+        macs, decisions = _mean_macs(candidate, costs.macs, self.bench), self.kind.decisions(outputs)
+        divergence = self.kind.divergence(self.outputs, outputs)  # of every image
+        correct, seed = self.kind.labels(decisions, labels) == labels, self.bench.seed
+        requested_share = share if method.varies else None
+        trial = MethodTrial(
+            method=method.name,
+            share=requested_share,
+            params=costs.params,
+            macs=macs,
+            params_share=costs.params / self.costs.params,
+            macs_share=macs / self.costs.macs,
+            accuracy=_percent(correct),
+            change=paired_change(self.correct, correct, seed).scaled(100.0),
+            agreement=_percent(decisions == self.decisions),
+            divergence=mean_estimate(divergence, seed),
+            n=len(labels),
+            seconds=seconds,
+            target=target,
+        )
+        # Methods for one target have shares of their own, and are compared with one another.
+        budget = (requested_share if target is None else None, target)
+        return trial, ImageResults(method.name, budget, divergence, correct)
 
 
 def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
