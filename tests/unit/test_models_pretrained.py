@@ -227,6 +227,14 @@ def test_a_refused_class_is_not_described_as_another_attention(name: str) -> Non
     assert "softmax" not in str(refusal.value) and "norm" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("classes", [0, 5])
+def test_a_model_without_pooling_is_refused(classes: int) -> None:
+    with pytest.raises(
+        NotSupported, match=r"returns the shape \(2, 5, \d+\) for 2 images, not one row.*global_pool='avg'"
+    ):
+        TIMM.adopt(of_timm(VIT, global_pool="", num_classes=classes))
+
+
 def test_gates_and_replaced_projections_are_refused_by_name() -> None:
     model = of_timm(VIT)
     model.blocks[1].attn = timm.layers.Attention(12, 3, qkv_bias=True, gated=True).double()

@@ -120,6 +120,27 @@ def test_a_wrong_pooling_is_found() -> None:
         rx.load(shaken(Mean()), reader=OWN, factory=Mean)
 
 
+OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "tuple": (lambda logits: (logits, None), "returns a tuple for 2 images, not one row"),
+    "dictionary": (lambda logits: {"logits": logits}, "returns a dict for 2 images"),
+    "tokens": (lambda logits: logits[:, None], r"returns the shape \(2, 1, 5\)"),
+    "numbers": (lambda logits: logits[:, 0], r"returns the shape \(2,\)"),
+    "error": (lambda logits: logits.nowhere, "cannot be run on images of its input shape.*AttributeError: .*nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_model_must_return_one_row_per_image(name: str) -> None:
+    convert, message = OUTPUTS[name]
+
+    class Other(OwnViT):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return convert(super().forward(images))
+
+    with pytest.raises(NotSupported, match=message):
+        rx.load(shaken(Other()), reader=OWN, factory=Other)
+
+
 def test_the_first_block_that_differs_is_named_with_its_part() -> None:
     for part, reason in (("attend", "its attention computes something else"), ("ffn", "the MLP or a norm")):
         model = shaken(OwnViT(depth=3))
