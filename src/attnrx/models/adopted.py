@@ -278,6 +278,12 @@ def assembled(  # noqa: PLR0913  (keywords)
     that are rotated, if any; `inner_norms` are modules by name (INNER_NORMS).
     """
     rows, width = weights[0].shape
+    shapes = [tuple(weight.shape) for weight in weights]
+    if rows % heads or shapes != [(rows, width)] * 3 + [(width, rows)]:
+        raise NotSupported(
+            f"attention with {heads} heads and projections of queries, keys, values and outputs of the shapes {shapes} "
+            "is not supported: the first three must have equal shapes, and as many rows in every head."
+        )
     ranks, norms = (rows // heads,) * heads, dict(inner_norms or {})
     present = tuple(name for name, bias in zip(BIASES, biases, strict=True) if bias is not None)
     spec = AttentionSpec(
