@@ -158,6 +158,57 @@ def test_a_wrong_type_of_a_field_is_refused_by_name() -> None:
         rx.load(OwnViT(), reader=wrong_reader)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(12, 12)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        values, gate = self.first(tokens).chunk(2, -1)
+        return self.second(values * gate.sigmoid())
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(tokens).softmax(-1))
+
+
+class Activated(Mixing):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "maps", "is_read"),
+    [
+        (Gated, ("first", "second"), False),
+        (Mixing, ("first", "second"), False),
+        (Activated, ("second", "first"), False),
+        (Activated, ("first", "second"), True),
+        (Gated, None, True),
+    ],
+)
+def test_hidden_units_that_depend_on_each_other_are_found(
+    kind: type[nn.Module], maps: tuple[str, str] | None, is_read: bool
+) -> None:
+    def make() -> OwnViT:
+        model = OwnViT()
+        for block in model.stages:
+            block.ffn = kind()
+        return model
+
+    reader = replace(OWN, maps=maps)
+    if is_read:
+        assert isinstance(rx.load(shaken(make()), reader=reader, factory=make), nn.Module)
+    else:
+        with pytest.raises(NotSupported, match=r"in block 0 more than an activation.*State maps=None"):
+            rx.load(shaken(make()), reader=reader, factory=make)
+
+
 def test_a_wrong_pooling_is_found() -> None:
     class Mean(OwnViT):
         def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.attention import Attention
@@ -176,7 +179,43 @@ class ReaderFamily(AdoptedFamily):
                 f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
                 f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
             )
+        if self.has_plain_units(adopted):
+            self._require_separate_units(adopted)
         return adopted
+
+    def _require_separate_units(self, adopted: Adopted) -> None:
+        """Raises NotSupported unless every hidden unit of an MLP depends on one row of its first map only."""
+        # Of two images. In every MLP the second image gets the first one's outputs of the first map, with every other
+        # unit changed: in the input of the second map the units between must be equal, whatever the blocks before
+        # computed. A gate, a softmax or maps in the other order are found so.
+        reader, separate = self.reader(adopted.source), [False] * len(self.mlp(adopted))
+
+        def change(first: nn.Module, args: object, output: Tensor) -> Tensor:
+            # In halves, because an MLP may join the images and their tokens to one axis.
+            base = output.chunk(2)[0]
+            changed = base.clone()
+            changed[..., ::2] += 1 + 4 * base.abs().max()
+            return torch.cat([base, changed])
+
+        def compare(index: int, units: int, second: nn.Module, args: tuple[Tensor, ...]) -> None:
+            base, changed = args[0].chunk(2)
+            difference = (changed - base).abs()
+            among, between = difference[..., ::2].max(), difference[..., 1::2].amax()
+            separate[index] = args[0].shape[-1] == units and bool(among > 0) and bool(between <= 1e-3 * among)
+
+        image = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
+        with evaluating((adopted,)), ExitStack() as hooks:
+            for index, (first, second) in enumerate(self.mlp(adopted)):
+                linear: Any = first
+                hooks.enter_context(linear.register_forward_hook(change))
+                hooks.enter_context(second.register_forward_pre_hook(partial(compare, index, linear.out_features)))
+            adopted(image.expand(2, -1, -1, -1))
+        if not all(separate):
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: in block {separate.index(False)} more than an "
+                f"activation is between the maps {reader.maps} of the MLP, or their order is another one. State "
+                "maps=None in the reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
+            )
 
     def paths(self, source: nn.Module) -> ModelPaths:
         reader = self.reader(source)
