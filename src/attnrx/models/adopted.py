@@ -172,8 +172,15 @@ class Adopted(nn.Module):
         the class token if the head uses no other token.
         """
         reduction, last = reduction_of(self), self.last
+        recomputed = _is_recomputed(self.source)
+        if recomputed and reduction is not None:
+            raise NotSupported(
+                "gradient checkpointing computes the blocks again in the backward pass, without the state of tokens "
+                "that are pruned or merged: switch it off, e.g. model.source.set_grad_checkpointing(False) of timm or "
+                "model.source.gradient_checkpointing_disable() of transformers."
+            )
         if last is not None:
-            last.at_work = not blocks and not last.watched
+            last.at_work = not blocks and not last.watched and not recomputed
         try:
             with nullcontext() if reduction is None else reduction.restoring(blocks):
                 yield
@@ -192,6 +199,15 @@ class Adopted(nn.Module):
     def logits(self, images: Tensor) -> Any:
         """Returns the output of the library's model; `forward` refuses any other than one row per image."""
         return self.source(images)
+
+
+def _is_recomputed(source: nn.Module) -> bool:
+    """Returns whether the library computes its blocks again in the backward pass (gradient checkpointing)."""
+    # timm and open_clip do so in both modes, transformers in training only.
+    return torch.is_grad_enabled() and any(
+        getattr(part, "grad_checkpointing", False) or (part.training and getattr(part, "gradient_checkpointing", False))
+        for part in source.modules()
+    )
 
 
 class RotationCache:
