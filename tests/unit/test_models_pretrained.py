@@ -235,6 +235,29 @@ def test_a_model_without_pooling_is_refused(classes: int) -> None:
         TIMM.adopt(of_timm(VIT, global_pool="", num_classes=classes))
 
 
+WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "data parallel": (nn.DataParallel, "module"),
+    "compiled": (torch.compile, "_orig_mod"),
+    "sequence": (lambda model: nn.Sequential(nn.Identity(), model), "1"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("case", ["vit", "hf vit"])
+def test_a_wrapper_is_refused_with_the_path_of_its_model(name: str, case: str) -> None:
+    wrap, path = WRAPPERS[name]
+    model = CASES[case][1]()
+    for inside in (model, adopted_once(case)[2]):
+        with pytest.raises(NotSupported, match=rf"but the {type(inside).__name__} in it is: .*\('{path}'\)"):
+            load(wrap(inside))
+
+
+def test_a_model_around_a_supported_one_is_refused_with_its_path() -> None:
+    features = of_timm(VIT, features_only=True, out_indices=(1,))
+    with pytest.raises(NotSupported, match=r"FeatureGetterNet .* the VisionTransformer in it .*\('model'\)"):
+        load(features)
+
+
 def test_gates_and_replaced_projections_are_refused_by_name() -> None:
     model = of_timm(VIT)
     model.blocks[1].attn = timm.layers.Attention(12, 3, qkv_bias=True, gated=True).double()
