@@ -272,7 +272,27 @@ def test_gates_and_replaced_projections_are_refused_by_name() -> None:
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "norm": (lambda model: setattr(model.blocks[1], "norm1", nn.LayerNorm(12, eps=0.1).double()), "changed after"),
     "epsilon": (lambda model: setattr(model.blocks[1].norm1, "eps", 2e-6), "changed after"),  # too little for logits
-    "layers": (lambda model: setattr(model, "blocks", model.blocks[:1]), "has 2 layers, but 1 are described"),
+    "layers": (
+        lambda model: setattr(model, "blocks", model.blocks[:1]),
+        "has 2 layers, .* 1: blocks cannot",
+    ),
+    "head": (
+        lambda model: setattr(model, "head", nn.Linear(12, 7).double()),
+        r"num_classes=N.*It has \(head\): Linear\(in_features=12, out_features=7, .* rebuilt one has .*out_features=5",
+    ),
+    "parameter": (
+        lambda model: setattr(model, "pos_embed", nn.Parameter(model.pos_embed[0])),
+        r"It has source.pos_embed \(5, 12\), and the rebuilt one has source.pos_embed \(1, 5, 12\)",
+    ),
+    "shared block": (
+        lambda model: model.blocks.__setitem__(1, model.blocks[0]),
+        "shares one tensor between .*blocks.0",
+    ),
+    "shared weight": (
+        lambda model: setattr(model.blocks[1].norm1, "weight", model.blocks[0].norm1.weight),
+        "shares one tensor between .*blocks.0.norm1.weight and .*blocks.1.norm1.weight",
+    ),
+    "types": (lambda model: model.head.float(), "mixes floating-point types"),
     "hook": (
         lambda model: model.blocks[0].attn.register_forward_hook(lambda *given: 2 * given[-1]),
         "something else than plain softmax",
