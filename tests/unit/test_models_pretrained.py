@@ -235,9 +235,9 @@ def test_a_model_without_pooling_is_refused(classes: int) -> None:
         TIMM.adopt(of_timm(VIT, global_pool="", num_classes=classes))
 
 
-WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+WRAPPERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "data parallel": (nn.DataParallel, "module"),
-    "compiled": (torch.compile, "_orig_mod"),
+    "compiled": (lambda model: torch.compile(model), "_orig_mod"),
     "sequence": (lambda model: nn.Sequential(nn.Identity(), model), "1"),
 }
 

@@ -226,7 +226,7 @@ OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "dictionary": (lambda logits: {"logits": logits}, "returns a dict for 2 images"),
     "tokens": (lambda logits: logits[:, None], r"returns the shape \(2, 1, 5\)"),
     "numbers": (lambda logits: logits[:, 0], r"returns the shape \(2,\)"),
-    "error": (lambda logits: logits.nowhere, "cannot be run on images of its input shape.*AttributeError: .*nowhere"),
+    "error": (lambda logits: [][1], "cannot be run on images of its input shape.*IndexError: list index"),
 }
 
 
