@@ -143,6 +143,19 @@ def test_whoever_watches_or_trains_the_last_layer_sees_all_tokens() -> None:
         assert model.source.forward_features(inputs).shape[1] == layout.tokens  # the model inside is whole
 
 
+def test_blocks_that_are_computed_again_for_gradients_have_all_tokens() -> None:
+    model: Any = fresh("vit")
+    inputs, gradients = batch(model), []
+    for checkpointing in (False, True):
+        model.source.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=1e-10)
+    # Without gradients nothing is computed again.
+    assert tokens_through(model, inputs)[1] == [family_of(model).token_layout(model).prefix]
+
+
 def test_a_failed_call_leaves_the_model_whole() -> None:
     model: Any = fresh("vit")
     inputs, layout = batch(model), family_of(model).token_layout(model)

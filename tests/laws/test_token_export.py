@@ -1,8 +1,10 @@
 """Exported == eager: what leaves a model is chosen in the exported program as it is in the model."""
 
+import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from test_tokens import deep, fits, inputs, reduced
 from torch import nn
 
 import cases
+from attnrx.exporting import export
 from attnrx.models import attach_tokens_, family_of
 from attnrx.realization import realize
 from attnrx.tokens import TokenPolicy
 from cases import PATTERNS, REDUCTIONS
+from pretrained import adopted_once
 
 # Every reducer on a model of timm; one of each kind on one of ours, of transformers, and LV-ViT; some with two stages.
 FIRST = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())
@@ -48,6 +52,20 @@ def test_one_export_is_for_batches_of_any_size(kind: str) -> None:
     program = exported(model, dynamic=True)
     require_same(model, program, 3)
     require_same(model, program, 7)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("beit, bias per layer", "evit"), ("hf beit, one bias", "tome")])
+def test_biases_of_the_pairs_that_are_left_are_exported_for_any_batch(name: str, kind: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(adopted_once(name)[2]).float()
+    attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS[kind], (2,), (0.5,)), "compress")
+    file, images = export(model, tmp_path / "model.onnx"), inputs(model, 3).float()
+    with torch.no_grad():
+        torch.testing.assert_close(file(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+def test_patches_in_their_order_are_exported_for_batches_of_any_size() -> None:
+    model = adopted_once("hf mae")[2]
+    require_same(model, exported(model, dynamic=True), 5)
 
 
 @pytest.mark.slow

@@ -255,6 +255,20 @@ def test_a_soft_reducer_is_trained(reducer, tmp_path: Path) -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "switch"), [("vit", "set_grad_checkpointing"), ("hf vit", "gradient_checkpointing_enable")]
+)
+def test_pruned_tokens_are_not_computed_again_for_gradients(name: str, switch: str) -> None:
+    model = copy.deepcopy(adopted_once(name)[2])
+    attach_tokens_(model, family_of(model), TokenPolicy(DynamicViT(), (2,), (0.5,)), "mask")
+    images = torch.zeros(2, *family_of(model).input_shape(model), dtype=torch.float64)
+    getattr(model.source, switch)()
+    with pytest.raises(NotSupported, match="gradient checkpointing computes the blocks again"):
+        model.train()(images)
+    with torch.no_grad():
+        assert model.eval()(images).shape[0] == 2
+
+
 def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
     """Even a predictor that wants to drop everything leaves a finite loss and gradient."""
     model = reducing(Spot(), 0.3)

@@ -227,6 +227,37 @@ def test_a_refused_class_is_not_described_as_another_attention(name: str) -> Non
     assert "softmax" not in str(refusal.value) and "norm" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("classes", [0, 5])
+def test_a_model_without_pooling_is_refused(classes: int) -> None:
+    with pytest.raises(
+        NotSupported, match=r"returns the shape \(2, 5, \d+\) for 2 images, not one row.*global_pool='avg'"
+    ):
+        TIMM.adopt(of_timm(VIT, global_pool="", num_classes=classes))
+
+
+WRAPPERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "data parallel": (nn.DataParallel, "module"),
+    "compiled": (lambda model: torch.compile(model), "_orig_mod"),
+    "sequence": (lambda model: nn.Sequential(nn.Identity(), model), "1"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("case", ["vit", "hf vit"])
+def test_a_wrapper_is_refused_with_the_path_of_its_model(name: str, case: str) -> None:
+    wrap, path = WRAPPERS[name]
+    model = CASES[case][1]()
+    for inside in (model, adopted_once(case)[2]):
+        with pytest.raises(NotSupported, match=rf"but the {type(inside).__name__} in it is: .*\('{path}'\)"):
+            load(wrap(inside))
+
+
+def test_a_model_around_a_supported_one_is_refused_with_its_path() -> None:
+    features = of_timm(VIT, features_only=True, out_indices=(1,))
+    with pytest.raises(NotSupported, match=r"FeatureGetterNet .* the VisionTransformer in it .*\('model'\)"):
+        load(features)
+
+
 def test_gates_and_replaced_projections_are_refused_by_name() -> None:
     model = of_timm(VIT)
     model.blocks[1].attn = timm.layers.Attention(12, 3, qkv_bias=True, gated=True).double()
@@ -241,7 +272,27 @@ def test_gates_and_replaced_projections_are_refused_by_name() -> None:
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "norm": (lambda model: setattr(model.blocks[1], "norm1", nn.LayerNorm(12, eps=0.1).double()), "changed after"),
     "epsilon": (lambda model: setattr(model.blocks[1].norm1, "eps", 2e-6), "changed after"),  # too little for logits
-    "layers": (lambda model: setattr(model, "blocks", model.blocks[:1]), "has 2 layers, but 1 are described"),
+    "layers": (
+        lambda model: setattr(model, "blocks", model.blocks[:1]),
+        "has 2 layers, .* 1: blocks cannot",
+    ),
+    "head": (
+        lambda model: setattr(model, "head", nn.Linear(12, 7).double()),
+        r"num_classes=N.*It has \(head\): Linear\(in_features=12, out_features=7, .* rebuilt one has .*out_features=5",
+    ),
+    "parameter": (
+        lambda model: setattr(model, "pos_embed", nn.Parameter(model.pos_embed[0])),
+        r"It has source.pos_embed \(5, 12\), and the rebuilt one has source.pos_embed \(1, 5, 12\)",
+    ),
+    "shared block": (
+        lambda model: model.blocks.__setitem__(1, model.blocks[0]),
+        "shares one tensor between .*blocks.0",
+    ),
+    "shared weight": (
+        lambda model: setattr(model.blocks[1].norm1, "weight", model.blocks[0].norm1.weight),
+        "shares one tensor between .*blocks.0.norm1.weight and .*blocks.1.norm1.weight",
+    ),
+    "types": (lambda model: model.head.float(), "mixes floating-point types"),
     "hook": (
         lambda model: model.blocks[0].attn.register_forward_hook(lambda *given: 2 * given[-1]),
         "something else than plain softmax",

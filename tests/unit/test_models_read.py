@@ -3,11 +3,12 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import timm
 import torch
@@ -21,6 +22,7 @@ from pretrained import (
     OPEN_CLIP,
     OWN,
     TORCHVISION,
+    OwnAttention,
     OwnViT,
     adopted_once,
     inputs,
@@ -98,6 +100,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "patches": ({"patches": "stages"}, "not the convolution"),
     "tokens": ({"prefix_tokens": 2}, "receive 5 tokens, and prefix_tokens=2"),
     "shape": ({"input_shape": (3, 20, 16)}, "do not tile"),
+    "other size": ({"input_shape": (3, 24, 24)}, r"of shape \(2, 3, 24, 24\) it raises RuntimeError"),
+    "number of heads": ({"heads": 5}, r"attention with 5 heads and .* shapes \[\(12, 12\)"),
+    "no heads": ({"heads": 0}, "heads=0: give a number of 1 or more"),
+    "zero scale": ({"scale": 0.0}, "scale=0.0: give a positive number"),
+    "no class token": ({"prefix_tokens": 0}, "prefix_tokens=0 with pooling=.class.: give"),
+    "no blocks": ({"blocks": "final"}, "final has no blocks"),
+    "weights": ({"returns_weights": True}, "its attention computes something else.*it raises TypeError"),
 }
 
 
@@ -106,6 +115,98 @@ def test_a_wrong_reader_is_refused_by_name(name: str) -> None:
     changes, message = WRONG[name]
     with pytest.raises((NotSupported, InvalidInput), match=message):
         rx.load(shaken(OwnViT()), reader=replace(OWN, **changes))
+
+
+class GroupedAttention(OwnAttention):
+    """Attention whose heads share the keys."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__(width, heads)
+        self.to_k = nn.Linear(width, width // heads, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        batch, count, width = tokens.shape
+        query, value = (part(tokens).view(batch, count, self.heads, -1).mT for part in (self.to_q, self.to_v))
+        weights = (query.mT @ self.to_k(tokens)[:, None].mT).softmax(-1)
+        return self.mix((weights @ value.mT).transpose(1, 2).reshape(batch, count, width))
+
+
+def test_shared_keys_are_refused_by_their_shape() -> None:
+    model = OwnViT()
+    for block in model.stages:
+        block.attend = GroupedAttention(12, 3)
+    with pytest.raises(NotSupported, match=r"3 heads and .* \[\(12, 12\), \(4, 12\)"):
+        rx.load(shaken(model), reader=OWN)
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """Switches off the check of types at run time, which users do not have."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_wrong_type_of_a_field_is_refused_by_name() -> None:
+    wrong = {"input_shape": "16", "mean": 0.5, "maps": ("0",), "projections": "to_q", "blocks": None, "heads": 1.5}
+    for name, value in wrong.items():
+        with pytest.raises(InvalidInput, match=f"{name}=.*: give"):
+            replace(OWN, **{name: value})
+    wrong_reader: Any = "stages"
+    with pytest.raises(InvalidInput, match=r"reader='stages': give an attnrx\.Reader"):
+        rx.load(OwnViT(), reader=wrong_reader)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(12, 12)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        values, gate = self.first(tokens).chunk(2, -1)
+        return self.second(values * gate.sigmoid())
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(tokens).softmax(-1))
+
+
+class Activated(Mixing):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "maps", "is_read"),
+    [
+        (Gated, ("first", "second"), False),
+        (Mixing, ("first", "second"), False),
+        (Activated, ("second", "first"), False),
+        (Activated, ("first", "second"), True),
+        (Gated, None, True),
+    ],
+)
+def test_hidden_units_that_depend_on_each_other_are_found(
+    kind: type[nn.Module], maps: tuple[str, str] | None, is_read: bool
+) -> None:
+    def make() -> OwnViT:
+        model = OwnViT()
+        for block in model.stages:
+            block.ffn = kind()
+        return model
+
+    reader = replace(OWN, maps=maps)
+    if is_read:
+        assert isinstance(rx.load(shaken(make()), reader=reader, factory=make), nn.Module)
+    else:
+        with pytest.raises(NotSupported, match=r"in block 0 more than an activation.*State maps=None"):
+            rx.load(shaken(make()), reader=reader, factory=make)
 
 
 def test_a_wrong_pooling_is_found() -> None:
@@ -118,6 +219,27 @@ def test_a_wrong_pooling_is_found() -> None:
 
     with pytest.raises(NotSupported, match=r"the head uses other tokens.*The outputs of all 2 blocks are equal"):
         rx.load(shaken(Mean()), reader=OWN, factory=Mean)
+
+
+OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "tuple": (lambda logits: (logits, None), "returns a tuple for 2 images, not one row"),
+    "dictionary": (lambda logits: {"logits": logits}, "returns a dict for 2 images"),
+    "tokens": (lambda logits: logits[:, None], r"returns the shape \(2, 1, 5\)"),
+    "numbers": (lambda logits: logits[:, 0], r"returns the shape \(2,\)"),
+    "error": (lambda logits: [][1], "cannot be run on images of its input shape.*IndexError: list index"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_model_must_return_one_row_per_image(name: str) -> None:
+    convert, message = OUTPUTS[name]
+
+    class Other(OwnViT):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return convert(super().forward(images))
+
+    with pytest.raises(NotSupported, match=message):
+        rx.load(shaken(Other()), reader=OWN, factory=Other)
 
 
 def test_the_first_block_that_differs_is_named_with_its_part() -> None:

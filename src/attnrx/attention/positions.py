@@ -36,9 +36,9 @@ class Positions:
             sin = _gathered(self.sin, safe).masked_fill(added[..., None, None], 0.0)
         if self.bias is not None:
             # A bias is of all tokens, and `indices` are of patches: those of the prefix precede them.
-            first = torch.arange(self.prefix, device=indices.device).expand(len(indices), -1)
+            first = torch.arange(self.prefix, device=indices.device).expand(indices.shape[0], -1)
             tokens = torch.cat([first, self.prefix + safe], dim=1)
-            images, heads, count = len(indices), *self.bias.shape[1:3]
+            images, heads, count = indices.shape[0], *self.bias.shape[1:3]
             # Queries, then keys: [images, heads, kept, tokens], then [images, heads, kept, kept].
             rows = tokens[:, None, :, None].expand(-1, heads, -1, count)
             bias = self.bias.expand(images, -1, -1, -1).gather(2, rows)

@@ -41,6 +41,7 @@ from attnrx.models.token_hooks import (
 from attnrx.models.token_reduction import TokenReduction
 from attnrx.models.torchvision_family import TorchvisionFamily
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
+from attnrx.models.unsupported_features import model_name
 from attnrx.models.vit import SCENARIOS, VisionTransformer, ViTConfig, ViTFamily, named_config
 from attnrx.serialization.hub import download
 
@@ -123,11 +124,23 @@ def family_of(model: nn.Module) -> Family:
             f"this {type(model).__name__} still has the attention of its own library: adopt it first with "
             "attnrx.load(model), which returns a copy with the same logits."
         )
+    _require_no_supported_part(model)
     raise NotSupported(
-        f"{type(model).__module__}.{type(model).__name__} is not supported; "
+        f"{model_name(model)} is not supported; "
         f"use {', '.join(model_names())}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by "
         "attnrx. For a model of your own state where its parts are: attnrx.load(model, reader=attnrx.Reader(...))."
     )
+
+
+def _require_no_supported_part(model: nn.Module) -> None:
+    """Raises NotSupported for a wrapper of any kind around a model that is supported, with the path of that model."""
+    for path, part in model.named_modules():
+        is_adoptable = any(library.adopts(part) and not any(library.refusals(part)) for library in LIBRARIES.values())
+        if path and (is_adoptable or any(family.matches(part) for family in FAMILIES)):
+            raise NotSupported(
+                f"{model_name(model)} is not supported, but the {type(part).__name__} in it is: give "
+                f"model.get_submodule({path!r})."
+            )
 
 
 def model_names() -> tuple[str, ...]:
@@ -141,14 +154,14 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
     computed.
     """
-    library, _, model_name = name.partition(":")
+    library, _, architecture = name.partition(":")
     if library in LIBRARIES:
-        return LIBRARIES[library].fresh(model_name, **changes)
+        return LIBRARIES[library].fresh(architecture, **changes)
     if name not in _OWN:
         raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
     if library == "lvvit":
-        return initialize_(LVViT(lvvit_config(model_name, **changes)), seed, strength)
-    return initialize_(VisionTransformer(named_config(library, model_name, **changes)), seed, strength)
+        return initialize_(LVViT(lvvit_config(architecture, **changes)), seed, strength)
+    return initialize_(VisionTransformer(named_config(library, architecture, **changes)), seed, strength)
 
 
 def load_model(
@@ -201,6 +214,8 @@ def _load_folder(folder: Path | str, factory: Factory | None) -> nn.Module:
 def _adopt_if_foreign(model: nn.Module) -> nn.Module:
     for library in LIBRARIES.values():
         if library.adopts(model):
+            if any(library.refusals(model)):
+                _require_no_supported_part(model)
             return library.adopt(model)
     family_of(model)  # raises an error for a model without a family
     return model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, Positions
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.models.call_state import CallState
 from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.observation_hooks import evaluating
@@ -153,7 +153,16 @@ class Adopted(nn.Module):
 
     def _forward_chunk(self, images: Tensor) -> Tensor:
         with self.restoring(()):  # logits need no features of pruned patches
-            return self.logits(images)
+            outputs = self.logits(images)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            is_tensor = isinstance(outputs, Tensor)
+            found = f"the shape {tuple(outputs.shape)}" if is_tensor else f"a {type(outputs).__name__}"
+            raise NotSupported(
+                f"{self.origin.architecture} returns {found} for {len(images)} images, not one row of logits or "
+                f"features per image. Load a model that pools its tokens (of timm e.g. with global_pool='avg') and "
+                "returns one tensor."
+            )
+        return outputs
 
     @contextmanager
     def restoring(self, blocks: Collection[int]) -> Iterator[None]:
@@ -163,8 +172,15 @@ class Adopted(nn.Module):
         the class token if the head uses no other token.
         """
         reduction, last = reduction_of(self), self.last
+        recomputed = _is_recomputed(self.source)
+        if recomputed and reduction is not None:
+            raise NotSupported(
+                "gradient checkpointing computes the blocks again in the backward pass, without the state of tokens "
+                "that are pruned or merged: switch it off, e.g. model.source.set_grad_checkpointing(False) of timm or "
+                "model.source.gradient_checkpointing_disable() of transformers."
+            )
         if last is not None:
-            last.at_work = not blocks and not last.watched
+            last.at_work = not blocks and not last.watched and not recomputed
         try:
             with nullcontext() if reduction is None else reduction.restoring(blocks):
                 yield
@@ -180,9 +196,18 @@ class Adopted(nn.Module):
     def _last_tokens(self, images: Tensor) -> Tensor:
         raise NotSupported(f"{self.origin.architecture} has no method that returns the features of all patches.")
 
-    def logits(self, images: Tensor) -> Tensor:
-        """Returns the logits of images of the right shape."""
+    def logits(self, images: Tensor) -> Any:
+        """Returns the output of the library's model; `forward` refuses any other than one row per image."""
         return self.source(images)
+
+
+def _is_recomputed(source: nn.Module) -> bool:
+    """Returns whether the library computes its blocks again in the backward pass (gradient checkpointing)."""
+    # timm and open_clip do so in both modes, transformers in training only.
+    return torch.is_grad_enabled() and any(
+        getattr(part, "grad_checkpointing", False) or (part.training and getattr(part, "gradient_checkpointing", False))
+        for part in source.modules()
+    )
 
 
 class RotationCache:
@@ -269,6 +294,12 @@ def assembled(  # noqa: PLR0913  (keywords)
     that are rotated, if any; `inner_norms` are modules by name (INNER_NORMS).
     """
     rows, width = weights[0].shape
+    shapes = [tuple(weight.shape) for weight in weights]
+    if rows % heads or shapes != [(rows, width)] * 3 + [(width, rows)]:
+        raise NotSupported(
+            f"attention with {heads} heads and projections of queries, keys, values and outputs of the shapes {shapes} "
+            "is not supported: the first three must have equal shapes, and as many rows in every head."
+        )
     ranks, norms = (rows // heads,) * heads, dict(inner_norms or {})
     present = tuple(name for name, bias in zip(BIASES, biases, strict=True) if bias is not None)
     spec = AttentionSpec(
@@ -328,7 +359,8 @@ def require_equal_logits(
     shape = (2, *first.origin.input_shape)
     images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
     with evaluating(models):
-        expected, actual = first(images), second(images)
+        expected = _outputs(first, images, "it cannot be run on images of its input shape")
+        actual = _outputs(second, images, because)
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     limit = epsilon**0.5 * max(1.0, float(expected.abs().max()))
     difference = float((expected - actual).abs().max())
@@ -340,6 +372,19 @@ def require_equal_logits(
             f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
             f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"
         )
+
+
+def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "images features"]:
+    """Returns the outputs for the images; raises NotSupported with the reason `because` if the forward pass fails."""
+    try:
+        return model(images)
+    except AttnrxError:
+        raise
+    except Exception as error:  # the code of a model raises errors of any type
+        raise NotSupported(
+            f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
+            f"{tuple(images.shape)} it raises {type(error).__name__}: {error}"
+        ) from error
 
 
 def _outputs_of_blocks(

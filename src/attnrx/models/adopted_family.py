@@ -5,6 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.kernels.packed_linear import PackedLinear, packed_
 from attnrx.maps import LINEAR_MAPS
 from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
-from attnrx.models.family import Family, MLPRanks
+from attnrx.models.family import Family, MLPRanks, require_ordinary_weights
 from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
@@ -168,6 +169,7 @@ class AdoptedFamily(Family):
         adopted = self.model_type(copy.deepcopy(model), origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._own_attention(adopted))
+        require_ordinary_weights(adopted)  # here, because every later step requires it
         because = (
             "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
             "of its projections are not those that were read"
@@ -307,7 +309,11 @@ class AdoptedFamily(Family):
         adopted = self.model_type(created, origin)
         layers, specs = self.layers(adopted.source), description["attention"]
         if len(layers) != len(specs):
-            raise InvalidInput(f"{origin.architecture} has {len(layers)} layers, but {len(specs)} are described.")
+            raise InvalidInput(
+                f"{origin.architecture} has {len(layers)} layers, and the model that was made from it {len(specs)}: "
+                "blocks cannot be added or removed after a model is created. Create it with that number of blocks, "
+                "e.g. depth=N of timm."
+            )
         # Before the MLPs are replaced: their paths are those after `_install_`, which fuses them.
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
         for name, dtype in description.get("buffer_dtypes", {}).items():
@@ -489,19 +495,34 @@ class AdoptedFamily(Family):
         return model
 
     def _require_rebuilt(self, adopted: Adopted) -> None:
-        because = "a model rebuilt from its name and arguments differs, so it was changed after it was created"
+        because = (
+            "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
+            "change in the arguments (e.g. num_classes=N of timm) and load the weights into that model"
+        )
         with torch.device("meta"):
             rebuilt = self.build(self.describe(adopted))
         shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (adopted, rebuilt)]
         # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
         if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
-            raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}.")
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: {because}. {_first_difference(adopted, rebuilt)}"
+            )
         rebuilt.load_state_dict(adopted.state_dict(), assign=True)  # shares the weights, without a copy
         self._require_equal((adopted, rebuilt), because)
 
     def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
         paths = self.paths(models[1].source)
         require_equal_logits(models, because, lambda model: self.layers(model.source), paths.attention)
+
+
+def _first_difference(model: nn.Module, rebuilt: nn.Module) -> str:
+    """Returns which part of a model differs from the rebuilt one: a line of its text, or the shape of a tensor."""
+    lines = zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue="nothing")
+    pairs = [(own.strip(), other.strip()) for own, other in lines]
+    shapes = [{name: tuple(tensor.shape) for name, tensor in each.state_dict().items()} for each in (model, rebuilt)]
+    pairs += [tuple(f"{name} {each.get(name, 'nothing')}" for each in shapes) for name in {**shapes[0], **shapes[1]}]
+    own, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"It has {own}, and the rebuilt one has {other}."
 
 
 def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:

@@ -33,7 +33,7 @@ class OrderedImageInput(ImageInput):
         # ViTMAE sorts the patches by this noise, also where it masks none (mask_ratio 0).
         count = self.num_patches(config, (images.shape[1], images.shape[2], images.shape[3]))
         noise = torch.arange(count, device=images.device, dtype=images.dtype)
-        return {"pixel_values": images, "noise": noise.expand(len(images), -1)}
+        return {"pixel_values": images, "noise": noise.expand(images.shape[0], -1)}
 
 
 class PatchInput(ImageInput):
@@ -55,7 +55,7 @@ class PatchInput(ImageInput):
         return {
             "pixel_values": patches,
             "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.long, device=images.device),
-            "spatial_shapes": grid.expand(len(images), -1),
+            "spatial_shapes": grid.expand(images.shape[0], -1),
         }
 
 

@@ -51,6 +51,8 @@ class ModuleFamily(ReaderFamily):
 
     def read(self, model: nn.Module, reader: Reader) -> Adopted:
         """Adopts a model whose parts the reader names."""
+        if not isinstance(reader, Reader):
+            raise InvalidInput(f"reader={reader!r:.80}: give an attnrx.Reader with the paths of the model's parts.")
         kind = type(model)
         blueprint = Blueprint(reader, self.factory or kind, f"{kind.__module__}:{kind.__qualname__}")
         return self.adopt(_with_blueprint(copy.copy(model), blueprint))  # a shallow copy: the model stays as it is

@@ -1,10 +1,13 @@
 """Reads a Vision Transformer by the paths of its parts: the base of torchvision's, open_clip's and users' models."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.attention import Attention
@@ -14,6 +17,47 @@ from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
 from attnrx.models.observation_hooks import evaluating
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.shapes import Tensor, TokenBatch
+
+
+def _are(values: Any, kind: type | tuple[type, ...], *counts: int) -> bool:
+    """Returns whether these are several values of a kind, as many as one of `counts`; a list too, as JSON has no
+    tuples.
+    """
+    has_kind = isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)
+    return has_kind and (not counts or len(values) in counts)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_path_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_PATH, _NUMBERS = "the path of a module", "one number per channel, e.g. (0.5, 0.5, 0.5)"
+# Of the fields of a Reader: which values are valid, and what an error requests in place of others.
+FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "input_shape": (lambda value: _are(value, int, 3), "channels, height and width, e.g. (3, 224, 224)"),
+    **dict.fromkeys(("blocks", "attention", "mlp", "patches", "norm"), (_is_path, _PATH)),
+    **dict.fromkeys(("norm_before", "head"), (_is_path_or_none, f"{_PATH}, or None")),
+    "projections": (lambda value: _are(value, str, 2, 4), "(query_key_value, output) or (query, key, value, output)"),
+    "heads": (
+        lambda value: isinstance(value, str) or (isinstance(value, int) and value > 0),
+        "a number of 1 or more, or the name of an attribute",
+    ),
+    "scale": (
+        lambda value: value is None or (isinstance(value, int | float) and value > 0),
+        "a positive number, or None for head_dim ** -0.5",
+    ),
+    "maps": (
+        lambda value: value is None or _are(value, str, 2),
+        "the paths of two linear maps, or None for another kind of MLP",
+    ),
+    "prefix_tokens": (lambda value: isinstance(value, int) and value >= 0, "a number of 0 or more"),
+    "mean": (lambda value: _are(value, (int, float)), _NUMBERS),
+    "std": (lambda value: _are(value, (int, float)), _NUMBERS),
+}
 
 
 @dataclass(frozen=True)
@@ -54,9 +98,14 @@ class Reader:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if len(self.projections) not in (2, 4):
+        for name, (is_valid, expected) in FIELDS.items():
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise InvalidInput(f"{name}={value!r}: give {expected}.")
+        if self.pooling == "class" and self.prefix_tokens < 1:
             raise InvalidInput(
-                f"projections={self.projections}: give (query_key_value, output) or (query, key, value, output)."
+                f"prefix_tokens={self.prefix_tokens} with pooling='class': give the number of tokens before the "
+                "patches, the class token among them, or another pooling, e.g. 'mean'."
             )
 
     def required(self) -> tuple[str, ...]:
@@ -103,6 +152,8 @@ class ReaderFamily(AdoptedFamily):
         if not isinstance(named[reader.patches], nn.Conv2d):
             kind = type(named[reader.patches]).__name__
             yield Refusal(f"{reader.patches} is a {kind}, not the convolution that makes the patch tokens")
+        if not self.layers(model):
+            yield Refusal(f"{reader.blocks} has no blocks")
         for index, block in enumerate(self.layers(model)):
             inside = dict(block.named_modules())
             maps = () if reader.maps is None else tuple(f"{reader.mlp}.{name}" for name in reader.maps)
@@ -128,7 +179,43 @@ class ReaderFamily(AdoptedFamily):
                 f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
                 f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
             )
+        if self.has_plain_units(adopted):
+            self._require_separate_units(adopted)
         return adopted
+
+    def _require_separate_units(self, adopted: Adopted) -> None:
+        """Raises NotSupported unless every hidden unit of an MLP depends on one row of its first map only."""
+        # Of two images. In every MLP the second image gets the first one's outputs of the first map, with every other
+        # unit changed: in the input of the second map the units between must be equal, whatever the blocks before
+        # computed. A gate, a softmax or maps in the other order are found so.
+        reader, separate = self.reader(adopted.source), [False] * len(self.mlp(adopted))
+
+        def change(first: nn.Module, args: object, output: Tensor) -> Tensor:
+            # In halves, because an MLP may join the images and their tokens to one axis.
+            base = output.chunk(2)[0]
+            changed = base.clone()
+            changed[..., ::2] += 1 + 4 * base.abs().max()
+            return torch.cat([base, changed])
+
+        def compare(index: int, units: int, second: nn.Module, args: tuple[Tensor, ...]) -> None:
+            base, changed = args[0].chunk(2)
+            difference = (changed - base).abs()
+            among, between = difference[..., ::2].max(), difference[..., 1::2].amax()
+            separate[index] = args[0].shape[-1] == units and bool(among > 0) and bool(between <= 1e-3 * among)
+
+        image = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
+        with evaluating((adopted,)), ExitStack() as hooks:
+            for index, (first, second) in enumerate(self.mlp(adopted)):
+                linear: Any = first
+                hooks.enter_context(linear.register_forward_hook(change))
+                hooks.enter_context(second.register_forward_pre_hook(partial(compare, index, linear.out_features)))
+            adopted(image.expand(2, -1, -1, -1))
+        if not all(separate):
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: in block {separate.index(False)} more than an "
+                f"activation is between the maps {reader.maps} of the MLP, or their order is another one. State "
+                "maps=None in the reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
+            )
 
     def paths(self, source: nn.Module) -> ModelPaths:
         reader = self.reader(source)

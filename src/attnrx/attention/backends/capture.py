@@ -105,7 +105,9 @@ class AttentionCapture(Backend):
         mask = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
         if factors.bias is not None:
             mask = factors.bias if mask is None else factors.bias + mask
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
+        # The export to ONNX decomposes the kernel with a mask into products, whose output has another memory layout.
+        return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
 
     def _unfused(
         self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
