@@ -285,6 +285,26 @@ def test_a_search_goes_on_where_it_stopped(
     assert len(more.about["trials"]) == 6 and more.about["trials"][:4] == first.about["trials"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"search": Search(3, seed=1)}, {"search": Search(3, variations=2)}, {"effort": EFFORTS["quick"]}],
+    ids=str,
+)
+def test_a_search_of_other_settings_does_not_resume_stored_trials(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    def key(diagnosis: Diagnosis, **given: Any) -> str:
+        settings = PlanSettings(**{"axes": ("qk", "tokens"), "search": Search(3), "batch_size": 12, **given})
+        target = Target.parse("macs=0.6x")
+        measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
+        return Planner(measurements, settings, target)._key(0.6)
+
+    assert key(diagnosis, **changes) != key(diagnosis)
+    assert key(replace(diagnosis, about={**diagnosis.about, "data": None})) != key(diagnosis)
+    # More trials continue, and a diagnosis that was read from a file is the same.
+    assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), search=Search(9)) == key(diagnosis)
+
+
 @pytest.mark.slow
 def test_a_search_varies_the_best_that_it_knows(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, space: Space

@@ -1,5 +1,6 @@
 """The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -206,14 +207,20 @@ class Planner:
         return plans.tried(self.initial_knobs, plans.step(self.initial_knobs))
 
     def _searched(self, most: float) -> Trial:
-        requested = (
-            f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.space.reducer} "
-            f"{self.measurements.fingerprint} {len(self.measurements.trial_answers)}"
-        )
-        # `requested` is the key of stored trials: target, cost, model, space and images decide what a trial means.
         plans = _PlansAtCost(self, most)
-        self.trials = refine_plan(self.space, self.settings.search, requested, plans, self._first(most))
+        self.trials = refine_plan(self.space, self.settings.search, self._key(most), plans, self._first(most))
         return self._best(self.trials)
+
+    def _key(self, most: float) -> str:
+        """Returns the text by which stored trials are found: all that decides what a trial means and which come next.
+
+        The number of trials is not part of it, because more of them continue the search.
+        """
+        space, found, search = self.space, self.measurements, self.settings.search
+        diagnosis = space.diagnosis.fingerprint, json.dumps(space.diagnosis.about, sort_keys=True)
+        choices = space.axes, space.reducer, space.form, space.multiple, space.step
+        measured = found.fingerprint, len(found.trial_answers), self.effort
+        return f"{self.target} {most:.6f} {diagnosis} {choices} {measured} {search.seed} {search.variations}"
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
