@@ -864,6 +864,21 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "image_size of a model": (lambda: rx.ViTConfig.uniform(image_size=2**20), "image_size"),
     "std": (lambda: rx.ViTConfig.uniform(std=(0.0, 1.0, 1.0)), "std"),
     "budget": (lambda: rx.Budget(NAN), "macs=nan"),
+    "budget as text": (lambda: rx.Budget("0.5"), "macs='0.5'"),  # type: ignore[arg-type]
+    "share in place of a budget": (
+        lambda: rx.prescribe_within(small_model(), small_model(), "tokens=tome:{share}@2", 0.5),  # type: ignore[arg-type]
+        "budget=0.5: give a Budget",
+    ),
+    "share as text": (lambda: rx.load("elastic", macs="0.5"), "macs='0.5'"),  # type: ignore[arg-type]
+    "speed as text": (lambda: rx.load("elastic", faster="1.5"), "faster='1.5'"),  # type: ignore[arg-type]
+    "one budget for several sizes": (
+        lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=0.5),  # type: ignore[arg-type]
+        "macs=0.5: give budgets, e.g. macs=(0.5,)",
+    ),
+    "budgets as texts": (
+        lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=["0.5"]),  # type: ignore[arg-type, list-item]
+        "macs='0.5'",
+    ),
     "verify a path": (lambda: verify(reference="runs/cifar10"), "the reference is 'runs/cifar10': give a model"),
     "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
     "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -257,16 +258,20 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         NotSupported: No plan reaches a budget.
     """
     kinds = {"faster": faster, "macs": macs, "params": params}
+    for name, values in kinds.items():
+        if isinstance(values, str | Real):
+            raise InvalidInput(f"{name}={values!r}: give budgets, e.g. {name}=({values},).")
     given = {name: tuple(values) for name, values in kinds.items() if values}
     if len(given) != 1:
         raise InvalidInput(
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    if len(set(values)) != len(values):
+    by_value = {value: target_of(**{kind: value}) for value in values}
+    if len(by_value) != len(values):
         raise InvalidInput(f"{kind}={values}: give every budget once.")
     # From the largest model to the smallest, by shares falling and speeds rising.
-    targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in sorted(values, reverse=kind != "faster")}
+    targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
     folder = Path(folder)
     with shared_subprocess() if kind == "faster" else nullcontext():
         work = _Work.of(
