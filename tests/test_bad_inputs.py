@@ -27,6 +27,7 @@ from attnrx.errors import AttnrxError
 from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import Program
 from attnrx.exporting.exported import SCHEMA
+from attnrx.planning.plan_search import Search, _study
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import SEAL, file_sha256, read_json, sealed, write_json
 from attnrx_lab.sweeps import grid_jobs
@@ -888,6 +889,11 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "epochs must be a whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
+    "search without a seed": (lambda: Search(seed=None), "seed=None"),  # type: ignore[arg-type]
+    "search without variations": (lambda: Search(variations=0), "variations=0"),
+    "storage in no folder": (lambda: Search(storage="missing/trials.db"), "the folder of the file does not exist"),
+    "storage of no database": (lambda: _study(Search(storage=__file__), "name"), "cannot be opened as a storage"),
+    "storage of an unknown kind": (lambda: _study(Search(storage="mine://trials"), "name"), "cannot be opened"),
     "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip
 

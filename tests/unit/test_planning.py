@@ -32,7 +32,7 @@ from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.measured_costs import cached_cost_table
 from attnrx.planning.plan_measurements import PlanMeasurements
-from attnrx.planning.plan_search import Trial, _Proposals, varied, weights_of
+from attnrx.planning.plan_search import Trial, _Proposals, _study, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers
 from attnrx.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, recorded, resumed
@@ -303,6 +303,10 @@ def test_a_search_of_other_settings_does_not_resume_stored_trials(
     assert key(replace(diagnosis, about={**diagnosis.about, "data": None})) != key(diagnosis)
     # More trials continue, and a diagnosis that was read from a file is the same.
     assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), search=Search(9)) == key(diagnosis)
+
+
+def test_a_search_takes_every_seed() -> None:
+    assert _study(Search(seed=2**63 - 1), "large").sampler is not None
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +27,7 @@ EVEN, BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 6, 1 / 4, 3, 3, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
 KNOBS, CHOICES, MEASURED = "knobs", "choices", "measured"
+SEEDS = 2**32  # of the generators of the sampler
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class Search:
     def __post_init__(self):
         if self.trials < 0:
             raise InvalidInput(f"{self.trials} trials: give 0, for the closed form alone, or more.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise InvalidInput(f"seed={self.seed!r}: give a whole number, 0 or more.")
+        if self.variations < 1:
+            raise InvalidInput(f"variations={self.variations}: give 1 or more.")
+        # Before the measurements, which take longer than the search.
+        if self.storage is not None and "://" not in self.storage and not Path(self.storage).absolute().parent.is_dir():
+            raise InvalidInput(f"storage={self.storage!r}: the folder of the file does not exist; make it, or omit it.")
 
 
 def weights_of(space: Space, knobs: Mapping[str, float]) -> Weights:
@@ -109,18 +118,10 @@ def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuild
     """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`)."""
     if search.trials < 2:
         return (first,)
-    optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
-    study = optuna.create_study(
-        storage=_address(search.storage),
-        # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-        study_name=f"attnrx 7 {hashlib.sha256(requested.encode()).hexdigest()[:16]}",
-        # Multivariate: the best weight of one axis depends on those of others.
-        sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
-        load_if_exists=True,
-    )
+    # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
+    study = _study(search, f"attnrx 7 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
     proposals = _Proposals(space, builder, first, even, broad, search)
@@ -141,6 +142,27 @@ def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuild
             study.optimize(objective, n_trials=1)  # one by one, for the progress
     # All trials of the study, so that a resumed search has the finalists of one without interruption.
     return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
+
+
+def _study(search: Search, name: str) -> Any:
+    """Returns the study of this name in the storage, with the trials that it has; raises InvalidInput if that cannot be
+    opened.
+    """
+    optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Multivariate: the best weight of one axis depends on those of others.
+    sampler = optuna.samplers.TPESampler(seed=search.seed % SEEDS, multivariate=True, n_startup_trials=8)
+    sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
+    try:
+        return optuna.create_study(
+            storage=_address(search.storage), study_name=name, sampler=sampler, load_if_exists=True
+        )
+    # ImportError: the driver of the database is missing. RuntimeError: its tables are those of another version.
+    except (sqlalchemy.exc.SQLAlchemyError, ImportError, RuntimeError) as error:
+        cause = str(error).partition("\n")[0]
+        raise InvalidInput(
+            f"storage={search.storage!r} cannot be opened as a storage of trials ({cause}); give another, or omit it."
+        ) from error
 
 
 @dataclass(frozen=True)
