@@ -1,7 +1,10 @@
 """Plans: prices are what the realized model costs, damages what it answers, and nothing is promised beyond them."""
 
 import itertools
+import multiprocessing
+import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +35,7 @@ from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.measured_costs import cached_cost_table
 from attnrx.planning.plan_measurements import PlanMeasurements
-from attnrx.planning.plan_search import Trial, _Proposals, _study, varied, weights_of
+from attnrx.planning.plan_search import Trial, _Proposals, _sampler, refine_plan, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers
 from attnrx.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, recorded, resumed
@@ -306,7 +309,50 @@ def test_a_search_of_other_settings_does_not_resume_stored_trials(
 
 
 def test_a_search_takes_every_seed() -> None:
-    assert _study(Search(seed=2**63 - 1), "large").sampler is not None
+    assert _sampler(2**63 - 1, 0) is not None
+
+
+class AddedUp:
+    """Plans whose divergence is their predicted one; the measurement of the last of `count` plans is interrupted."""
+
+    def __init__(self, planner: Planner, count: int, dies: bool):
+        self.planner, self.count, self.dies = planner, count, dies
+
+    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        return self.planner.step(0.6, knobs, start)
+
+    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+        self.count -= 1
+        if self.count == 0 and self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.count == 0:
+            raise KeyboardInterrupt
+        return Trial(knobs, step, step.sensitivity, step.sensitivity)
+
+
+@pytest.mark.parametrize("count", [1, 4, 6], ids=["even", "sampled", "varied"])
+@pytest.mark.parametrize("dies", [False, True], ids=["interrupted", "killed"])
+def test_an_interrupted_search_has_the_trials_of_an_uninterrupted_one(
+    space: Space, images: ImageSet, tmp_path: Path, count: int, dies: bool
+) -> None:
+    settings = PlanSettings(batch_size=12)
+    planner = Planner(PlanMeasurements(space, settings, "macs", images), settings, Target.parse("macs=0.6x"))
+    knobs, builder = planner.initial_knobs, AddedUp(planner, 0, False)
+    first = builder.tried(knobs, builder.step(knobs))
+
+    def found(storage: str | None, count: int = 0, dies: bool = False) -> tuple[Trial, ...]:
+        return refine_plan(space, Search(7, storage=storage), "name", AddedUp(planner, count, dies), first)
+
+    storage = str(tmp_path / "trials.db")
+    if dies:
+        process = multiprocessing.get_context("fork").Process(target=found, args=(storage, count, True))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            found(storage, count)
+    assert found(storage) == found(None) == found(storage)
 
 
 @pytest.mark.slow
