@@ -16,7 +16,7 @@ from attnrx.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
 from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, own_images, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, TargetMet
+from attnrx.errors import AttnrxError, CheckpointError, DataError, InvalidInput, NotSupported, TargetMet
 from attnrx.evidence import Evidence
 from attnrx.exporting import (
     Format,
@@ -388,14 +388,16 @@ class _Work:
         preset = effort_of(effort)
         log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
         original = load(model, weights=weights).eval()
-        state = None if folder is None else Path(folder) / STATE
-        storage = None
-        if state is not None:
-            state.mkdir(parents=True, exist_ok=True)
-            storage = str(state / "trials.db")  # of the search, which resumes from it
         form = None if to is None else parse_format(to)
-        if folder is not None:  # before the work
-            require_result_folder(Path(folder), original, not by_image, form)
+        state, storage = None, None
+        if folder is not None:
+            require_result_folder(Path(folder), original, not by_image, form)  # before the work
+            state = Path(folder) / STATE
+            try:
+                state.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
+            storage = str(state / "trials.db")  # of the search, which resumes from it
         device = str(next(original.parameters()).device)
         timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
         search = Search(preset.trials, seed, storage, preset.variations)
