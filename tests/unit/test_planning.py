@@ -25,7 +25,15 @@ from attnrx.checks import Comparison, Promises
 from attnrx.checks.promises import limits_of
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, TargetMet, UnknownName
+from attnrx.errors import (
+    AttnrxError,
+    FingerprintMismatch,
+    InvalidInput,
+    NoOpPrescription,
+    NotSupported,
+    TargetMet,
+    UnknownName,
+)
 from attnrx.evidence import Finding
 from attnrx.model_outputs import KINDS, divergence, softened_divergence
 from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
@@ -306,6 +314,12 @@ def test_a_search_of_other_settings_does_not_resume_stored_trials(
     assert key(replace(diagnosis, about={**diagnosis.about, "data": None})) != key(diagnosis)
     # More trials continue, and a diagnosis that was read from a file is the same.
     assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), search=Search(9)) == key(diagnosis)
+
+
+def test_the_diagnosis_of_another_model_is_refused(diagnosis: Diagnosis, images: ImageSet) -> None:
+    for other in (cases.model(cases.CONFIGS["dense"]), cases.model(CONFIG, seed=5)):  # of other shapes, other weights
+        with pytest.raises(FingerprintMismatch, match="the model to plan for"):
+            plan(other, diagnosis, "macs=0.6x", images, images)
 
 
 def test_a_search_takes_every_seed() -> None:

@@ -14,7 +14,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.model_data import images_for
 from attnrx.model_outputs import OutputKind
-from attnrx.models import family_of, require_all_tokens
+from attnrx.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.planning.allocation import Step, filled
 from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.cost_table import CostTable
@@ -57,6 +57,7 @@ def plan(
     labels of `others` no change of accuracy is predicted.
 
     Raises:
+        FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
         TargetMet: The unchanged model meets the target.
     """
@@ -79,6 +80,9 @@ def plan_each(
     """
     parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
+    if not isinstance(diagnosis, Diagnosis):
+        raise InvalidInput(f"plan was given the diagnosis {diagnosis!r:.80}: give that of attnrx.diagnose(model, ...).")
+    diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
     measurements = None
