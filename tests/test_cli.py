@@ -18,6 +18,7 @@ from attnrx.cli.commands import command_modules, costs
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
 from attnrx.losses import Distillation, TargetRank, Task
+from attnrx.planning.effort import EFFORTS
 from attnrx.realization.distillation import Distill, distill
 from attnrx.realization.refinement import Refinement, refine
 from pictures import write_folder
@@ -457,6 +458,18 @@ def test_help_loads_none_of_the_heavy_libraries(words: list[str]) -> None:
     script = f"import sys; from attnrx.cli import main; main({words}); print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("set()")
+
+
+@pytest.mark.parametrize(
+    ("option", "field"), [("--images N", "images"), ("--trials N", "trials"), ("--rounds", "rounds")]
+)
+def test_the_help_of_plan_states_the_numbers_of_the_efforts(
+    option: str, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--help"]) == 0
+    described = " ".join(capsys.readouterr().out.partition("options:")[2].split()).partition(f" {option} ")[2]
+    quick, normal, thorough = (getattr(effort, field) for effort in EFFORTS.values())
+    assert f"({quick}, {normal} or {thorough}, by effort)" in described[:100]
 
 
 @pytest.mark.slow
