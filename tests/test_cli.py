@@ -15,8 +15,10 @@ import pytest
 import attnrx as rx
 from attnrx.cli import main
 from attnrx.cli.commands import command_modules, costs
+from attnrx.cli.commands.shrink import failures
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
+from attnrx.evidence import Finding
 from attnrx.losses import Distillation, TargetRank, Task
 from attnrx.planning.effort import EFFORTS
 from attnrx.realization.distillation import Distill, distill
@@ -470,6 +472,13 @@ def test_the_help_of_plan_states_the_numbers_of_the_efforts(
     described = " ".join(capsys.readouterr().out.partition("options:")[2].split()).partition(f" {option} ")[2]
     quick, normal, thorough = (getattr(effort, field) for effort in EFFORTS.values())
     assert f"({quick}, {normal} or {thorough}, by effort)" in described[:100]
+
+
+def test_shrink_states_which_claims_fail() -> None:
+    kept = Finding("promises", "speed, at least as predicted", 1.7, "x", limit=1.5, outcome="holds")
+    broken = Finding("promises", "agreement, at least as predicted", 80.0, "%", limit=91.25, outcome="fails")
+    (line,) = failures(rx.Evidence((kept, broken), {}))
+    assert line == "fails: agreement, at least as predicted: 80 %, limit 91.25 %"
 
 
 @pytest.mark.slow
