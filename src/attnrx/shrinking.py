@@ -40,7 +40,13 @@ from attnrx.realization.distillation import Distill
 from attnrx.realization.elastic import ORIGINAL, Elastic, Size
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
-from attnrx.result_folder import exported_paths, remove_outdated, require_own_export, require_result_folder
+from attnrx.result_folder import (
+    exported_paths,
+    remove_outdated,
+    require_elastic_folder,
+    require_own_export,
+    require_result_folder,
+)
 from attnrx.runtime.subprocess_runner import shared_subprocess
 from attnrx.shapes import ImageBatch
 
@@ -283,6 +289,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             weights=weights,
             columns=columns,
             folder=folder,
+            several_sizes=True,
             seed=seed,
             log=log,
         )
@@ -381,17 +388,21 @@ class _Work:
         weights: str | Path | None,
         columns: Columns | None,
         folder: Path | str | None,
+        several_sizes: bool = False,
         seed: int,
         log: Log,
     ) -> "_Work":
-        """Loads and diagnoses the model, and divides the images."""
+        """Loads and diagnoses the model, and divides the images; `several_sizes` are those of an elastic model."""
         preset = effort_of(effort)
         log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
         original = load(model, weights=weights).eval()
         form = None if to is None else parse_format(to)
         state, storage = None, None
-        if folder is not None:
-            require_result_folder(Path(folder), original, not by_image, form)  # before the work
+        if folder is not None:  # before the work
+            if several_sizes:
+                require_elastic_folder(Path(folder))
+            else:
+                require_result_folder(Path(folder), original, not by_image, form)
             state = Path(folder) / STATE
             try:
                 state.mkdir(parents=True, exist_ok=True)
