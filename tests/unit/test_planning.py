@@ -469,6 +469,26 @@ def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
     assert trial.step.cost <= most < 0.4
 
 
+def test_the_plan_of_a_search_that_loses_more_accuracy_is_not_taken(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
+) -> None:
+    class Divergent(Planner):
+        """A planner whose search returns a plan that loses all accuracy."""
+
+        def _keeps_accuracy(self, step: Step) -> bool:
+            return step.choices != lossy and super()._keeps_accuracy(step)
+
+        def _searched(self, most: float) -> Trial:
+            return Trial({}, Step(lossy, 0.0, 0.0), 0.0, 0.0)
+
+    lossy = Choices((6, 6, 6), (6, 6, 6), (6, 6, 6), (0, 8, 4))
+    settings, target = PlanSettings(search=Search(0), batch_size=12), Target.parse("max-drop=100")
+    measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
+    trial, most = Divergent(measurements, settings, target).for_drop()
+    assert trial.step.choices != lossy and trial.step.cost <= most
+    assert trial.divergence == measurements.deviation(trial.step.choices).mean
+
+
 def test_cost_tables_are_of_one_number_of_tokens(space: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
     table, measured = exact_cost_table(space, "macs"), []
