@@ -27,6 +27,7 @@ from attnrx.errors import AttnrxError
 from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import Program
 from attnrx.exporting.exported import SCHEMA
+from attnrx.planning.plan_search import Search, _study
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import SEAL, file_sha256, read_json, sealed, write_json
 from attnrx_lab.sweeps import grid_jobs
@@ -864,15 +865,37 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "image_size of a model": (lambda: rx.ViTConfig.uniform(image_size=2**20), "image_size"),
     "std": (lambda: rx.ViTConfig.uniform(std=(0.0, 1.0, 1.0)), "std"),
     "budget": (lambda: rx.Budget(NAN), "macs=nan"),
+    "budget as text": (lambda: rx.Budget("0.5"), "macs='0.5'"),  # type: ignore[arg-type]
+    "share in place of a budget": (
+        lambda: rx.prescribe_within(small_model(), small_model(), "tokens=tome:{share}@2", 0.5),  # type: ignore[arg-type]
+        "budget=0.5: give a Budget",
+    ),
+    "share as text": (lambda: rx.load("elastic", macs="0.5"), "macs='0.5'"),  # type: ignore[arg-type]
+    "speed as text": (lambda: rx.load("elastic", faster="1.5"), "faster='1.5'"),  # type: ignore[arg-type]
+    "one budget for several sizes": (
+        lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=0.5),  # type: ignore[arg-type]
+        "macs=0.5: give budgets, e.g. macs=(0.5,)",
+    ),
+    "budgets as texts": (
+        lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=["0.5"]),  # type: ignore[arg-type, list-item]
+        "macs='0.5'",
+    ),
     "verify a path": (lambda: verify(reference="runs/cifar10"), "the reference is 'runs/cifar10': give a model"),
     "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
     "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),
     "verify with a seed": (lambda: verify(seed=-1), "seed=-1"),
     "verify by another prescription": (lambda: verify(prescription=other_prescription()), "was made for the model"),
+    "verify by a file": (lambda: verify(prescription="plan.json"), "prescription='plan.json': give a Prescription"),
+    "verify by a folder": (lambda: verify(diagnosis="runs"), "diagnosis='runs': give a Diagnosis"),
     "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "epochs must be a whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
+    "search without a seed": (lambda: Search(seed=None), "seed=None"),  # type: ignore[arg-type]
+    "search without variations": (lambda: Search(variations=0), "variations=0"),
+    "storage in no folder": (lambda: Search(storage="missing/trials.db"), "the folder of the file does not exist"),
+    "storage of no database": (lambda: _study(Search(storage=__file__), "name"), "cannot be opened as a storage"),
+    "storage of an unknown kind": (lambda: _study(Search(storage="mine://trials"), "name"), "cannot be opened"),
     "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip
 

@@ -15,9 +15,12 @@ import pytest
 import attnrx as rx
 from attnrx.cli import main
 from attnrx.cli.commands import command_modules, costs
+from attnrx.cli.commands.shrink import failures
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
+from attnrx.evidence import Finding
 from attnrx.losses import Distillation, TargetRank, Task
+from attnrx.planning.effort import EFFORTS
 from attnrx.realization.distillation import Distill, distill
 from attnrx.realization.refinement import Refinement, refine
 from pictures import write_folder
@@ -457,6 +460,25 @@ def test_help_loads_none_of_the_heavy_libraries(words: list[str]) -> None:
     script = f"import sys; from attnrx.cli import main; main({words}); print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("set()")
+
+
+@pytest.mark.parametrize(
+    ("option", "field"), [("--images N", "images"), ("--trials N", "trials"), ("--rounds", "rounds")]
+)
+def test_the_help_of_plan_states_the_numbers_of_the_efforts(
+    option: str, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--help"]) == 0
+    described = " ".join(capsys.readouterr().out.partition("options:")[2].split()).partition(f" {option} ")[2]
+    quick, normal, thorough = (getattr(effort, field) for effort in EFFORTS.values())
+    assert f"({quick}, {normal} or {thorough}, by effort)" in described[:100]
+
+
+def test_shrink_states_which_claims_fail() -> None:
+    kept = Finding("promises", "speed, at least as predicted", 1.7, "x", limit=1.5, outcome="holds")
+    broken = Finding("promises", "agreement, at least as predicted", 80.0, "%", limit=91.25, outcome="fails")
+    (line,) = failures(rx.Evidence((kept, broken), {}))
+    assert line == "fails: agreement, at least as predicted: 80 %, limit 91.25 %"
 
 
 @pytest.mark.slow

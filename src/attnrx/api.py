@@ -43,6 +43,7 @@ from attnrx.realization.elastic import Elastic, is_elastic
 from attnrx.realization.refinement import refine
 from attnrx.realization.repair import repair
 from attnrx.reports import completed_card, is_unedited, model_card
+from attnrx.result_folder import require_no_sizes
 from attnrx.rules import RulesLike, control_prescriptions, parse_rules
 from attnrx.rules import prescribe_maps as prescribe_with
 from attnrx.serialization.hub import upload
@@ -255,6 +256,7 @@ def save(
     An existing model in the folder is replaced atomically, with its prescription, evidence and card. Files that attnrx
     did not write are kept and never overwritten; so is a card that was edited, with a `CardWarning`.
     """
+    require_no_sizes(Path(folder))
     if evidence is not None:
         # Evidence of another model beside the weights would be a false claim.
         evidence.require(model_fingerprint(model), "the model to save")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from attnrx.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
 from attnrx.costs import Conditions
 from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, own_images, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, DataError, InvalidInput, NotSupported, TargetMet
+from attnrx.errors import AttnrxError, CheckpointError, DataError, InvalidInput, NotSupported, TargetMet
 from attnrx.evidence import Evidence
 from attnrx.exporting import (
     Format,
@@ -39,7 +40,13 @@ from attnrx.realization.distillation import Distill
 from attnrx.realization.elastic import ORIGINAL, Elastic, Size
 from attnrx.realization.repair import Repair
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
-from attnrx.result_folder import exported_paths, remove_outdated, require_own_export, require_result_folder
+from attnrx.result_folder import (
+    exported_paths,
+    remove_outdated,
+    require_elastic_folder,
+    require_own_export,
+    require_result_folder,
+)
 from attnrx.runtime.subprocess_runner import shared_subprocess
 from attnrx.shapes import ImageBatch
 
@@ -257,16 +264,20 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         NotSupported: No plan reaches a budget.
     """
     kinds = {"faster": faster, "macs": macs, "params": params}
+    for name, values in kinds.items():
+        if isinstance(values, str | Real):
+            raise InvalidInput(f"{name}={values!r}: give budgets, e.g. {name}=({values},).")
     given = {name: tuple(values) for name, values in kinds.items() if values}
     if len(given) != 1:
         raise InvalidInput(
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    if len(set(values)) != len(values):
+    by_value = {value: target_of(**{kind: value}) for value in values}
+    if len(by_value) != len(values):
         raise InvalidInput(f"{kind}={values}: give every budget once.")
     # From the largest model to the smallest, by shares falling and speeds rising.
-    targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in sorted(values, reverse=kind != "faster")}
+    targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
     folder = Path(folder)
     with shared_subprocess() if kind == "faster" else nullcontext():
         work = _Work.of(
@@ -278,6 +289,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             weights=weights,
             columns=columns,
             folder=folder,
+            several_sizes=True,
             seed=seed,
             log=log,
         )
@@ -376,21 +388,27 @@ class _Work:
         weights: str | Path | None,
         columns: Columns | None,
         folder: Path | str | None,
+        several_sizes: bool = False,
         seed: int,
         log: Log,
     ) -> "_Work":
-        """Loads and diagnoses the model, and divides the images."""
+        """Loads and diagnoses the model, and divides the images; `several_sizes` are those of an elastic model."""
         preset = effort_of(effort)
         log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
         original = load(model, weights=weights).eval()
-        state = None if folder is None else Path(folder) / STATE
-        storage = None
-        if state is not None:
-            state.mkdir(parents=True, exist_ok=True)
-            storage = str(state / "trials.db")  # of the search, which resumes from it
         form = None if to is None else parse_format(to)
+        state, storage = None, None
         if folder is not None:  # before the work
-            require_result_folder(Path(folder), original, not by_image, form)
+            if several_sizes:
+                require_elastic_folder(Path(folder))
+            else:
+                require_result_folder(Path(folder), original, not by_image, form)
+            state = Path(folder) / STATE
+            try:
+                state.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
+            storage = str(state / "trials.db")  # of the search, which resumes from it
         device = str(next(original.parameters()).device)
         timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
         search = Search(preset.trials, seed, storage, preset.variations)

@@ -141,7 +141,11 @@ class AttentionSpec:
         if self.fixes_scores and any(rank != self.original_rank for rank in self.ranks):
             raise InvalidInput(f"ranks {self.ranks}: norms of query and key need all {self.original_rank} directions.")
         if self.fixes_values and (self.value_ranks is not None or self.heads != tuple(range(len(self.heads)))):
-            raise InvalidInput("a norm over the outputs of all heads needs every head and all its value dimensions.")
+            raise InvalidInput(
+                f"heads {self.heads} with value ranks {self.value_ranks}: a norm over the outputs of all heads needs "
+                "every head in its place and all its value dimensions, and heads are stored by their ranks. Give the "
+                "heads of a layer one rank, e.g. qk=uniform_rank:0.5 in place of total_rank, or realize a mask."
+            )
 
     @classmethod
     def full(cls, form: str, width: int, heads: int) -> "AttentionSpec":

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.checks import Costs, Latency
+import attnrx as rx
+import planned
+from attnrx.checks import Comparison, Costs, Latency
 from attnrx.costs import LatencyProtocol, count_params
 from attnrx.errors import InvalidInput
+from attnrx.model_data import images_for
 from comparisons import Setting
 
 
@@ -37,6 +40,19 @@ def test_frozen_models_have_costs_too():
     setting.reference.requires_grad_(False)
     *_, reference, candidate = Costs()(setting.comparison(setting.compressed))
     assert reference.outcome == candidate.outcome == "holds"
+
+
+def test_closed_forms_of_tokens_by_image_are_those_of_the_counted_pass():
+    model = planned.original()
+    noise = torch.randn(9, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    contrasts = noise * torch.linspace(0.02, 2, 9)[:, None, None, None]
+    images = images_for(model, [(image[None], torch.zeros(1, dtype=torch.long)) for image in contrasts])
+    small = rx.realize(model, rx.prescribe(model, "tokens=ward:mean=0.6@2"), calibration=images)
+    comparison = Comparison(small, model, images)
+    _, macs, _, candidate = Costs()(comparison)
+    assert macs.details["least"] < macs.details["most"]  # the first image, which is counted, and the last
+    assert candidate.outcome == "holds", candidate
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_latency_and_memory_name_their_conditions():

@@ -161,3 +161,18 @@ def test_bad_requests_of_a_folder_are_named(made: Elastic, tmp_path: Path) -> No
     (tmp_path / "elastic.json").write_text(json.dumps(damaged))
     with pytest.raises(CheckpointError, match="macs"):
         rx.load(tmp_path, macs=0.5)
+
+
+def test_a_folder_has_a_model_or_sizes(made: Elastic, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="the folder of an elastic model"):
+        rx.save(original(), made.folder)
+    lines: list[str] = []
+    with pytest.raises(InvalidInput, match="the folder of an elastic model"):
+        rx.shrink(original(), images(48), macs=0.8, folder=made.folder, log=lines.append)
+    rx.save(original(), tmp_path / "model")
+    with pytest.raises(InvalidInput, match="has a model"):
+        rx.elastic(original(), images(48), tmp_path / "model", macs=(0.8,), log=lines.append)
+    (tmp_path / "elastic.json").write_text("mine")
+    with pytest.raises(InvalidInput, match=r"elastic\.json"):
+        rx.elastic(original(), images(48), tmp_path, macs=(0.8,), log=lines.append)
+    assert "diagnosing" not in lines and (tmp_path / "elastic.json").read_text() == "mine"

@@ -1,7 +1,10 @@
 """Plans: prices are what the realized model costs, damages what it answers, and nothing is promised beyond them."""
 
 import itertools
+import multiprocessing
+import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +25,15 @@ from attnrx.checks import Comparison, Promises
 from attnrx.checks.promises import limits_of
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, TargetMet, UnknownName
+from attnrx.errors import (
+    AttnrxError,
+    FingerprintMismatch,
+    InvalidInput,
+    NoOpPrescription,
+    NotSupported,
+    TargetMet,
+    UnknownName,
+)
 from attnrx.evidence import Finding
 from attnrx.model_outputs import KINDS, divergence, softened_divergence
 from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
@@ -32,7 +43,7 @@ from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.measured_costs import cached_cost_table
 from attnrx.planning.plan_measurements import PlanMeasurements
-from attnrx.planning.plan_search import Trial, _Proposals, varied, weights_of
+from attnrx.planning.plan_search import Trial, _Proposals, _sampler, refine_plan, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers
 from attnrx.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, recorded, resumed
@@ -285,6 +296,79 @@ def test_a_search_goes_on_where_it_stopped(
     assert len(more.about["trials"]) == 6 and more.about["trials"][:4] == first.about["trials"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"search": Search(3, seed=1)}, {"search": Search(3, variations=2)}, {"effort": EFFORTS["quick"]}],
+    ids=str,
+)
+def test_a_search_of_other_settings_does_not_resume_stored_trials(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    def key(diagnosis: Diagnosis, **given: Any) -> str:
+        settings = PlanSettings(**{"axes": ("qk", "tokens"), "search": Search(3), "batch_size": 12, **given})
+        target = Target.parse("macs=0.6x")
+        measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
+        return Planner(measurements, settings, target)._key(0.6)
+
+    assert key(diagnosis, **changes) != key(diagnosis)
+    assert key(replace(diagnosis, about={**diagnosis.about, "data": None})) != key(diagnosis)
+    # More trials continue, and a diagnosis that was read from a file is the same.
+    assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), search=Search(9)) == key(diagnosis)
+
+
+def test_the_diagnosis_of_another_model_is_refused(diagnosis: Diagnosis, images: ImageSet) -> None:
+    for other in (cases.model(cases.CONFIGS["dense"]), cases.model(CONFIG, seed=5)):  # of other shapes, other weights
+        with pytest.raises(FingerprintMismatch, match="the model to plan for"):
+            plan(other, diagnosis, "macs=0.6x", images, images)
+
+
+def test_a_search_takes_every_seed() -> None:
+    assert _sampler(2**63 - 1, 0) is not None
+
+
+class AddedUp:
+    """Plans whose divergence is their predicted one; the measurement of the last of `count` plans is interrupted."""
+
+    def __init__(self, planner: Planner, count: int, dies: bool):
+        self.planner, self.count, self.dies = planner, count, dies
+
+    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        return self.planner.step(0.6, knobs, start)
+
+    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+        self.count -= 1
+        if self.count == 0 and self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.count == 0:
+            raise KeyboardInterrupt
+        return Trial(knobs, step, step.sensitivity, step.sensitivity)
+
+
+@pytest.mark.parametrize("count", [1, 4, 6], ids=["even", "sampled", "varied"])
+@pytest.mark.parametrize("dies", [False, True], ids=["interrupted", "killed"])
+def test_an_interrupted_search_has_the_trials_of_an_uninterrupted_one(
+    space: Space, images: ImageSet, tmp_path: Path, count: int, dies: bool
+) -> None:
+    settings = PlanSettings(batch_size=12)
+    planner = Planner(PlanMeasurements(space, settings, "macs", images), settings, Target.parse("macs=0.6x"))
+    knobs, builder = planner.initial_knobs, AddedUp(planner, 0, False)
+    first = builder.tried(knobs, builder.step(knobs))
+
+    def found(storage: str | None, count: int = 0, dies: bool = False) -> tuple[Trial, ...]:
+        return refine_plan(space, Search(7, storage=storage), "name", AddedUp(planner, count, dies), first)
+
+    storage = str(tmp_path / "trials.db")
+    if dies:
+        process = multiprocessing.get_context("fork").Process(target=found, args=(storage, count, True))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            found(storage, count)
+    assert found(storage) == found(None) == found(storage)
+
+
 @pytest.mark.slow
 def test_a_search_varies_the_best_that_it_knows(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, space: Space
@@ -383,6 +467,26 @@ def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
     measurements = FastKernels(settings.space(model, diagnosis, target), settings, "latency", images)
     trial, most = Planner(measurements, settings, target).for_drop()
     assert trial.step.cost <= most < 0.4
+
+
+def test_the_plan_of_a_search_that_loses_more_accuracy_is_not_taken(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
+) -> None:
+    class Divergent(Planner):
+        """A planner whose search returns a plan that loses all accuracy."""
+
+        def _keeps_accuracy(self, step: Step) -> bool:
+            return step.choices != lossy and super()._keeps_accuracy(step)
+
+        def _searched(self, most: float) -> Trial:
+            return Trial({}, Step(lossy, 0.0, 0.0), 0.0, 0.0)
+
+    lossy = Choices((6, 6, 6), (6, 6, 6), (6, 6, 6), (0, 8, 4))
+    settings, target = PlanSettings(search=Search(0), batch_size=12), Target.parse("max-drop=100")
+    measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
+    trial, most = Divergent(measurements, settings, target).for_drop()
+    assert trial.step.choices != lossy and trial.step.cost <= most
+    assert trial.divergence == measurements.deviation(trial.step.choices).mean
 
 
 def test_cost_tables_are_of_one_number_of_tokens(space: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

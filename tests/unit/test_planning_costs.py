@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+import attnrx as rx
 import planned
+import pretrained
 from attnrx.attention import Attention, AttentionCapture
 from attnrx.models import family_of
 from attnrx.planning.cost_correction import (
@@ -27,7 +29,9 @@ from attnrx.planning.cost_correction import (
 )
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.measured_costs import _Timer, measured_cost_table
+from attnrx.planning.plan_settings import PlanSettings
 from attnrx.planning.space import RANKS, Choices, Space
+from attnrx.planning.target import Target
 from planned import CLOCK, made
 
 
@@ -81,6 +85,17 @@ def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
     backends = [own.backend for own in after.modules() if isinstance(own, Attention)]
     assert [type(own) for own in backends] == [AttentionCapture]
     assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), CLOCK, [8, 17]).prunes_tokens
+
+
+@pytest.mark.parametrize("name", [pretrained.BEIT, "eva02_tiny_patch14_224"])
+def test_blocks_of_two_layers_with_positions_are_timed_after_a_stage(name: str) -> None:
+    model = rx.load(pretrained.of_timm(name, depth=2)).float()  # biases, or rotations, of all patches
+    diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
+    clock = replace(CLOCK, timed=(4,))
+    space = PlanSettings(timing=clock).space(model, diagnosis, Target.parse("faster=1.1"))
+    table = measured_cost_table(space, clock, lambda _: None)
+    assert table.total(Choices.nothing(2)) == pytest.approx(1.0)
+    assert table.attention[0, 0, 0, 1] > 0
 
 
 def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -> None:

@@ -13,7 +13,7 @@ import torch
 import attnrx as rx
 import cases
 from attnrx.checks import Costs
-from attnrx.errors import DataError, InvalidInput, NotSupported
+from attnrx.errors import CheckpointError, DataError, InvalidInput, NotSupported
 from attnrx.exporting import load_exported, parse_format
 from attnrx.model_data import splits_for
 from attnrx.model_outputs import output_kind_of
@@ -22,7 +22,7 @@ from attnrx.planning import Plan, Point, Target
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.target import target_of
 from attnrx.reports import summary_of
-from attnrx.shrinking import STATE, Shrunk, _classes, _timed_precision, three_parts
+from attnrx.shrinking import Shrunk, _classes, _timed_precision, three_parts
 from comparisons import pixels
 from planned import CONFIG, original
 
@@ -221,7 +221,15 @@ def test_files_of_the_user_are_kept_and_refused_before_the_work(name: str, tmp_p
     with pytest.raises(InvalidInput, match=re.escape(name)):
         rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
     assert "diagnosing" not in lines
-    assert names(tmp_path) - {STATE} == {name} and (tmp_path / name).read_text() == "mine"
+    assert names(tmp_path) == {name} and (tmp_path / name).read_text() == "mine"
+
+
+def test_a_folder_that_is_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InvalidInput, match="is a file"):
+        rx.shrink(original(), images(48), macs=0.8, folder=tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot create the folder"):
+        rx.shrink(original(), images(48), macs=0.8, folder=tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize("name", ["model-int8.onnx", "evidence-int8.json", "run_model-int8.py"])

@@ -66,6 +66,10 @@ class Comparison:
             raise DataError(f"{len(self.data)} images in batches of {self.batch_size}: give at least one image.")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise InvalidInput(f"seed={self.seed!r}: give a whole number, 0 or more.")
+        for name, cls in (("prescription", Prescription), ("diagnosis", Diagnosis)):
+            value = getattr(self, name)
+            if not isinstance(value, cls | None):
+                raise InvalidInput(f"{name}={value!r:.80}: give a {cls.__name__}, e.g. {cls.__name__}.load(FILE).")
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -1,6 +1,7 @@
 """Costs counted on a real model, with which the closed form must agree."""
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,11 +31,8 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
-    # A copy without gradients: under no_grad torch's counter raises an AssertionError for timm's attention pooling,
-    # whose query is a parameter.
-    counted = copy.deepcopy(model).requires_grad_(False)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, _Operations() as operations:
-        counted(images)
+    with _frozen(model), FlopCounterMode(display=False) as counter, _Operations() as operations:
+        model(images)
     counts = counter.get_flop_counts()["Global"]
     names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
     # A fused kernel without a formula counts as zero: the total would be too small without a warning.
@@ -45,6 +43,22 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
             "run the attention on the eager backend."
         )
     return sum(counts.values()) // 2 // len(images)  # torch counts two operations for one MAC
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Disables gradients, those of the parameters included."""
+    # Under no_grad alone torch's counter raises an AssertionError for timm's attention pooling, whose query is a
+    # parameter. No copy of the model: its token reduction holds the numbers of tokens of the counted pass.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 class _Operations(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from numbers import Real
 
 from torch import nn
 
@@ -39,8 +40,8 @@ class Budget:
     of: str = "model"
 
     def __post_init__(self):
-        if not 0 < self.macs <= 1:
-            raise InvalidInput(f"macs={self.macs}: give a share of the original's MACs in (0, 1], e.g. 0.7.")
+        if not isinstance(self.macs, Real) or not 0 < self.macs <= 1:
+            raise InvalidInput(f"macs={self.macs!r}: give a share of the original's MACs in (0, 1], e.g. 0.7.")
         if self.of not in SCOPES:
             raise UnknownName("part of a model", self.of, SCOPES)
 
@@ -122,6 +123,8 @@ def prescribe_within(
         NotSupported: Even the smallest share exceeds the budget.
         NoOpPrescription: The budget allows the unchanged model.
     """
+    if not isinstance(budget, Budget):
+        raise InvalidInput(f"budget={budget!r:.80}: give a Budget, e.g. attnrx.Budget(0.7).")
     template = Template.parse(template) if isinstance(template, str) else template
     template.require_varying()
     if template.has_token_share and budget.of != "model":

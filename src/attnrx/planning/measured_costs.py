@@ -32,8 +32,7 @@ from attnrx.tokens import TokenPolicy
 
 # The shares of the tokens at which blocks are timed; times in between are interpolated linearly.
 TIMED = (0.25, 0.5, 0.75, 1.0)
-# The stage before this layer and the following block are timed: it is the first block that may have merged tokens with
-# sizes. The keep ratio does not matter, because the block is called with the number of tokens to be timed.
+# The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 AFTER, SOME = 2, 0.75
 WARMUP = 2
 REFERENCE, ALL = "original", "all"
@@ -217,14 +216,14 @@ class _Called(nn.Module):
 class _Timer:
     """Times blocks and models under one set of conditions, in units of the original block with all tokens.
 
-    The timed block is the first one after a stage if there can be one, else the first block.
+    The timed block is one after a stage, or without the axis of tokens the first block.
     """
 
     def __init__(self, space: Space, timing: TimingSettings, grid: list[int]):
         self.space, self.timing, self.grid = space, timing, grid
         self.family = family_of(space.model)
-        self.prunes_tokens = TOKENS in space.axes and space.depth > AFTER
-        self.layer = AFTER if self.prunes_tokens else 0
+        self.prunes_tokens = TOKENS in space.axes
+        self.layer = min(AFTER, space.depth - 1) if self.prunes_tokens else 0
         # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
         self.call = _recorded_call(space, timing)
         self.original = self._place(space.model, self.layer)
@@ -242,7 +241,10 @@ class _Timer:
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
         assert reducer is not None
-        reduction = attach_tokens_(model, self.family, TokenPolicy(reducer, (AFTER,), (SOME,)))
+        policy = TokenPolicy(reducer, (AFTER,), (SOME,))
+        reduction = attach_tokens_(model, self.family, policy)
+        # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
+        reduction.use_policy_(replace(policy, keep=(1.0,)))
         block = model.get_submodule(block_names(model, self.family)[layer])
         return self.timing.conditions.place(_Called(block, self.call, reduction))
 

@@ -5,9 +5,12 @@ few choices are changed at random, and a greedy closed form meets the budget fro
 """
 
 import hashlib
+import os
+import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +21,7 @@ from attnrx.planning.allocation import Step, even_weights
 from attnrx.planning.sensitivity import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
 from attnrx.progress import track
+from attnrx.serialization.atomic_writes import process_runs
 
 # The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others,
 # at least BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of several
@@ -26,6 +30,7 @@ EVEN, BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 6, 1 / 4, 3, 3, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
 KNOBS, CHOICES, MEASURED = "knobs", "choices", "measured"
+OWNER = "owner"  # the host and the process of a trial
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,13 @@ class Search:
     def __post_init__(self):
         if self.trials < 0:
             raise InvalidInput(f"{self.trials} trials: give 0, for the closed form alone, or more.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise InvalidInput(f"seed={self.seed!r}: give a whole number, 0 or more.")
+        if self.variations < 1:
+            raise InvalidInput(f"variations={self.variations}: give 1 or more.")
+        # Before the measurements, which take longer than the search.
+        if self.storage is not None and "://" not in self.storage and not Path(self.storage).absolute().parent.is_dir():
+            raise InvalidInput(f"storage={self.storage!r}: the folder of the file does not exist; make it, or omit it.")
 
 
 def weights_of(space: Space, knobs: Mapping[str, float]) -> Weights:
@@ -109,23 +121,16 @@ def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuild
     """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`)."""
     if search.trials < 2:
         return (first,)
-    optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
-    study = optuna.create_study(
-        storage=_address(search.storage),
-        # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-        study_name=f"attnrx 7 {hashlib.sha256(requested.encode()).hexdigest()[:16]}",
-        # Multivariate: the best weight of one axis depends on those of others.
-        sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
-        load_if_exists=True,
-    )
+    # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
+    study = _study(search, f"attnrx 8 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
     proposals = _Proposals(space, builder, first, even, broad, search)
 
     def objective(trial: Any) -> float:
+        trial.set_user_attr(OWNER, [platform.node(), os.getpid()])
         knobs, step = proposals.next(trial)
         trial.set_user_attr(KNOBS, knobs)
         trial.set_user_attr(CHOICES, asdict(step.choices))
@@ -135,12 +140,57 @@ def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuild
         return measured.softened
 
     # A resumed study has trials of an earlier run, or of another machine.
-    num_finished = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
-    if num_finished < search.trials:
-        for _ in track(range(search.trials - num_finished), "searching plans"):
+    _fail_abandoned(study)
+    num_measured = sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
+    if num_measured < search.trials:
+        for _ in track(range(search.trials - num_measured), "searching plans"):
+            # A sampler per trial: a resumed search draws the same knobs as one without interruption.
+            study.sampler = _sampler(search.seed, _num_valid(study))
             study.optimize(objective, n_trials=1)  # one by one, for the progress
     # All trials of the study, so that a resumed search has the finalists of one without interruption.
     return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
+
+
+def _study(search: Search, name: str) -> Any:
+    """Returns the study of this name in the storage, with the trials that it has; raises InvalidInput if that cannot be
+    opened.
+    """
+    optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
+    try:
+        return optuna.create_study(storage=_address(search.storage), study_name=name, load_if_exists=True)
+    # ImportError: the driver of the database is missing. RuntimeError: its tables are those of another version.
+    except (sqlalchemy.exc.SQLAlchemyError, ImportError, RuntimeError) as error:
+        cause = str(error).partition("\n")[0]
+        raise InvalidInput(
+            f"storage={search.storage!r} cannot be opened as a storage of trials ({cause}); give another, or omit it."
+        ) from error
+
+
+def _sampler(seed: int, number: int) -> Any:
+    """Returns the sampler of the knobs of one proposal."""
+    samplers = required_module("optuna", "plan", "refining a plan (with trials above 0)").samplers
+    own_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+    # Multivariate: the best weight of one axis depends on those of others.
+    return samplers.TPESampler(seed=own_seed, multivariate=True, n_startup_trials=8)
+
+
+def _fail_abandoned(study: Any) -> None:
+    """Marks the running trials as failed whose process on this machine has ended."""
+    for trial in study.get_trials(deepcopy=False):
+        host, process = trial.user_attrs.get(OWNER, (None, None))
+        # In a new container a process may have the id of the one that ended.
+        ended = host == platform.node() and (process == os.getpid() or not process_runs(process))
+        if ended and not trial.state.is_finished():
+            with suppress(ValueError):  # another process was faster
+                study.tell(trial.number, state=type(trial.state).FAIL)
+
+
+def _num_valid(study: Any, before: int | None = None) -> int:
+    """Returns the number of trials that did not fail, those with numbers below `before`, by default all."""
+    trials = study.get_trials(deepcopy=False)[:before]
+    return sum(trial.state is not type(trial.state).FAIL for trial in trials)
 
 
 @dataclass(frozen=True)
@@ -158,20 +208,22 @@ class _Proposals:
 
     def next(self, trial: Any) -> tuple[dict[str, float], Step]:
         start = self.start.knobs
-        # By the number of the trial, which is unique in the study: machines that share it divide the proposals.
-        if trial.number < len(self.even):
+        # By the number of the trial, which is unique in the study: machines that share it divide the proposals. Those
+        # of interrupted trials are made again.
+        number = _num_valid(trial.study, trial.number)
+        if number < len(self.even):
             with suppress(NotSupported):  # nothing near this schedule is cheap enough
-                return start, self.builder.step(start, self.even[trial.number])
+                return start, self.builder.step(start, self.even[number])
             return start, self.start.step
-        if trial.number >= len(self.even) + self.broad:
-            return self._near(trial)
+        if number >= len(self.even) + self.broad:
+            return self._near(trial, number)
         spans = {name: (start[name] - span, start[name] + span) for name, span in search_ranges(self.space).items()}
         knobs = {name: trial.suggest_float(name, *span) for name, span in spans.items()}
         return knobs, self.builder.step(knobs)
 
-    def _near(self, trial: Any) -> tuple[dict[str, float], Step]:
-        # A generator per trial: a resumed search draws the same variations as one without interruption.
-        random = np.random.default_rng((self.search.seed, trial.number))
+    def _near(self, trial: Any, number: int) -> tuple[dict[str, float], Step]:
+        # A generator per proposal: a resumed search draws the same variations as one without interruption.
+        random = np.random.default_rng((self.search.seed, number))
         finished = [past for past in trial.study.get_trials(deepcopy=False) if past.value is not None]
         measured = [self.start.step.choices, *(_known(past)[1] for past in finished)]
         best = min(finished, key=lambda past: past.value, default=None)

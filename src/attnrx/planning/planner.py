@@ -1,5 +1,6 @@
 """The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,7 +14,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.model_data import images_for
 from attnrx.model_outputs import OutputKind
-from attnrx.models import family_of, require_all_tokens
+from attnrx.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.planning.allocation import Step, filled
 from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.cost_table import CostTable
@@ -56,6 +57,7 @@ def plan(
     labels of `others` no change of accuracy is predicted.
 
     Raises:
+        FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
         TargetMet: The unchanged model meets the target.
     """
@@ -78,6 +80,9 @@ def plan_each(
     """
     parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
+    if not isinstance(diagnosis, Diagnosis):
+        raise InvalidInput(f"plan was given the diagnosis {diagnosis!r:.80}: give that of attnrx.diagnose(model, ...).")
+    diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
     measurements = None
@@ -206,14 +211,20 @@ class Planner:
         return plans.tried(self.initial_knobs, plans.step(self.initial_knobs))
 
     def _searched(self, most: float) -> Trial:
-        requested = (
-            f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.space.reducer} "
-            f"{self.measurements.fingerprint} {len(self.measurements.trial_answers)}"
-        )
-        # `requested` is the key of stored trials: target, cost, model, space and images decide what a trial means.
         plans = _PlansAtCost(self, most)
-        self.trials = refine_plan(self.space, self.settings.search, requested, plans, self._first(most))
+        self.trials = refine_plan(self.space, self.settings.search, self._key(most), plans, self._first(most))
         return self._best(self.trials)
+
+    def _key(self, most: float) -> str:
+        """Returns the text by which stored trials are found: all that decides what a trial means and which come next.
+
+        The number of trials is not part of it, because more of them continue the search.
+        """
+        space, found, search = self.space, self.measurements, self.settings.search
+        diagnosis = space.diagnosis.fingerprint, json.dumps(space.diagnosis.about, sort_keys=True)
+        choices = space.axes, space.reducer, space.form, space.multiple, space.step
+        measured = found.fingerprint, len(found.trial_answers), self.effort
+        return f"{self.target} {most:.6f} {diagnosis} {choices} {measured} {search.seed} {search.variations}"
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
@@ -242,17 +253,25 @@ class Planner:
             except NotSupported:
                 low = middle
                 continue
-            changes = self.measurements.deviation(step.choices).change
-            assert changes is not None  # `plan` has required labels
-            change = changes.mean().item()
-            self.log(f"plan at {step.cost:.3f}: {100 * change:+.1f} points")
-            if -100 * change <= self.target.most:
+            if self._keeps_accuracy(step):
                 high, cheapest = middle, step
             else:
                 low = middle
         if cheapest is None:
             raise NotSupported(f"no plan keeps the drop within {self.target.most:g} points; allow more.")
-        return self._searched(high), high
+        found = self._searched(high)
+        # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
+        if not self._keeps_accuracy(found.step):
+            found = self.measurements.trial(self.initial_knobs, cheapest, self.measurements.answers)
+        return found, high
+
+    def _keeps_accuracy(self, step: Step) -> bool:
+        """Whether the accuracy of a plan on the images drops by no more than the target."""
+        changes = self.measurements.deviation(step.choices).change
+        assert changes is not None  # `plan` has required labels
+        change = changes.mean().item()
+        self.log(f"plan at {step.cost:.3f}: {100 * change:+.1f} points")
+        return -100 * change <= self.target.most
 
     def finished(self, best: Trial, most: float, others: Answers) -> Plan:
         """Builds the plan: measures its predictions on held-out images and explains its choices."""

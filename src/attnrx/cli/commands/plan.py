@@ -50,7 +50,7 @@ def add(parser: Parser) -> None:
     option(search, "--effort", ("quick", "normal", "thorough"), "how much is measured", "normal")
     option(search, "--images", COUNT, "training images for the plan (192, 512 or 1024, by effort)")
     option(search, "--other-images", COUNT, "validation images for its predictions", 256)
-    option(search, "--trials", TRIALS, "plans to realize and measure (20, 32 or 48, by effort)")
+    option(search, "--trials", TRIALS, "plans to realize and measure (10, 32 or 48, by effort)")
     option(search, "--storage", "PATH", "the storage of the trials: a file, or an Optuna URL")
     timing = parser.add_argument_group("measured latency, for targets of latency only")
     option(timing, "--batch", BATCH, f"batch size ({TIMED})")

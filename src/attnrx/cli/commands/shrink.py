@@ -19,7 +19,7 @@ from attnrx.cli.options import (
     add_out,
     option,
 )
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.outcome import Outcome, significant
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
@@ -97,5 +97,14 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     lines = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
     if exported is not None:
         lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
-    failed = [evidence for evidence in (shrunk.evidence, exported) if evidence is not None and evidence.failures]
-    return Outcome(record, tuple(lines), code=1 if failed else 0)
+    failed = [line for evidence in (shrunk.evidence, exported) if evidence is not None for line in failures(evidence)]
+    return Outcome(record, (*lines, *failed), code=1 if failed else 0)
+
+
+def failures(evidence: "rx.Evidence") -> tuple[str, ...]:
+    """Returns one line for every claim that fails."""
+    return tuple(
+        f"fails: {finding.claim}: {significant(finding.value, finding.unit)}, "
+        f"limit {significant(finding.limit or 0.0, finding.unit)}"
+        for finding in evidence.failures
+    )
