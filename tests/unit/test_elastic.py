@@ -176,3 +176,16 @@ def test_a_folder_has_a_model_or_sizes(made: Elastic, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"elastic\.json"):
         rx.elastic(original(), images(48), tmp_path, macs=(0.8,), log=lines.append)
     assert "diagnosing" not in lines and (tmp_path / "elastic.json").read_text() == "mine"
+
+
+def test_a_speed_takes_no_size_that_is_slower_than_a_larger_one(made: Elastic) -> None:
+    sizes = tuple(
+        Size(size.name, size.macs, size.params, latency, reduces_tokens=size.reduces_tokens)
+        for size, latency in zip(made.sizes, (0.6, 0.8, 0.5), strict=True)
+    )
+    mixed = Elastic(made.folder, sizes, made.about)
+    assert share_of_macs(mixed.load("latency", 0.95)) == pytest.approx(1.0)  # the original is faster than macs-0.85
+    assert share_of_macs(mixed.load("latency", 0.55)) <= (1 + made.sizes[2].macs) / 2
+    assert share_of_macs(mixed.load("latency", 0.5)) == pytest.approx(made.sizes[2].macs)
+    with pytest.raises(NotSupported, match="no size"):
+        mixed.load("latency", 0.4)

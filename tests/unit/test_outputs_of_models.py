@@ -10,10 +10,12 @@ import torch
 from torch.nn.functional import normalize
 
 import attnrx as rx
+import pretrained
 from attnrx.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval, Shift
 from attnrx.errors import DataError, InvalidInput
-from attnrx.model_data import splits_for
+from attnrx.model_data import images_for, splits_for
 from attnrx.model_outputs import GROUP, KINDS, output_kind_of
+from attnrx.realization.fitting import nearest_candidate
 from attnrx_lab.checks import Robustness
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from pretrained import adopted_once
@@ -219,3 +221,19 @@ def test_images_of_other_channels_or_size_are_refused_with_what_helps():
     splits = splits_for(model, {"train": torch.randn(4, 3, 16, 16)})
     with pytest.raises(DataError, match="images of 32 pixels, the model needs 16; load the data with image_size=16"):
         rx.adapt_preprocessing(replace(splits, image_size=32), model)
+
+
+@pytest.mark.parametrize("classes", [0, 1])
+def test_the_nearest_candidate_is_that_of_the_outputs_of_the_model(classes: int) -> None:
+    model = rx.load(pretrained.of_timm(pretrained.VIT, num_classes=classes))
+    images = images_for(model, pretrained.inputs(model, 6))
+    far = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in far.parameters():
+            parameter.mul_(0.5)
+    near = copy.deepcopy(model)
+    with torch.no_grad():  # the same embeddings by another scale, or a slightly different logit
+        norm = near.source.norm if classes == 0 else near.source.head
+        norm.weight.mul_(3.0 if classes == 0 else 1.01)
+        norm.bias.mul_(3.0 if classes == 0 else 1.01)
+    assert nearest_candidate([far, near], model, images) is near

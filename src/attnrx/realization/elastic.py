@@ -1,6 +1,7 @@
 """An elastic model: a folder with several sizes of one model, from which a model for any budget is loaded."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -114,8 +115,9 @@ class Elastic:
             if largest is None:
                 raise self._too_small(of, most)
             return load_model(self.folder / largest.name, **given)
-        macs = most if of == "macs" else self._macs_for(most)
-        for size in self._candidates(macs):
+        sizes = self.sizes if of == "macs" else self._fastest()
+        macs = most if of == "macs" else self._macs_for(most, sizes)
+        for size in self._candidates(macs, sizes):
             model = load_model(self.folder / size.name, **given)
             # The MACs of the original, without loading it.
             original_macs = family_of(model).costs(model).macs / size.macs
@@ -125,21 +127,30 @@ class Elastic:
                 return model
         raise self._too_small(of, most)
 
-    def _candidates(self, macs: float) -> Iterator[Size]:
+    def _fastest(self) -> tuple[Size, ...]:
+        """Returns the timed sizes, each of which is faster than all with more MACs."""
+        fastest, least = [], math.inf
+        for size in sorted(self.sizes, key=lambda size: size.macs, reverse=True):
+            if size.latency is not None and size.latency < least:
+                least = size.latency
+                fastest.append(size)
+        return tuple(fastest)
+
+    def _candidates(self, macs: float, sizes: Sequence[Size]) -> Iterator[Size]:
         """Yields the size of these MACs, then those to be reduced further, then those to be reduced less."""
-        order = sorted(self.sizes, key=lambda size: size.macs)
+        order = sorted(sizes, key=lambda size: size.macs)
         yield from (size for size in order if size.macs <= macs <= SAME * size.macs)
         # A larger size with fewer tokens diverges less than a smaller one with more, whose weights have lost more
         # (docs/results/plan.md, "budgets between two plans").
         yield from (size for size in order if size.macs > macs and size.reduces_tokens)
         yield from (size for size in reversed(order) if size.macs <= macs)
 
-    def _macs_for(self, latency: float) -> float:
+    def _macs_for(self, latency: float, sizes: Sequence[Size]) -> float:
         """Returns the share of the MACs at a share of the latency, by linear interpolation."""
         # Piecewise linear through the stored sizes, which were timed in turns; beyond the largest there is nothing to
         # gain.
-        timed = sorted((size.latency, size.macs) for size in self.sizes if size.latency is not None)
-        if len(timed) < 2:
+        timed = sorted((size.latency, size.macs) for size in sizes if size.latency is not None)
+        if sum(size.latency is not None for size in self.sizes) < 2:
             raise NotSupported(f"{self.folder}: the latency of its sizes was not measured; give macs or params.")
         if latency >= timed[-1][0]:
             return timed[-1][1]

@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.data import ImageSet
 from attnrx.decompositions import StrengthFit
+from attnrx.model_outputs import output_kind_of
 from attnrx.models import InputValidation, evaluating, family_of, observing
 from attnrx.observation import Observation
 from attnrx.prescription import LayerPrescription, Prescription
@@ -43,17 +44,16 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
 
 
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns the candidate whose logits have the smallest mean KL divergence from the model's; the first of equals."""
-    # By logits and not by layer: a fit that is better in every layer may be worse in the model.
-    weight, sums = next(model.parameters()), torch.zeros(len(candidates), dtype=torch.float64)
+    """Returns the candidate whose outputs have the smallest mean divergence from the model's; the first of equals."""
+    # By outputs and not by layer: a fit that is better in every layer may be worse in the model.
+    weight, kind, sums = next(model.parameters()), output_kind_of(model), torch.zeros(len(candidates)).double()
     with evaluating([model, *candidates]), torch.no_grad():
         batches = images.batches(BATCH, device=weight.device)
         for batch in track(batches, "comparing candidates", -(-len(images) // BATCH)):
             pixels = batch.images.to(weight.dtype)
-            reference = model(pixels).double().log_softmax(-1)
+            reference = kind.prepared(model(pixels))
             for index, candidate in enumerate(candidates):
-                change = reference - candidate(pixels).double().log_softmax(-1)
-                sums[index] += (reference.exp() * change).sum().cpu()
+                sums[index] += kind.divergence(reference, kind.prepared(candidate(pixels))).sum()
     return candidates[int(sums.argmin())]
 
 
