@@ -233,7 +233,7 @@ def test_the_nearest_candidate_is_that_of_the_outputs_of_the_model(classes: int)
             parameter.mul_(0.5)
     near = copy.deepcopy(model)
     with torch.no_grad():  # the same embeddings by another scale, or a slightly different logit
-        norm = near.source.norm if classes == 0 else near.source.head
-        norm.weight.mul_(3.0 if classes == 0 else 1.01)
-        norm.bias.mul_(3.0 if classes == 0 else 1.01)
+        last = near.get_submodule("source.norm" if classes == 0 else "source.head")
+        for parameter in last.parameters():
+            parameter.mul_(3.0 if classes == 0 else 1.01)
     assert nearest_candidate([far, near], model, images) is near
