@@ -21,13 +21,13 @@ import attnrx as rx
 from attnrx.checks.statistics import mean_estimate
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model, option
-from attnrx.data import ImageSet
+from attnrx.data import ImageSet, three_parts
 from attnrx.data.images import RowImages
 from attnrx.data.labels import Relabelled, own_labels
 from attnrx.data.splits import StoredImages
 from attnrx.errors import InvalidInput
 from attnrx.planning.effort import EFFORTS, effort_of
-from attnrx.shrinking import DIAGNOSED, PREDICTED, three_parts
+from attnrx.shrink_run import DIAGNOSED, PREDICTED
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ _HOMES = {
     "save": "attnrx.api",
     "shrink": "attnrx.shrinking",
     "to_svda": "attnrx.api",
-    "Shrunk": "attnrx.shrinking",
+    "Shrunk": "attnrx.shrunk",
     "train": "attnrx.training",
     "use_backend": "attnrx.models",
     "verify": "attnrx.api",
@@ -161,7 +161,8 @@ if TYPE_CHECKING:
     from attnrx.models import Reader, ViTConfig, use_backend
     from attnrx.prescription import Prescription
     from attnrx.reports import write_report
-    from attnrx.shrinking import Shrunk, elastic, shrink
+    from attnrx.shrinking import elastic, shrink
+    from attnrx.shrunk import Shrunk
     from attnrx.spectrum import Spectrum
     from attnrx.training import TrainingConfig, train
 

@@ -13,6 +13,7 @@ import torch
 import attnrx as rx
 import cases
 from attnrx.checks import Costs
+from attnrx.data import three_parts
 from attnrx.errors import CheckpointError, DataError, InvalidInput, NotSupported
 from attnrx.exporting import load_exported, parse_format
 from attnrx.model_data import splits_for
@@ -22,7 +23,8 @@ from attnrx.planning import Plan, Point, Target
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.target import target_of
 from attnrx.reports import summary_of
-from attnrx.shrinking import Shrunk, _classes, _timed_precision, three_parts
+from attnrx.shrink_run import _classes, _timed_precision
+from attnrx.shrunk import Shrunk
 from comparisons import pixels
 from planned import CONFIG, original
 

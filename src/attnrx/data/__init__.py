@@ -25,7 +25,7 @@ from attnrx.data.loading import load_data
 from attnrx.data.mixing import mix_data, own_images
 from attnrx.data.pixels import Augmentation, Normalization
 from attnrx.data.sets import MemoryImages, from_tensors
-from attnrx.data.splits import Splits
+from attnrx.data.splits import Splits, three_parts
 from attnrx.data.tables import Columns
 
 __all__ = [
@@ -52,4 +52,5 @@ __all__ = [
     "own_labels",
     "require_labelled",
     "require_labels",
+    "three_parts",
 ]

@@ -1,0 +1,277 @@
+"""The steps of `shrink` and `elastic` for one or several targets: plan, realize, repair, distil and verify."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.api import adapt_preprocessing, diagnose, distill, load, realize, repair, verify
+from attnrx.checks import Check, Costs, Fidelity, Latency, Promises
+from attnrx.costs import Conditions
+from attnrx.data import Columns, ImageSet, Splits, load_data, own_images, require_labels, three_parts
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.evidence import Evidence
+from attnrx.exporting import Format, dtype_name, parse_format, precision_for
+from attnrx.model_data import splits_for
+from attnrx.model_outputs import Logits, output_kind_of
+from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
+from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
+from attnrx.planning.effort import effort_of
+from attnrx.planning.plan_timing import final_protocol, final_speeds, rounds_of
+from attnrx.prescription import Prescription, TokenPrescription
+from attnrx.progress import Log
+from attnrx.realization import calibrated, realize_fitted
+from attnrx.realization.descent import HELD_OUT
+from attnrx.realization.distillation import Distill
+from attnrx.realization.elastic import Size
+from attnrx.realization.repair import Repair
+from attnrx.result_folder import require_elastic_folder, require_result_folder
+from attnrx.shapes import ImageBatch
+from attnrx.shrunk import Shrunk, with_accuracy
+
+# The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
+DIAGNOSED, PREDICTED = 128, 96
+SHOWN = 8  # test images in the report
+# What is kept in a folder to go on after an interruption.
+STATE = ".state"
+
+
+@dataclass(frozen=True, eq=False)
+class ShrinkRun:
+    """What every target of one call shares: the original, its diagnosis, and the images by their use."""
+
+    original: nn.Module
+    diagnosis: Diagnosis
+    planned: ImageSet
+    others: ImageSet
+    tested: ImageSet
+    fitted: ImageSet
+    class_names: tuple[str, ...]
+    settings: PlanSettings
+    about: Mapping[str, Any]
+    by_image: bool
+    seed: int
+
+    @classmethod
+    def of(  # noqa: PLR0913  (the arguments of `shrink`)
+        cls,
+        model: nn.Module | str | Path,
+        data: Any,
+        *,
+        requires_labels: bool = False,
+        batch: int,
+        threads: int | None,
+        effort: str,
+        by_image: bool = False,
+        to: str | None = None,
+        weights: str | Path | None,
+        columns: Columns | None,
+        folder: Path | str | None,
+        several_sizes: bool = False,
+        seed: int,
+        log: Log,
+    ) -> "ShrinkRun":
+        """Loads and diagnoses the model, and divides the images; `several_sizes` are those of an elastic model."""
+        preset = effort_of(effort)
+        log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
+        original = load(model, weights=weights).eval()
+        form = None if to is None else parse_format(to)
+        state, storage = None, None
+        if folder is not None:  # before the work
+            if several_sizes:
+                require_elastic_folder(Path(folder))
+            else:
+                require_result_folder(Path(folder), original, not by_image, form)
+            state = Path(folder) / STATE
+            try:
+                state.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
+            storage = str(state / "trials.db")  # of the search, which resumes from it
+        device = str(next(original.parameters()).device)
+        timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
+        search = Search(preset.trials, seed, storage, preset.variations)
+        settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
+        splits = _splits_of(original, data, columns)
+        # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
+        # many on its own images, so its divergence there is too low.
+        planned, others, tested = three_parts(splits)
+        if requires_labels:
+            require_labels(planned)
+        # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan may be among them.
+        fitted = planned.take(min(preset.repair_images, len(planned)))
+        planned, others = planned.take(min(preset.images, len(planned))), others.take(min(PREDICTED, len(others)))
+        return cls(
+            original,
+            _diagnosis(original, planned, state, log),
+            planned,
+            others,
+            tested,
+            fitted,
+            splits.class_names,
+            settings,
+            {"effort": effort, "batch": batch, "planned_on": planned.fingerprint},
+            by_image,
+            seed,
+        )
+
+    def shrunk(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
+        """Yields the smaller model of every target."""
+        arguments = self.original, self.diagnosis, targets, self.planned, self.others
+        for target, plan_of_target in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):
+            yield self._realized(target, plan_of_target)
+
+    def _realized(self, target: Target, found: Plan) -> Shrunk:
+        """Realizes a plan, repairs it and verifies the model."""
+        log, batch, preset = self.settings.log, self.settings.timing.batch, self.settings.effort
+        log("realizing and verifying")
+        chosen = _by_image(found.promising) if self.by_image else found.promising
+        # Ranks, repair, then tokens: the thresholds by image are known only afterwards, and are recorded.
+        slim, how = _repaired(self.original, chosen, self.fitted, Repair(preset.repair_steps, seed=self.seed), log)
+        # Last, because only this fit takes a model that prunes or merges tokens.
+        if preset.distill_epochs and len(self.fitted) >= 2 * HELD_OUT:
+            fit = distill(slim, self.original, self.fitted, Distill(preset.distill_epochs, seed=self.seed))
+            reached = f"{fit.before:.4f} to {fit.after:.4f} on images it was not fitted to"
+            log(f"distilled at the rate {fit.learning_rate}: {reached}")
+            slim, how = fit.model, {**how, "distill": preset.distill_epochs}
+        prescription = calibrated(
+            replace(chosen, about={**chosen.about, "realized": {**how, **self.fitted_classes}}), slim
+        )
+        return self._verified(slim, target, found, prescription, Promises(rounds=rounds_of(batch)))
+
+    def unchanged(self, target: Target) -> Shrunk:
+        """Returns the original, with the evidence of its speed relative to its own library."""
+        self.settings.log("verifying the unchanged model")
+        timing = self.settings.timing
+        speed = Latency(timing.batch, final_protocol(timing.conditions, timing.batch), library=True)
+        return self._verified(self.original, target, None, None, speed)
+
+    def _verified(
+        self, model: nn.Module, target: Target, found: Plan | None, prescription: Prescription | None, last: Check
+    ) -> Shrunk:
+        """Verifies a model against the original; `last` is the check of what was promised."""
+        checks = with_accuracy(self.tested, Fidelity(), Costs(), last)
+        about = {"target": str(target), **self.about}
+        context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
+        evidence = verify(model, self.original, self.tested, checks, about, **context)
+        samples = _samples(self.tested, self.class_names)
+        return Shrunk(model, prescription, evidence, found, target, self.diagnosis, samples, self.class_names)
+
+    @cached_property
+    def fitted_classes(self) -> dict[str, list[int]]:
+        """The classes of the images of the repair, as the prescriptions record them; none for embeddings."""
+        # By prediction and not by label, as the check does: data without labels have classes, too.
+        if not isinstance(output_kind_of(self.original), Logits):
+            return {}
+        return {"classes": _classes(self.original, own_images(self.fitted))}
+
+    def size_conditions(self) -> dict[str, Any]:
+        """Returns what the evidence of a size of this call states, besides its target."""
+        about = {"reference": model_fingerprint(self.original), "data": self.tested.fingerprint, "seed": self.seed}
+        return {**about, **self.about}
+
+    def timing_record(self) -> dict[str, Any]:
+        """Returns the conditions of the latency of the sizes, as JSON-ready values."""
+        timing = self.settings.timing
+        return {"batch": timing.batch, "threads": timing.conditions.threads, "hardware": timing.conditions.hardware}
+
+    def sizes(self, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
+        """Returns the costs of the stored sizes, all timed in turns."""
+        models = {name: load(folder / name) for name in names}
+        family = family_of(self.original)
+        original, reference = family.costs(self.original), family.library_model(self.original)
+        speeds = final_speeds(models, self.original, reference, self.settings.timing)
+        measured = []
+        for name, model in models.items():
+            costs, path = family_of(model).costs(model), folder / name / "evidence.json"
+            findings = Evidence.load(path).findings if path.exists() else ()
+            measured.append(
+                Size(
+                    name,
+                    costs.macs / original.macs,
+                    costs.params / original.params,
+                    1 / speeds[name],
+                    next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
+                    reduction_of(model) is not None,
+                )
+            )
+        # From the largest to the smallest, whatever the budgets they were made for.
+        return tuple(sorted(measured, key=lambda size: size.macs, reverse=True))
+
+
+def _timed_precision(model: nn.Module, form: Format | None) -> str:
+    """Returns the precision of the timings: that of the file of a format, else the model's own if it is timed."""
+    # Of models in float64 neither is timed at its own.
+    return precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
+
+
+def _repaired(
+    model: nn.Module, prescription: Prescription, images: ImageSet, settings: Repair, log: Log
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Realizes a plan and repairs attention and MLPs where possible; returns how, as `attnrx realize` records it."""
+    # `attnrx realize` and the matched controls read these options, and repeat them.
+    how = {"by": "compress", "norms": "renormalized", "refine": 0, "calibration_images": len(images)}
+    # Without its tokens the rules are those of ranks and units. Without any there are only tokens, and no map to fit.
+    if replace(prescription, tokens=None).rules:
+        try:
+            fits = [lambda realized: repair(realized, model, images, settings).model]
+            return realize_fitted(model, prescription, fits, calibration=images), {**how, "repair": settings.steps}
+        except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
+            log(f"not repaired: {error}")
+    return realize(model, prescription, calibration=images), how
+
+
+def _classes(model: nn.Module, images: ImageSet) -> list[int]:
+    """Returns the classes that the model puts the images into, for the check `shift`."""
+    weight, kind, classes = next(model.parameters()), output_kind_of(model), set()
+    with evaluating((model,)):
+        for batch in images.batches(32, device=weight.device):
+            classes |= set(kind.decisions(kind.prepared(model(batch.images.to(weight.dtype)))).tolist())
+    return sorted(classes)
+
+
+def _by_image(prescription: Prescription) -> Prescription:
+    """Returns the prescription with the numbers of tokens as means over images."""
+    if prescription.tokens is None:
+        raise NotSupported("by_image: the plan prunes and merges no tokens; omit by_image, or lower the target.")
+    return replace(prescription, tokens=TokenPrescription.of(replace(prescription.tokens.policy, by_image=True)))
+
+
+def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:
+    """Returns the first images with the names of their classes, which are empty without labels."""
+    batch = next(iter(images.take(min(SHOWN, len(images))).batches(SHOWN)))
+    labels: list[int] = batch.labels.tolist()
+    if min(labels) < 0:  # -1: without a label
+        return batch.images, ()
+    names = dict(enumerate(class_names))
+    return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
+
+
+def _splits_of(model: nn.Module, data: Any, columns: Columns | None) -> Splits:
+    if isinstance(data, str | Path):
+        size = family_of(model).input_shape(model)[1]
+        data = adapt_preprocessing(load_data(str(data), image_size=size, columns=columns), model)
+    return splits_for(model, data)
+
+
+def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:
+    path, diagnosed = None if state is None else state / "diagnosis.json", images.take(min(DIAGNOSED, len(images)))
+    if path is not None and path.exists():
+        # A damaged file, or one of another version, is made again.
+        with suppress(AttnrxError, KeyError, TypeError):
+            stored = Diagnosis.load(path)
+            # Of the same images too: an earlier call into this folder may have been for other data.
+            sources = stored.fingerprint, stored.about["data"]["fingerprint"]
+            if sources == (model_fingerprint(model), diagnosed.fingerprint):
+                log(f"diagnosis of an earlier call: {path}")
+                return stored
+    log("diagnosing")
+    diagnosis = diagnose(model, diagnosed, moments=True, batch_size=32)
+    if path is not None:
+        diagnosis.save(path)
+    return diagnosis

@@ -1,0 +1,140 @@
+"""The result of `shrink`: a smaller model with its plan and evidence, and its files."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.api import export, save, verify
+from attnrx.checks import Accuracy, Check, Fidelity, Latency
+from attnrx.costs import Conditions
+from attnrx.data import ImageData, ImageSet, Splits, three_parts
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Evidence
+from attnrx.exporting import fitting_names, parse_format, precision_for
+from attnrx.model_data import splits_for
+from attnrx.models import model_fingerprint, reduction_of
+from attnrx.planning import Plan, Target
+from attnrx.planning.plan_timing import final_protocol
+from attnrx.prescription import Prescription
+from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
+from attnrx.result_folder import (
+    exported_paths,
+    remove_outdated,
+    require_own_export,
+    require_result_folder,
+)
+from attnrx.shapes import ImageBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """A smaller model with its prescription, its plan, and the evidence of what it cost.
+
+    It unpacks as `model, prescription, evidence`. Without `prescription` and `plan` it is the unchanged model, which
+    meets the target by its kernels alone. For the report there are the `diagnosis` of the original, and in `samples` a
+    few normalized test images with their classes; for the exported file the `class_names` of the data.
+    """
+
+    model: nn.Module
+    prescription: Prescription | None
+    evidence: Evidence
+    plan: Plan | None
+    target: Target
+    diagnosis: Diagnosis | None = None
+    samples: tuple[ImageBatch, tuple[str, ...]] | None = None
+    class_names: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.prescription, self.evidence))
+
+    def summary(self) -> str:
+        """Returns the result in one sentence."""
+        return summary_of(self.evidence)
+
+    def __repr__(self) -> str:
+        return f"Shrunk({self.summary()})"
+
+    def save(self, folder: Path | str, onnx: bool = True) -> Path:
+        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
+
+        Files of an earlier result are replaced, and its exports removed; files that attnrx did not write are kept.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+        """
+        folder = Path(folder)
+        require_result_folder(folder, self.model, onnx)
+        # First: an interrupted call leaves a model without exports, and not with those of another model.
+        remove_outdated(folder, model_fingerprint(self.model))
+        folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
+        write_report(folder / "report.html", self.report(f"attnrx: {folder.name}"))
+        if onnx:
+            form, names = parse_format("onnx"), fitting_names(self.model, self.class_names)
+            precision = precision_for(self.model, form)
+            export(self.model, folder / "model.onnx", to=form, precision=precision, class_names=names)
+        return folder
+
+    def save_exported(
+        self,
+        folder: Path | str,
+        to: str,
+        original: nn.Module,
+        data: ImageData | Splits,
+        *,
+        batch: int = 32,
+        threads: int | None = None,
+    ) -> Evidence:
+        """Writes a file of another format to the folder, and evidence of what that file costs against the original.
+
+        `to` is a format of `export`, e.g. "int8" or "openvino(precision=bf16)"; the files are named after it:
+        model-int8.onnx and evidence-int8.json. It is calibrated on the images that the plan was made on, and verified
+        on those that neither has seen. Its speed is that of `batch` images in the runtime of the format, relative to
+        the original in its own library at the precision of the file, which is the model's own or else float32.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+        """
+        form = parse_format(to)
+        # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
+        path, evidence_path = exported_paths(Path(folder), form)
+        require_own_export(path, evidence_path, form, self.model)
+        # Divided as by `shrink`, so that calibration and verification keep to the same images as the plan.
+        planned, _, tested = three_parts(splits_for(original, data))
+        calibration = planned.take(min(form.wanted, len(planned)))
+        names = fitting_names(self.model, self.class_names)
+        precision = precision_for(self.model, form)
+        file = export(self.model, path, to=form, precision=precision, calibration=calibration, class_names=names)
+        conditions = Conditions(file.images.device, file.images.precision, threads)
+        protocol = final_protocol(conditions, batch)
+        speed = 1 / self.target.most if self.target.of == "latency" else None
+        checks = with_accuracy(tested, Fidelity(), Latency(batch, protocol, speed, library=True))
+        about = {"target": str(self.target), "file": path.name, "format": to}
+        evidence = verify(file, original, tested, checks, about, batch_size=32)
+        evidence.save(evidence_path)
+        return evidence
+
+    def report(self, title: str) -> ReportContent:
+        """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
+        tokens = None
+        if self.samples is not None and reduction_of(self.model) is not None:
+            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
+                tokens = sample_tokens(self.model, *self.samples)
+        return ReportContent(
+            title,
+            self.evidence.about,
+            self.prescription,
+            self.diagnosis,
+            self.evidence,
+            tokens=tokens,
+            front=None if self.plan is None else PlanFront.of_record(self.plan.to_record()),
+        )
+
+
+def with_accuracy(images: ImageSet, *checks: Check) -> tuple[Check, ...]:
+    """Returns the checks, preceded by that of the accuracy if the images have labels."""
+    return (Accuracy(None), *checks) if images.has_labels else checks  # reported, without a limit
