@@ -850,6 +850,7 @@ def other_prescription() -> rx.Prescription:
     return rx.prescribe(model, "tokens=tome:2@every")
 
 
+# Values of wrong types are passed on purpose, which is what `type: ignore` is for here.
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "load(None)": (lambda: rx.load(None), "load(None)"),  # type: ignore[arg-type]
     "load(3)": (lambda: rx.load(3), "load(3)"),  # type: ignore[arg-type]

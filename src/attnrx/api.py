@@ -178,9 +178,10 @@ def verify(
         )
     images = images_for(reference, data)
     comparison = Comparison(candidate, reference, images, **context)
+    reference_fingerprint = model_fingerprint(reference)
     # Its rules are recorded in the evidence.
     if comparison.prescription is not None:
-        comparison.prescription.require(model_fingerprint(reference))
+        comparison.prescription.require(reference_fingerprint)
     chosen = tuple(standard_checks()) if checks is None else _required_checks(checks)
     skipped = []
     if checks is None:
@@ -192,7 +193,7 @@ def verify(
     findings = tuple(finding for check in chosen for finding in check(comparison))
     facts = {
         "candidate": model_fingerprint(candidate),
-        "reference": model_fingerprint(reference),
+        "reference": reference_fingerprint,
         "data": images.fingerprint,
         "images": len(images),
         "outputs": comparison.kind.name,

@@ -1,4 +1,4 @@
-"""The steps of `shrink` and `elastic` for one or several targets: plan, realize, repair, distil and verify."""
+"""The steps of `shrink` and `elastic` for one or several targets: plan, realize, repair, distill and verify."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -299,7 +299,7 @@ def test_costs_and_latency_come_from_the_evidence_where_they_are_not_given():
         for role, costs in zip(("reference", "candidate"), content.costs, strict=True)
     )
     timed = Finding("latency", "speed", 1.06, "x", details={"quantity": "speed", **as_record(content.latency[0])})
-    result = ReportContent("told", evidence=Evidence((*findings, timed), {}))
+    result = ReportContent("result", evidence=Evidence((*findings, timed), {}))
     given = ReportContent("given", costs=content.costs, latency=content.latency)
     both = [re.search(r"Trainable.*2\.11\.0", shown(one).words, re.DOTALL) for one in (result, given)]
     assert all(both)

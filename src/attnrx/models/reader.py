@@ -186,7 +186,7 @@ class ReaderFamily(AdoptedFamily):
     def _require_separate_units(self, adopted: Adopted) -> None:
         """Raises NotSupported unless every hidden unit of an MLP depends on one row of its first map only."""
         # Of two images. In every MLP the second image gets the first one's outputs of the first map, with every other
-        # unit changed: in the input of the second map the units between must be equal, whatever the blocks before
+        # unit changed: in the input of the second map the other units must be equal, whatever the blocks before
         # computed. A gate, a softmax or maps in the other order are found so.
         reader, separate = self.reader(adopted.source), [False] * len(self.mlp(adopted))
 
@@ -200,8 +200,9 @@ class ReaderFamily(AdoptedFamily):
         def compare(index: int, units: int, second: nn.Module, args: tuple[Tensor, ...]) -> None:
             base, changed = args[0].chunk(2)
             difference = (changed - base).abs()
-            among, between = difference[..., ::2].max(), difference[..., 1::2].amax()
-            separate[index] = args[0].shape[-1] == units and bool(among > 0) and bool(between <= 1e-3 * among)
+            of_changed, of_others = difference[..., ::2].amax(), difference[..., 1::2].amax()
+            is_separate = bool(of_changed > 0) and bool(of_others <= 1e-3 * of_changed)
+            separate[index] = args[0].shape[-1] == units and is_separate
 
         image = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         with evaluating((adopted,)), ExitStack() as hooks:

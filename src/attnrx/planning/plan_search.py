@@ -151,11 +151,15 @@ def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuild
     return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
 
 
+def _optuna() -> Any:
+    return required_module("optuna", "plan", "refining a plan (with trials above 0)")
+
+
 def _study(search: Search, name: str) -> Any:
     """Returns the study of this name in the storage, with the trials that it has; raises InvalidInput if that cannot be
     opened.
     """
-    optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
+    optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
     try:
@@ -170,10 +174,9 @@ def _study(search: Search, name: str) -> Any:
 
 def _sampler(seed: int, number: int) -> Any:
     """Returns the sampler of the knobs of one proposal."""
-    samplers = required_module("optuna", "plan", "refining a plan (with trials above 0)").samplers
     own_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
     # Multivariate: the best weight of one axis depends on those of others.
-    return samplers.TPESampler(seed=own_seed, multivariate=True, n_startup_trials=8)
+    return _optuna().samplers.TPESampler(seed=own_seed, multivariate=True, n_startup_trials=8)
 
 
 def _fail_abandoned(study: Any) -> None:
