@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 
-def load(  # noqa: PLR0913  (keywords)
+def load(
     source: str | Path | nn.Module,
     seed: int = 0,
     weights: str | Path | None = None,

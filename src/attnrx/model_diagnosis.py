@@ -54,7 +54,7 @@ from attnrx.shapes import Bool, Float, Int, Tensor
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
-def diagnose(  # noqa: PLR0913  (keywords)
+def diagnose(
     model: nn.Module,
     data: ImageData,
     *,

@@ -147,7 +147,7 @@ class ExportSubject:
         return [each.to(self.images.device, self.images.dtype) for each in noise]
 
 
-def export(  # noqa: PLR0913  (keywords)
+def export(
     model: nn.Module,
     path: Path | str,
     to: Format | str = "onnx",

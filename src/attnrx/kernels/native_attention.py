@@ -234,7 +234,7 @@ def _empty(
     return values[0].new_empty(batch, tokens, sum([value.shape[1] * value.shape[3] for value in values]))
 
 
-def native_joint_attention(  # noqa: PLR0913
+def native_joint_attention(
     features: Float[Tensor, "batch tokens _"],
     ranks: Sequence[int],
     value_dims: Sequence[int],
@@ -257,7 +257,7 @@ def native_joint_attention(  # noqa: PLR0913
     )
 
 
-def _joint_attention(  # noqa: PLR0913  (an operator takes no structures)
+def _joint_attention(
     features: Tensor,
     ranks: Sequence[int],
     value_dims: Sequence[int],

@@ -40,7 +40,7 @@ def can_merge(tokens: TokenBatch, patches: int, count: int | None = None) -> boo
     )
 
 
-def native_merge(  # noqa: PLR0913  (the operands of the kernel)
+def native_merge(
     tokens: TokenBatch,
     sizes: Float[Tensor, "batch tokens"],
     indices: Int[Tensor, "batch patches"],
@@ -86,7 +86,7 @@ def native_merge_by_cost(
     return merged[:, :left], merged_sizes[:, :left], kept[:, : left - prefix], destinations
 
 
-def _merge(  # noqa: PLR0913  (the operands of the kernel)
+def _merge(
     tokens: Tensor,
     sizes: Tensor,
     indices: Tensor,
@@ -154,7 +154,7 @@ def _bits(threshold: float | None) -> int:
     return struct.unpack("q", struct.pack("d", 0.0 if threshold is None else threshold))[0]
 
 
-def _empty(  # noqa: PLR0913  (the operands of the kernel)
+def _empty(
     tokens: Tensor,
     sizes: Tensor,
     indices: Tensor,

@@ -278,7 +278,7 @@ INTERLEAVED, HALVES = "interleaved", "halves"
 """The layouts of rotary pairs in the rows of a head: (0, 1), (2, 3), ... or (0, d/2), (1, d/2 + 1), ..."""
 
 
-def assembled(  # noqa: PLR0913  (keywords)
+def assembled(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     heads: int,

@@ -192,7 +192,7 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     return accelerator
 
 
-def prepare(  # noqa: PLR0913  (a learner has as many parts)
+def prepare(
     target: nn.Module,
     model: nn.Module,
     splits: Splits,
