@@ -55,4 +55,7 @@ def run(store: Path, workers: int) -> dict[str, int]:
 if __name__ == "__main__":
     # A shell without job control starts background commands with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run(Path(sys.argv[1]), int(sys.argv[2]))
+    import sweep_work
+
+    # A new process finds the work by the name of its module, and that of a script is __main__.
+    sweep_work.run(Path(sys.argv[1]), int(sys.argv[2]))

@@ -463,7 +463,8 @@ LINES = (
     "report --training {pipe} --out {out}",
     "verify {model} --reference /nowhere --data {data} --out {out}",
     "verify /nowhere --reference {model} --data {data}",
-    "verify {export} --reference {model} --data {data} --prescription {pipe} --out {out}",
+    "verify {export} --reference {model} --data {data} --out {out}",
+    "verify {export} --trust --reference {model} --data {data} --prescription {pipe} --out {out}",
     "verify {model} --reference svda:digits --data {data} --out {out}",
     "verify {model} --reference {model} --data {data} --controls --out {out}",
     "verify {model} --reference {model} --data {data} --checks promises --out {out}",
@@ -605,7 +606,7 @@ USES = {
     "diagnosis": "prescribe FILE --rules qk=total_rank:0.5 vo=total_rank:0.5 fc1=uniform_rank:2 --out {out}.json",
     "evidence": "report --evidence FILE --out {out}.html",
     "config": "costs FOLDER",
-    "export": "verify FILE --reference {model} --data {data} --out {out}.json",
+    "export": "verify FILE --trust --reference {model} --data {data} --out {out}.json",
 }
 
 

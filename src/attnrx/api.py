@@ -99,8 +99,8 @@ def load(
       needs the `factory` only where the class has not been imported;
     - the folder of an elastic model, with one of `macs=0.6`, `params=0.7` (shares of the original's) or `faster=1.4`;
       in one text, `FOLDER@macs=0.6`;
-    - a file written by `export`: the returned module runs it with its runtime. An AOTInductor package is native code
-      and needs `trust=True`.
+    - a file written by `export`: the returned module runs it with its runtime. A .pt2 file (formats program and
+      aotinductor) can run code of its author and needs `trust=True`.
     """
     if not isinstance(source, str | Path | nn.Module) or source == "":
         raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")

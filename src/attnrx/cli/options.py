@@ -158,7 +158,7 @@ def add_model(parser: argparse.ArgumentParser, purpose: str = "") -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--trust", bool, "load an AOTInductor package, which is native code")
+    option(parser, "--trust", bool, "open a .pt2 file (program, aotinductor), which can run any code of its author")
 
 
 def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = True) -> None:

@@ -175,7 +175,7 @@ def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
 def load_exported(path: Path | str, trust: bool = False) -> Exported:
     """Opens a file written by `export` as a module that runs it with its runtime.
 
-    An AOTInductor package is native code and raises InvalidInput unless `trust` is True.
+    A .pt2 file (program or aotinductor) can run code of its author and raises InvalidInput unless `trust` is True.
     """
     path = Path(path)
     facts = read_json(facts_path(path))
@@ -191,9 +191,10 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         raise CheckpointError(
             f"{path} was renamed: its files are {', '.join(sorted(facts['files']))}; name them so again."
         )
-    if form.is_native_code and not trust:
+    # The hashes prove nothing here: whoever writes the file writes them too.
+    if form.runs_code and not trust:
         raise InvalidInput(
-            f"{path} is {form.name}: native code, which runs with your rights once it is loaded, and the "
-            "hashes in its facts can be forged. If you trust its origin, pass trust=True (--trust on the command line)."
+            f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
+            "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
         )
     return Exported(path, form, images, facts).eval()

@@ -43,8 +43,8 @@ class Format(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
     on_cuda: ClassVar[bool] = False
     """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
-    is_native_code: ClassVar[bool] = False
-    """Whether opening a file of this format runs machine code of the file."""
+    runs_code: ClassVar[bool] = False
+    """Whether a file of this format can contain code that runs when it is opened: machine code, or pickles."""
 
     @abstractmethod
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:

@@ -15,13 +15,17 @@ from attnrx.shapes import Tensor
 
 @dataclass(frozen=True)
 class Program(Format):
-    """A program captured by torch.export, with its weights; loading it needs PyTorch only."""
+    """A program captured by torch.export, with its weights; loading it needs PyTorch only.
+
+    torch unpickles parts of the file when it opens it, e.g. weights and constants, and a pickle can run any code.
+    """
 
     name: ClassVar[str] = "program"
     suffix: ClassVar[str] = ".pt2"
     unfused: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ROUNDING)
     on_cuda: ClassVar[bool] = True
+    runs_code: ClassVar[bool] = True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         torch.export.save(program, path)
@@ -39,7 +43,6 @@ class AOTInductor(Program):
     """
 
     name: ClassVar[str] = "aotinductor"
-    is_native_code: ClassVar[bool] = True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         from torch._inductor import aoti_compile_and_package, config

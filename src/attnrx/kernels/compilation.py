@@ -10,8 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import warnings
 from functools import lru_cache
 from hashlib import sha256
@@ -19,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
+from attnrx.runtime.child_processes import find_program, run_program
 from attnrx.runtime.hardware import cache_folder
 from attnrx.serialization.storage import check_schema, json_text
 
@@ -51,7 +50,7 @@ def native_library() -> ctypes.CDLL | None:
     try:
         compiler = _compiler()
         return _built(compiler) if compiler else None
-    except (OSError, AttnrxError, subprocess.SubprocessError) as error:
+    except (OSError, AttnrxError) as error:
         warnings.warn(
             f"PyTorch's attention runs in place of the C++ kernel: {str(error).strip()} Set {BUILD}=0 to silence this.",
             KernelWarning,
@@ -88,14 +87,15 @@ def _compiler() -> list[str]:
     """Returns the command of the compiler, empty if there is none."""
     variable = os.environ.get("CXX", "").strip()
     if not variable:
-        return next(([name] for name in COMPILERS if shutil.which(name)), [])
+        return next(([path] for name in COMPILERS if (path := find_program(name)) is not None), [])
     try:
         words = shlex.split(variable)  # several words, e.g. of a wrapper and its compiler
     except ValueError as error:
         raise InvalidInput(f"CXX={variable!r} is no command ({error}); set CXX to a C++ compiler.") from error
-    if not shutil.which(words[0]):
+    path = find_program(words[0])
+    if path is None:
         raise InvalidInput(f"CXX={variable!r} names no program on the path; set CXX to a C++ compiler.")
-    return words
+    return [path, *words[1:]]
 
 
 def _built(compiler: list[str]) -> ctypes.CDLL:
@@ -142,9 +142,7 @@ def _build(command: list[str], path: Path) -> None:
 
 
 def _output_of(command: list[str]) -> str:
-    result = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE
-    )
+    result = run_program(command, PATIENCE)
     if result.returncode:
         reason = result.stderr.strip()[-300:] or f"exit code {result.returncode}"
         raise _CompilerFailed(

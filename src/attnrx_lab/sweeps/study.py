@@ -5,23 +5,21 @@ Optuna stores the trials (SQLite in a file, or any database that SQLAlchemy conn
 here every job has a process, and a trial whose sweep has ended is queued again.
 """
 
-import multiprocessing
 import os
 import platform
-import signal
-import threading
+import sys
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnrx.errors import AttnrxError, CheckpointError
+from attnrx.errors import AttnrxError, CheckpointError, NotSupported
 from attnrx.optional import required_module
 from attnrx.progress import Log
+from attnrx.runtime.subprocess_runner import FORKS, ProcessEnded, Subprocess
 from attnrx.serialization.atomic_writes import process_runs
 from attnrx_lab.sweeps.jobs import OUT, Job, Words
 from attnrx_lab.sweeps.summary import Result, of_job, rows_of
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 NAME = "attnrx sweep"  # of the study in its storage
 STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "done", "FAIL": "failed"}
 Work = Callable[[Words, int], dict[str, Any]]  # words and CPU threads -> a JSON-ready record; importable
+Outcome = tuple[tuple[Result, ...], str | None]  # the numbers of a job, or its error
 
 
 @dataclass(frozen=True)
@@ -168,68 +167,68 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
     After an interruption the running jobs wait again; if the sweep is killed, their processes end by themselves.
     """
     study.requeue_abandoned()
-    running: dict[Connection, tuple[BaseProcess, Trial, Job]] = {}
-    try:
-        while True:
-            while len(running) < workers and (taken := study.take()):
-                receiver, process = _started(taken[1], study.folder, work, threads)
-                running[receiver] = process, *taken
-            if not running:
-                return study.counts()
-            ready = wait(list(running))  # a pipe is ready when it has a result, or its process has ended
-            for receiver in [each for each in running if each in ready]:
-                process, trial, job = running.pop(receiver)
-                results, error = _received(receiver, process)
-                study.finish(trial, results, error)
-                counts = study.counts()
-                ended = f"done, {len(results)} numbers" if error is None else f"FAILED: {error}"
-                log(f"{counts['done'] + counts['failed']} of {sum(counts.values())}: {job.title}: {ended}")
-    finally:
-        for process, _, _ in running.values():
-            process.kill()
-        study.requeue_abandoned(own=True)
-
-
-def _started(job: Job, folder: Path, work: Work, threads: int) -> tuple[Connection, BaseProcess]:
-    job_folder = (folder / job.id).resolve()
-    job_folder.mkdir(parents=True, exist_ok=True)
-    words = tuple(word.replace(f"{{{OUT}}}", str(job_folder)) for word in job.words)
-    # A plain fork would copy locks that torch's threads hold; the server imports torch once for all jobs.
-    context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
-    context.set_forkserver_preload(["attnrx.api"])
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_job, args=(sender, work, words, threads, str(job_folder / "log.txt")))
-    process.start()
-    sender.close()  # else the receiver would wait for this copy after a crash
-    return receiver, process
-
-
-def _run_job(pipe: Connection, work: Work, words: Words, threads: int, log: str) -> None:
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sweep, which ends its processes
-    with open(log, "ab") as file:  # noqa: PTH123 - for its descriptor, which libraries write to as well
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        pipe.send((rows_of(work(words, threads)), None))
-    except Exception as error:
-        traceback.print_exc()
-        pipe.send(((), str(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"))
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _received(pipe: Connection, process: BaseProcess) -> tuple[tuple[Result, ...], str | None]:
-    with pipe:
+    idle: list[Subprocess] = []
+    running: dict[Future[Outcome], tuple[Subprocess, Trial, Job]] = {}
+    # The threads wait for processes; everything else is done by this one.
+    with ThreadPoolExecutor(workers) as pool:
         try:
-            return pipe.recv()
-        except (EOFError, OSError):
-            process.join()
-            code = process.exitcode or 0
-            ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-            return (), f"the process of the job {ended}; its output is in log.txt of its folder."
+            while True:
+                while len(running) < workers and (taken := study.take()):
+                    folder = (study.folder / taken[1].id).resolve()
+                    folder.mkdir(parents=True, exist_ok=True)
+                    words = tuple(word.replace(f"{{{OUT}}}", str(folder)) for word in taken[1].words)
+                    process = idle.pop() if idle else Subprocess(keeps_memory=False)
+                    call = pool.submit(process.call, _run_job, work, words, threads, str(folder / "log.txt"))
+                    running[call] = process, *taken
+                if not running:
+                    return study.counts()
+                for call in wait(running, return_when=FIRST_COMPLETED).done:
+                    process, trial, job = running.pop(call)
+                    results, error = _outcome_of(call)
+                    # Without forks the jobs of a process would share its state.
+                    if FORKS and call.exception() is None:
+                        idle.append(process)
+                    else:
+                        process.close()
+                    study.finish(trial, results, error)
+                    counts = study.counts()
+                    ended = f"done, {len(results)} numbers" if error is None else f"FAILED: {error}"
+                    log(f"{counts['done'] + counts['failed']} of {sum(counts.values())}: {job.title}: {ended}")
+        finally:
+            for process in (*idle, *(process for process, _, _ in running.values())):
+                process.close()
+            study.requeue_abandoned(own=True)
+
+
+def _outcome_of(call: "Future[Outcome]") -> Outcome:
+    try:
+        return call.result()
+    except ProcessEnded as error:
+        return (), f"the process of the job {error.how}; its output is in log.txt of its folder."
+    except NotSupported as error:
+        return (), str(error)
+
+
+def _run_job(work: Work, words: Words, threads: int, log: str) -> Outcome:
+    with _output_to(log):
+        try:
+            return rows_of(work(words, threads)), None
+        except Exception as error:
+            traceback.print_exc()
+            return (), str(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _output_to(path: str) -> Iterator[None]:
+    """Appends the output of this process to a file, also that of libraries, which write to the descriptors."""
+    kept = [os.dup(number) for number in (1, 2)]
+    with open(path, "ab") as file:  # noqa: PTH123 - for its descriptor
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            for stream, number, copy in zip((sys.stdout, sys.stderr), (1, 2), kept, strict=True):
+                stream.flush()
+                os.dup2(copy, number)
+                os.close(copy)

@@ -1,0 +1,123 @@
+"""Child processes run nothing that lies in the current folder, and are started in one place."""
+
+import ast
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnrx.kernels import compilation
+from attnrx.runtime import child_processes
+from attnrx.runtime.subprocess_runner import run_in_subprocess
+from attnrx_lab.sweeps import SweepStudy, grid_jobs, run_jobs
+from sweep_work import work
+
+SOURCES = Path(child_processes.__file__).parents[2]
+NAMES = ("torch", "numpy", "json", "pickle", "sitecustomize", "usercustomize", "attnrx", "timm", "optuna", "encodings")
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in which every module and program notes the process that runs it."""
+    folder, marks = tmp_path / "planted", tmp_path / "marks"
+    marks.mkdir()
+    for place in (folder, folder / "inside"):
+        place.mkdir()
+        for name in NAMES:
+            (place / f"{name}.py").write_text(f"import os; open({str(marks)!r} + f'/{name}-{{os.getpid()}}', 'w')\n")
+        for name in compilation.COMPILERS:
+            (place / name).write_text(f"#!/bin/sh\ntouch {marks}/{name}-0\n")
+            (place / name).chmod(0o755)
+    monkeypatch.chdir(folder)
+    return marks
+
+
+def ran(marks: Path) -> list[str]:
+    """What ran in another process than this one, whose own path belongs to the user."""
+    return [mark.name for mark in marks.iterdir() if mark.name.rpartition("-")[2] != str(os.getpid())]
+
+
+WAYS = {"nothing": ("", []), "relative": (".:inside::", [".", "inside"]), "current": ("", [""])}
+
+
+def search(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Puts the current folder into PYTHONPATH and `sys.path`, as texts and as Python resolves them."""
+    variable, entries = WAYS[way]
+    monkeypatch.setenv("PYTHONPATH", variable)
+    monkeypatch.setattr(sys, "path", [*entries, *(str(Path(entry).absolute()) for entry in entries), *sys.path])
+
+
+@pytest.mark.parametrize(
+    "way", ["relative", *(pytest.param(way, marks=pytest.mark.slow) for way in ("nothing", "current"))]
+)
+def test_a_call_in_another_process_imports_nothing_from_the_current_folder(
+    way: str, planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search(monkeypatch, way)
+    path = run_in_subprocess(eval, "[*__import__('sys').path, __import__('os').getcwd()]")
+    assert path.pop() == str(Path.cwd()), "relative paths of files are those of this process"
+    assert all(Path(entry).is_absolute() and not Path(entry).is_relative_to(Path.cwd()) for entry in path)
+    assert not ran(planted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_of_a_sweep_imports_nothing_from_the_current_folder(
+    way: str, planted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    study = SweepStudy(tmp_path / "results.sqlite")
+    study.add(grid_jobs(f"quick {{seed}} {tmp_path}", {"seed": [1]}))
+    search(monkeypatch, way)
+    assert run_jobs(study, work, 1, 1, lambda _: None)["done"] == 1
+    assert not ran(planted)
+
+
+@pytest.mark.slow
+def test_modules_that_this_process_imported_from_the_current_folder_are_imported_again_and_no_others(
+    planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a model of a class beside the user's script can be timed."""
+    package = Path("models_of_mine")
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "small.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])  # last: the planted modules are not imported by this process
+    importlib.invalidate_caches()
+    try:
+        small = importlib.import_module("models_of_mine.small")
+        assert run_in_subprocess(small.answer) == 42
+    finally:
+        for name in ("models_of_mine", "models_of_mine.small"):
+            sys.modules.pop(name, None)
+    assert not ran(planted)
+
+
+def test_a_compiler_in_the_current_folder_is_not_run(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f":.:inside:{os.environ['PATH']}")
+    monkeypatch.delenv("CXX", raising=False)
+    compiler = compilation._compiler()
+    if not compiler:
+        pytest.skip("there is no compiler")
+    assert Path(compiler[0]).is_absolute() and not Path(compiler[0]).is_relative_to(Path.cwd())
+    compilation._output_of([*compiler, "--version"])
+    assert not ran(planted)
+
+
+def test_processes_are_started_in_one_module() -> None:
+    """Other ways to start one would have another path, folder and environment."""
+    starts = {"subprocess", "multiprocessing", "_posixsubprocess", "pty"}
+    calls = ("system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "startfile")
+    allowed = {"attnrx/runtime/child_processes.py": {"subprocess"}, "attnrx/runtime/subprocess_runner.py": {"os.fork"}}
+    for path in sorted(SOURCES.rglob("*.py")):
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names} & starts
+            elif isinstance(node, ast.ImportFrom):
+                found |= {(node.module or "").partition(".")[0]} & starts
+                found |= {alias.name for alias in node.names if alias.name == "ProcessPoolExecutor"}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+                found |= {f"os.{node.attr}"} if node.attr.startswith(("exec", "spawn", *calls)) else set()
+        assert found <= allowed.get(str(path.relative_to(SOURCES)), set()), path
