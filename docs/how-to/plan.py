@@ -54,7 +54,8 @@ print(f"{point.cost:.3f} of the {plan.spend}: {point.sensitivity:.2g} nats predi
 # %% [markdown]
 # A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
 # them: on other images the means must be within the interval that the plan predicts for their number, and for a target
-# of latency the measured latency must agree.
+# of latency the measured latency must agree. A claim holds only if these images exclude twice the promised loss; with
+# fewer it is undecided.
 
 # %%
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]

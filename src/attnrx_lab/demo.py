@@ -26,7 +26,7 @@ from attnrx_lab.clutter import CLUTTERED, object_finding
 # The target is a SHARE of the MACs; the claims are that the model is LEAST times faster, and loses at most MOST_DROP
 # points of accuracy. A target of speed would depend on the processor.
 SHARE, LEAST, MOST_DROP = 0.5, 1.5, 1.0
-BATCH, THREADS, ROUNDS = 32, 1, 12  # of the latency
+BATCH, THREADS, ROUNDS = 32, 1, 40  # of the latency
 EPOCHS = 3
 SHAPE = {"embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
 PATCHES = 10  # of a side of the image

@@ -1,7 +1,11 @@
 """The statistics against scipy, and on cases whose answer is known."""
 
 import math
+import runpy
+from functools import cache
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +13,12 @@ from scipy import stats
 
 from attnrx.checks import statistics as own
 from attnrx.errors import InvalidInput
+
+
+@cache
+def coverage() -> dict[str, Any]:
+    """The simulations of benchmarks/coverage.py."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "coverage.py"))
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 1), (3, 3), (1, 9), (40, 60), (700, 800), (12000, 12500)])
@@ -47,6 +57,74 @@ def test_the_bootstrap_of_a_mean_has_the_standard_error():
     error = values.std(0, correction=0) / math.sqrt(400)
     assert torch.allclose(means.std(0) / error, torch.ones(2), atol=0.06)
     assert torch.allclose(means.mean(0), values.mean(0), atol=float(error.max()) / 10)
+
+
+@pytest.mark.parametrize("least", [-math.inf, 0.0])
+def test_the_studentized_interval_divides_every_resample_by_its_own_error(least: float) -> None:
+    """Every resample by itself, with numpy, and with the resamples that `resampled_means` draws."""
+    values = torch.rand(40, generator=torch.Generator().manual_seed(0)).double() ** 6
+    n, draws = len(values), own.DRAWS
+    chosen = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(5))
+    means, errors = values[chosen].mean(1), values[chosen].std(1, correction=0)
+    tail = own.TAIL * n / (n + own.SHORT)
+    quotients = (means - values.mean()) / errors
+    ends = values.mean() - values.std(correction=0) * torch.quantile(quotients, torch.tensor([1 - tail, tail]))
+    found = own.studentized(values[:, None], lambda sums: sums[..., 0], 5, least)
+    assert (found.low, found.high) == pytest.approx((max(least, float(ends[0])), float(ends[1])))
+
+
+def test_the_studentized_interval_of_a_ratio_is_that_of_its_linearization() -> None:
+    """For many images, where both are the normal interval of the delta method."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(5000, 2, generator=generator).double() + torch.tensor([1.0, 2.0])
+    found = own.studentized(values, lambda means: means[..., 0] / means[..., 1], 0)
+    ratio = float(values[:, 0].sum() / values[:, 1].sum())
+    residual = (values[:, 0] - ratio * values[:, 1]) / values[:, 1].mean()
+    half = 1.96 * float(residual.std()) / math.sqrt(len(values))
+    assert found.value == pytest.approx(ratio)
+    assert (found.high - ratio, ratio - found.low) == pytest.approx((half, half), rel=0.1)
+
+
+def test_a_mean_of_few_or_equal_images_has_a_finite_interval() -> None:
+    for n in (1, 2, 3, 7):
+        found = own.mean_estimate(torch.rand(n, generator=torch.Generator().manual_seed(n)), 0)
+        assert 0 <= found.low <= found.value <= found.high < math.inf
+    assert own.mean_estimate(torch.zeros(9), 0) == own.Estimate(0.0, 0.0, 0.0)
+
+
+LATENCY = pytest.param(50, 0.7, id="50"), pytest.param(100, 0.8, id="100", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("rounds", "phi"), LATENCY)
+def test_the_interval_of_a_speed_covers_it_when_rounds_are_correlated(rounds: int, phi: float) -> None:
+    """AR(1) noise, drift and disturbed rounds; a bootstrap of single rounds covers it in 60 to 70 %."""
+    covered, _ = coverage()["covers_ratio"](rounds, phi, 400)
+    assert covered >= 0.92
+
+
+MEANS = [(name, n) for name in coverage()["DIVERGENCES"] for n in (50, 200)]
+QUICK = {("lognormal 1", 50), ("gammas, 10 % 24-fold", 50)}
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in MEANS]
+)
+def test_the_interval_of_a_mean_divergence_covers_it(name: str, n: int) -> None:
+    repetitions = 150 if (name, n) in QUICK else 300
+    studentized, percentiles = coverage()["covers_mean"](coverage()["DIVERGENCES"][name], n, repetitions)
+    assert studentized >= 0.92 and studentized >= percentiles
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "10 %" in name else pytest.mark.slow) for name in coverage()["DIVERGENCES"]],
+)
+def test_twice_the_promised_divergence_holds_in_at_most_5_percent(name: str) -> None:
+    for n in (20, 50):
+        outcomes = coverage()["kept_promises"](coverage()["DIVERGENCES"][name], n, 2.0, 60)
+        assert outcomes["holds"] <= 0.05
+    kept = coverage()["kept_promises"](coverage()["DIVERGENCES"][name], 1000, 1.0, 15)
+    assert kept["undecided"] <= 0.2 and kept["holds"] >= 0.5
 
 
 def test_resamples_are_shared_by_the_columns_and_repeatable(monkeypatch: pytest.MonkeyPatch):

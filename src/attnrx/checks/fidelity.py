@@ -7,7 +7,7 @@ import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import estimate, mean_estimate, proportion, resampled_means
+from attnrx.checks.statistics import mean_estimate, proportion, studentized
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.shapes import Float, Tensor
@@ -74,7 +74,7 @@ def _compared(
     n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
     outputs, kind = (predictions.outputs[base], predictions.outputs[other]), predictions.kind
     squares = squared_distances(*outputs)
-    distance = estimate(float(discrepancy(squares.mean(0))), discrepancy(resampled_means(squares, seed)))
+    distance = studentized(squares, discrepancy, seed, least=0.0)
     # Eq. 46 is defined per batch; the value of the finding is over all images.
     agreeing = int((predictions.decisions(base) == predictions.decisions(other)).sum())
     return (

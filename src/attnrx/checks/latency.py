@@ -8,6 +8,7 @@ import torch
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import LatencyProtocol, compare_latency, compare_memory
+from attnrx.costs.latency import INTERVAL
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding, judged
 from attnrx.models import family_of
@@ -63,8 +64,12 @@ class Latency(Check):
             faster.value,
             "x",
             **judged(faster.value, self.faster, (faster.low, faster.high), times.rounds, at_least=True),
-            seed=self.protocol.seed,
-            details={"quantity": "speed", **asdict(times), "image_shape": list(times.image_shape)},
+            details={
+                "quantity": "speed",
+                "interval": INTERVAL,
+                **asdict(times),
+                "image_shape": list(times.image_shape),
+            },
         )
         if not (memory.candidate.total and memory.reference.total):
             return (speed,)  # an exported file: its runtime allocates memory that torch does not count

@@ -7,10 +7,10 @@ import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import estimate, resampled_means
+from attnrx.checks.statistics import mean_estimate, studentized
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
-from attnrx.shapes import Bool, Tensor
+from attnrx.shapes import Bool, Float, Tensor
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,17 @@ class Shift(Check):
             )
         # Sums of divergences and numbers of images of both kinds, so that all are resampled together.
         columns = torch.stack([divergence * known, known, divergence * ~known, ~known], dim=-1).double()
-        means, draws = columns.mean(0), resampled_means(columns, comparison.seed)
-        # A resample may have no image of one kind, and then has no mean of it.
-        draws = draws[(draws[:, 1] > 0) & (draws[:, 3] > 0)]
         findings = []
         for index, (what, count) in enumerate(
             (("classes of the calibration", int(known.sum())), ("other classes", int((~known).sum())))
         ):
-            mean_and_draws = [sums[..., 2 * index] / sums[..., 2 * index + 1] for sums in (means, draws)]
             claim = f"mean {predictions.kind.distance}, on images of {what}"
-            fields = estimate(float(mean_and_draws[0]), mean_and_draws[1]).judged(count)
+            fields = mean_estimate(divergence[known if index == 0 else ~known], comparison.seed).judged(count)
             details = {"quantity": "divergence by class", "classes": what}
             findings.append(
                 Finding(self.name, claim, unit=predictions.kind.unit, **fields, seed=comparison.seed, details=details)
             )
-        ratio = [
-            # The ratio of two means, as one division of products; the first is the value, the second its samples.
-            sums[..., 2] * sums[..., 1] / (sums[..., 3] * sums[..., 0]).clamp(min=1e-30)
-            for sums in (means, draws)
-        ]
-        fields = estimate(float(ratio[0]), ratio[1]).judged(n, self.most, at_least=False)
+        fields = studentized(columns, _ratio, comparison.seed, least=0.0).judged(n, self.most, at_least=False)
         claim = "divergence on images of other classes, relative to the classes of the calibration"
         details = {"quantity": "shift", "classes": list(self._classes(comparison))}
         return (*findings, Finding(self.name, claim, unit="x", **fields, seed=comparison.seed, details=details))
@@ -86,3 +77,9 @@ class Shift(Check):
                 "or shift(classes=0/217/482)."
             )
         return tuple(classes)
+
+
+def _ratio(means: Float[Tensor, "*draws 4"]) -> Float[Tensor, "*draws"]:
+    """Returns the second mean divergence over the first, from their sums and numbers of images."""
+    # NaN in a resample without an image of one kind, which is left out.
+    return means[..., 2] / means[..., 3] / (means[..., 0] / means[..., 1]).clamp(min=1e-30)

@@ -27,7 +27,7 @@ from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 # images, and as many as take WORK multiply-accumulates, because below that calls of operations dominate.
 CHUNK, WORK, MORE = 8, 1e10, 4
 # The rounds of a final measurement, as many times more as a batch is smaller than CHUNK.
-ROUNDS = 8
+ROUNDS = 16
 
 
 def rounds_of(batch: int) -> int:

@@ -49,7 +49,7 @@ class SpeedExperiment(Experiment):
         generator = torch.Generator().manual_seed(self.seed)
         images = torch.randn(self.batch_size, *family.input_shape(model), generator=generator)
         conditions = Conditions(device=str(evaluation_device()))
-        protocol = LatencyProtocol(conditions, rounds=self.rounds, warmup=WARMUP, seed=self.seed)
+        protocol = LatencyProtocol(conditions, rounds=self.rounds, warmup=WARMUP)
         candidates = {method.name: self._model(method) for method in self.methods}
         latencies = compare_latencies(candidates, family.library_model(model), images, protocol)
         outline = outline_for(self.model, self.subject)

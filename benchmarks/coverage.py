@@ -1,0 +1,159 @@
+"""How often the 95 % intervals cover the truth: simulations with a known answer, seeded.
+
+Means over images: the Kullback-Leibler divergences of images have heavy tails, here lognormal and mixtures of gamma
+distributions, or resamples of the divergences of a real model. Latency: the rounds of a run are correlated (AR(1) with
+the coefficient `phi`) and drift, and some rounds are disturbed. Promises: how often one holds if the divergence is what
+was promised, and if it is twice that.
+
+python benchmarks/coverage.py
+python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column imagenet1k_label   # a real ViT-Tiny too
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from itertools import product
+
+import torch
+from torch import Tensor
+
+import attnrx as rx
+from attnrx.checks.promises import PredictedQuantity, judged_promise, limits_of
+from attnrx.checks.statistics import estimate, mean_estimate, resampled_means
+from attnrx.cli.inputs import splits_argument
+from attnrx.cli.options import add_data
+from attnrx.costs import Ratio
+from attnrx.evidence import FAILS, HOLDS, OUTCOMES, UNDECIDED
+from attnrx.model_outputs import KINDS
+
+LOGITS = KINDS["logits"]
+Draw = Callable[[int, torch.Generator], Tensor]  # the divergences of so many images, with the mean 1
+
+
+def lognormal(spread: float) -> Draw:
+    return lambda n, generator: torch.randn(n, generator=generator).double().mul(spread).sub(spread**2 / 2).exp()
+
+
+def gammas(share: float, size: float) -> Draw:
+    """Most images from a gamma distribution of shape 1/2, a `share` from an exponential one `size` times as large."""
+
+    def draw(n: int, generator: torch.Generator) -> Tensor:
+        small = torch.randn(n, generator=generator).double().square()  # a gamma distribution of shape 1/2 and mean 1
+        large = -size * torch.rand(n, generator=generator).double().clamp(min=1e-300).log()
+        chosen = torch.rand(n, generator=generator) < share
+        return torch.where(chosen, large, small) / (share * size + 1 - share)
+
+    return draw
+
+
+def resampled(values: Tensor) -> Draw:
+    values = values.double() / values.double().mean()
+    return lambda n, generator: values[torch.randint(len(values), (n,), generator=generator)]
+
+
+DIVERGENCES: Mapping[str, Draw] = {
+    "exponential": gammas(1.0, 1.0),
+    "lognormal 1": lognormal(1.0),
+    "lognormal 1.5": lognormal(1.5),
+    "gammas, 20 % tenfold": gammas(0.2, 10.0),
+    "gammas, 10 % 24-fold": gammas(0.1, 24.0),
+}
+
+
+def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
+    """Returns the coverage of the studentized interval of a mean and that of the percentiles, as shares."""
+    generator, found = torch.Generator().manual_seed(0), torch.zeros(2)
+    for seed in range(repetitions):
+        values = draw(n, generator)
+        percentiles = estimate(float(values.mean()), resampled_means(values[:, None], seed)[:, 0])
+        found += torch.tensor([each.low <= 1 <= each.high for each in (mean_estimate(values, seed), percentiles)])
+    studentized, plain = (found / repetitions).tolist()
+    return studentized, plain
+
+
+def run_of(rounds: int, phi: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Returns the seconds of two models, of which the first takes 1.5 times as long, in the rounds of a run.
+
+    Both share a drift; each has correlated noise of 5 %, and is disturbed in 5 % of the rounds.
+    """
+    warm = 50  # rounds until the noise is stationary
+    noise = torch.randn(2, warm + rounds, generator=generator).double() * (1 - phi**2) ** 0.5
+    for index in range(1, warm + rounds):
+        noise[:, index] += phi * noise[:, index - 1]
+    steps = torch.randn(rounds, generator=generator).double() * 0.02
+    drift = torch.linspace(0, 0.2, rounds).double() + steps.cumsum(0)
+    disturbed = torch.rand(2, rounds, generator=generator) < 0.05
+    delays = -0.5 * torch.rand(2, rounds, generator=generator).double().clamp(min=1e-300).log()
+    logarithms = drift + 0.05 * noise[:, warm:] + disturbed * delays
+    return 1.5 * logarithms[0].exp(), logarithms[1].exp()
+
+
+def covers_ratio(rounds: int, phi: float, repetitions: int) -> tuple[float, float]:
+    """Returns the coverage of the interval of a ratio of latencies, and its mean width relative to the ratio."""
+    generator, covered, width = torch.Generator().manual_seed(0), 0, 0.0
+    for _ in range(repetitions):
+        found = Ratio.of(*run_of(rounds, phi, generator))
+        covered += found.low <= 1.5 <= found.high
+        width += (found.high - found.low) / 1.5
+    return covered / repetitions, width / repetitions
+
+
+def kept_promises(draw: Draw, n: int, times: float, repetitions: int) -> dict[str, float]:
+    """Returns the shares of the outcomes of a promise on `n` images whose true divergence is `times` the promised one.
+
+    The promise is measured on 96 images, as by `attnrx shrink`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    outcomes: dict[str, float] = dict.fromkeys(OUTCOMES, 0.0)
+    for seed in range(repetitions):
+        planned = draw(96, generator)
+        promised = PredictedQuantity(1.0, float(planned.std() / planned.mean()), 96, limits_of("divergence", LOGITS))
+        found = times * draw(n, generator)
+        outcomes[judged_promise("divergence", promised, found, seed)["outcome"]] += 1 / repetitions
+    return outcomes
+
+
+def real_divergences(arguments: argparse.Namespace) -> Tensor:
+    """Returns the divergences of a ViT-Tiny whose values keep three quarters of their ranks."""
+    model = rx.load("timm:vit_tiny_patch16_224", weights=arguments.weights)
+    splits = splits_argument(model, arguments)
+    diagnosis = rx.diagnose(model, splits.train.take(64), moments=True)
+    candidate, images = rx.realize(model, rx.prescribe(diagnosis, "vo=uniform_rank:48")), splits.test.take(500)
+    with torch.no_grad():
+        outputs = [
+            torch.cat([each(batch.images) for batch in images.batches(32)]).double().log_softmax(-1)
+            for each in (model, candidate)
+        ]
+    return (outputs[0].exp() * (outputs[0] - outputs[1])).sum(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", help="of a real ViT-Tiny, whose divergences on the data are resampled too")
+    add_data(parser, "whose test images are used", required=False)
+    parser.add_argument("--repetitions", type=int, default=500)
+    arguments = parser.parse_args()
+    distributions = dict(DIVERGENCES)
+    if arguments.weights is not None:
+        distributions["a real ViT-Tiny"] = resampled(real_divergences(arguments))
+    repetitions = arguments.repetitions
+    print("| divergences | images | studentized | percentiles |\n|---|---|---|---|")
+    for name, draw in distributions.items():
+        for n in (20, 50, 100, 200):
+            studentized, plain = covers_mean(draw, n, repetitions)
+            print(f"| {name} | {n} | {studentized:.3f} | {plain:.3f} |", flush=True)
+    print("\n| divergences | images | true divergence | the promise holds | undecided | fails |")
+    print("|---|---|---|---|---|---|")
+    for name, draw in distributions.items():
+        for n, times in product((20, 50, 200), (1.0, 2.0)):
+            found = kept_promises(draw, n, times, repetitions)
+            shares = " | ".join(f"{found[outcome]:.3f}" for outcome in (HOLDS, UNDECIDED, FAILS))
+            print(f"| {name} | {n} | {times:g} x | {shares} |", flush=True)
+    print("\n| rounds | phi | coverage of the latency ratio | mean width |\n|---|---|---|---|")
+    for rounds in (8, 20, 30, 50, 100):
+        for phi in (0.0, 0.5, 0.7, 0.8):
+            covered, width = covers_ratio(rounds, phi, repetitions)
+            print(f"| {rounds} | {phi:g} | {covered:.3f} | {100 * width:.1f} % |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
