@@ -31,6 +31,7 @@ from attnrx.models import (
     save_model,
 )
 from attnrx.models.checkpoint import load_weights
+from attnrx.models.verbs import verb
 from attnrx.optional import installed_versions
 from attnrx.planning import plan
 from attnrx.planning.budget import Budget, prescribe_within
@@ -71,6 +72,7 @@ __all__ = [
 ]
 
 
+@verb
 def load(
     source: str | Path | nn.Module,
     seed: int = 0,
@@ -133,6 +135,7 @@ def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[
     return None
 
 
+@verb
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
     """Applies pruning rules to a diagnosis and returns the prescription.
 
@@ -147,6 +150,7 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
     return prescribe_with(diagnosis_or_spectra(diagnosis, *read.values()), {**read, "tokens": tokens})
 
 
+@verb
 def verify(
     candidate: nn.Module,
     reference: nn.Module,
@@ -245,6 +249,7 @@ def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[s
     )
 
 
+@verb
 def save(
     model: nn.Module,
     folder: Path | str,

@@ -39,6 +39,7 @@ from attnrx.models import (
     require_all_tokens,
     require_ordinary_weights,
 )
+from attnrx.models.verbs import verb
 from attnrx.observation import Observation
 from attnrx.optional import installed_versions
 from attnrx.prescription import Basis
@@ -54,6 +55,7 @@ from attnrx.shapes import Bool, Float, Int, Tensor
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
+@verb
 def diagnose(
     model: nn.Module,
     data: ImageData,
@@ -163,6 +165,7 @@ class _RotationWatch:
         return [{COHERENCE: self.sums[index] / self.images} if index in self.sums else {} for index in layers]
 
 
+@verb
 def measure_divergence(
     model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
 ) -> Diagnosis:

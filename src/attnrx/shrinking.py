@@ -14,6 +14,7 @@ from attnrx.data import Columns, ImageData, Splits
 from attnrx.errors import InvalidInput, TargetMet
 from attnrx.evidence import Evidence
 from attnrx.models import model_fingerprint
+from attnrx.models.verbs import verb
 from attnrx.planning import Target
 from attnrx.planning.target import DROP, target_of
 from attnrx.progress import Log, no_log
@@ -26,6 +27,7 @@ from attnrx.shrunk import Shrunk
 SIZE = re.compile(r"(faster|macs|params)-[\w.+-]+")  # the names of the folders of sizes
 
 
+@verb
 def shrink(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
     data: ImageData | Splits | str | Path,
@@ -96,6 +98,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     return result
 
 
+@verb
 def elastic(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
     data: ImageData | Splits | str | Path,

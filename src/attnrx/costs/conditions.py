@@ -1,6 +1,5 @@
 """The conditions of a comparison of two models: device, precision, threads, compilation."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.runtime.hardware import device_name
+from attnrx.runtime.module_copies import copied
 from attnrx.shapes import Float, Tensor
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,7 @@ class Conditions:
         """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged."""
         # A copy made in inference mode has inference tensors, for which no derived value can be cached.
         with torch.inference_mode(mode=False):
-            clone = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
+            clone = copied(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
         # dynamic=False: one input shape is measured, and its kernels are specialized to it.
         mode = "reduce-overhead" if self.graphs else None  # CUDA graphs

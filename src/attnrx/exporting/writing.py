@@ -1,6 +1,5 @@
 """Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -31,8 +30,10 @@ from attnrx.models import (
     reduction_of,
     require_ordinary_weights,
 )
+from attnrx.models.verbs import verb
 from attnrx.optional import installed_versions
 from attnrx.progress import track
+from attnrx.runtime.module_copies import copied
 from attnrx.serialization.atomic_writes import flush, temporary_folder
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import file_sha256, write_json, write_text
@@ -96,7 +97,7 @@ class ExportSubject:
                 f"batch={batch!r}: give the number of images that the file takes at once, or {DYNAMIC!r}."
             )
         # The caller's model keeps its mode, device and precision.
-        converted = copy.deepcopy(model).eval()
+        converted = copied(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
@@ -147,6 +148,7 @@ class ExportSubject:
         return [each.to(self.images.device, self.images.dtype) for each in noise]
 
 
+@verb
 def export(
     model: nn.Module,
     path: Path | str,
@@ -215,6 +217,7 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
+@verb
 def compare_with_original(
     exported: Exported, original: nn.Module, *, calibration: ImageData | None = None, threads: int | None = None
 ) -> tuple[LatencyComparison, ...]:
@@ -397,5 +400,5 @@ class _Logits(nn.Module):
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
     """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
-    converted = _Logits(copy.deepcopy(model)).eval().to(like.images.device, like.images.dtype)
+    converted = _Logits(copied(model)).eval().to(like.images.device, like.images.dtype)
     return replace(like, model=converted, facts={})

@@ -1,6 +1,5 @@
 """The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
 
-import copy
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +17,13 @@ from attnrx.kernels.packed_linear import PackedLinear, packed_
 from attnrx.maps import LINEAR_MAPS
 from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
 from attnrx.models.family import Family, MLPRanks, require_ordinary_weights
+from attnrx.models.foreign_code import plain_copy, reparametrized, require_own_code, require_unchanged
 from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
-from attnrx.models.unsupported_features import Refusal, model_name
+from attnrx.models.unsupported_features import Refusal, changed_linears, model_name
+from attnrx.runtime.module_copies import copied
 from attnrx.serialization.config import from_dict, to_dict
 from attnrx.serialization.storage import require_finite_tensors
 from attnrx.shapes import Float, ImageBatch, Tensor
@@ -156,17 +157,25 @@ class AdoptedFamily(Family):
 
         Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
         rebuilt from the description of the copy. `mean` and `std` override the model's own normalization; `input_shape`
-        overrides its image size, only for models that resize their position embeddings.
+        overrides its image size, only for models that resize their position embeddings. Weights that torch computes
+        from other tensors (masks of pruning, weight norms, spectral norms) are plain weights in the copy, and
+        activations that its parts keep are detached.
 
         Raises:
-            NotSupported: The model has an unsupported feature, named in the message.
+            NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be
+                copied, or a function (a replaced `forward`, a hook) that holds one of its own parts.
         """
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
-        self.require_supported(model)
+        # Without masks of pruning and weight norms, as these replace the weights and the classes of parts.
+        plain = plain_copy(model) if any(reparametrized(model)) else model
+        self.require_supported(plain)
+        require_own_code(model)
         require_finite_tensors(model.state_dict(), model_name(model))
-        origin = self._stated(model, {"mean": mean, "std": std, "input_shape": input_shape})
-        adopted = self.model_type(copy.deepcopy(model), origin)
+        origin = self._stated(plain, {"mean": mean, "std": std, "input_shape": input_shape})
+        wrapped = self.model_type(model, origin)
+        require_unchanged(model, wrapped, origin.input_shape)
+        adopted = self.model_type(copied(model) if plain is model else plain, origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._own_attention(adopted))
         require_ordinary_weights(adopted)  # here, because every later step requires it
@@ -174,7 +183,7 @@ class AdoptedFamily(Family):
             "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
             "of its projections are not those that were read"
         )
-        self._require_equal((self.model_type(model, origin), adopted), because)
+        self._require_equal((wrapped, adopted), because)
         # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
         return adopted
@@ -234,11 +243,21 @@ class AdoptedFamily(Family):
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
         refusals = tuple(self.refusals(model))
+        # After the others: without the parts that a reader names there are no MLPs.
+        refusals = refusals or tuple(self._changed_mlps(model))
         if refusals:
             # Every layer yields the same reasons; a dict removes repetitions and keeps the order.
             reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in refusals))
             remedies = dict.fromkeys(refusal.remedy for refusal in refusals if refusal.remedy)
             raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
+
+    def _changed_mlps(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields the maps of MLPs that are not a plain nn.Linear, e.g. adapters around one."""
+        paths = self.paths(model)
+        for layer in self.layers(model):
+            named = dict(layer.named_modules())
+            if type(named.get(paths.mlp[0])).__name__ in paths.mlps:
+                yield from changed_linears(layer, tuple(name for name in paths.maps if name in named))
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, self.model_type)

@@ -14,6 +14,7 @@ from attnrx.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, N
 from attnrx.maps import COST_PARTS, LINEAR_MAPS, TOKENS
 from attnrx.model_diagnosis import diagnosis_or_spectra
 from attnrx.models import family_of, hidden_units, model_fingerprint, rank_of, require_all_tokens
+from attnrx.models.verbs import verb
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
 from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps
@@ -107,6 +108,7 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
     return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
 
 
+@verb
 def prescribe_within(
     model: nn.Module, diagnosis: Diagnosis | nn.Module, template: Template | str, budget: Budget
 ) -> Prescription:

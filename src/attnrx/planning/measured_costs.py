@@ -25,6 +25,7 @@ from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.progress import Log
 from attnrx.realization import realize
 from attnrx.runtime.hardware import cache_folder, device_name, may_measure
+from attnrx.runtime.module_copies import copied
 from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.serialization.storage import read_tensors, write_tensors
 from attnrx.shapes import Float, Tensor
@@ -255,7 +256,7 @@ class _Timer:
 
     def last(self) -> np.ndarray:
         """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
-        model = copy.deepcopy(self.space.model)
+        model = copied(self.space.model)
         shortened: Any = getattr(model, "last", None)
         # A model sets it during its own forward pass, and here the block is called without the model.
         if shortened is not None:
@@ -308,7 +309,7 @@ class _Timer:
 
     def _empty(self) -> nn.Module:
         """Returns the model with identity blocks."""
-        empty = copy.deepcopy(self.space.model)
+        empty = copied(self.space.model)
         for name in block_names(empty, self.family):
             empty.get_submodule(name).forward = _identity
         return empty
@@ -340,7 +341,7 @@ def _recorded_call(space: Space, timing: TimingSettings) -> _Call:
     # Without compilation, whose graphs hooks would break; the arguments are the same.
     family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
     hook = _Call()
-    model = copy.deepcopy(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
+    model = copied(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
     model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(hook, with_kwargs=True)
     with conditions.held():
         model(conditions.place_images(timing.images(space)))

@@ -15,6 +15,7 @@ from attnrx.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.model_data import images_for
 from attnrx.model_outputs import OutputKind
 from attnrx.models import family_of, model_fingerprint, require_all_tokens
+from attnrx.models.verbs import verb
 from attnrx.planning.allocation import Step, filled
 from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.cost_table import CostTable
@@ -38,6 +39,7 @@ LARGEST = 0.99
 HALVINGS = 6
 
 
+@verb
 def plan(
     model: nn.Module,
     diagnosis: Diagnosis,

@@ -1,6 +1,5 @@
 """Conversion of dense attention to the form of SVDA, from the second moments of its queries and keys."""
 
-import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +10,10 @@ from attnrx.data import ImageData
 from attnrx.errors import DataError, NotSupported
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, evaluating, family_of, observing, require_all_tokens
+from attnrx.models.verbs import verb
 from attnrx.observation import Observation
 from attnrx.progress import track
+from attnrx.runtime.module_copies import copied
 from attnrx.shapes import Float, Tensor
 
 BATCH = 16
@@ -31,6 +32,7 @@ class RowMoments:
     key_mean: Float[Tensor, "heads directions"]
 
 
+@verb
 def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
     """Returns a copy of the model whose dense attention has the form of SVDA (Eqs. 1-5): unit rows and a strength per
     direction.
@@ -46,7 +48,7 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
         DataError: There are no images, or they do not fit the model.
     """
     require_all_tokens(model, "convert")
-    family, converted = family_of(model), copy.deepcopy(model)
+    family, converted = family_of(model), copied(model)
     for index, attention in enumerate(family.attention(model)):
         spec = attention.spec
         if not spec.is_plain or spec.inner_norms or any(rank != spec.original_rank for rank in spec.ranks):

@@ -13,8 +13,10 @@ from attnrx.errors import InvalidInput
 from attnrx.model_data import images_for
 from attnrx.model_outputs import output_kind_of
 from attnrx.models import InputValidation, evaluating, family_of
+from attnrx.models.verbs import verb
 from attnrx.progress import track
 from attnrx.realization.descent import HELD_OUT, descend_
+from attnrx.runtime.module_copies import copied
 from attnrx.shapes import Bool, Float, Tensor
 
 
@@ -57,6 +59,7 @@ class Distilled:
     notes: list[str] = field(default_factory=list)
 
 
+@verb
 def distill(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Distill | None = None
 ) -> Distilled:
@@ -76,7 +79,7 @@ def distill(
         raise InvalidInput(f"distill was given {len(images)} images; give at least {2 * HELD_OUT}, better 2,000.")
     weight = next(candidate.parameters())
     # Steps are smaller than the rounding of half precision.
-    work = copy.deepcopy(candidate).to(torch.promote_types(weight.dtype, torch.float32))
+    work = copied(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
     with evaluating((work, reference)):
         before = after = fit.held_out()

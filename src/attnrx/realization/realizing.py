@@ -14,6 +14,7 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.model_data import images_for
 from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
+from attnrx.models.verbs import verb
 from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.realization.directions import (
     compressed_spec,
@@ -33,8 +34,10 @@ from attnrx.realization.outputs import (
     realize_hidden_,
 )
 from attnrx.realization.token_policies import realize_tokens_
+from attnrx.runtime.module_copies import copied
 
 
+@verb
 def realize(
     model: nn.Module,
     prescription: Prescription,
@@ -78,6 +81,7 @@ def realize(
     return nearest_candidate(candidates, model, images)
 
 
+@verb
 def realize_fitted(
     model: nn.Module, prescription: Prescription, fits: Sequence[Callable[[nn.Module], nn.Module]], **given: Any
 ) -> nn.Module:
@@ -91,7 +95,7 @@ def realize_fitted(
         realized = realize(model, ranks, **given)
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model))
-        realized = copy.deepcopy(model)
+        realized = copied(model)
     for fit in fits:
         realized = fit(realized)
     if tokens is not None:
@@ -108,7 +112,7 @@ def _realized(
     norms: str,
     calibration: ImageData | None,
 ) -> nn.Module:
-    changed = copy.deepcopy(model)
+    changed = copied(model)
     family = family_of(changed)
     with torch.no_grad():
         for index, (attention, layer) in enumerate(zip(family.attention(model), layers, strict=True)):

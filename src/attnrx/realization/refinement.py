@@ -16,8 +16,10 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, evaluating, family_of
+from attnrx.models.verbs import verb
 from attnrx.progress import track
 from attnrx.realization.descent import descend_
+from attnrx.runtime.module_copies import copied
 from attnrx.shapes import Float, Tensor
 
 
@@ -52,6 +54,7 @@ class Refined:
     notes: list[str] = field(default_factory=list)
 
 
+@verb
 def refine(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, refinement: Refinement | None = None
 ) -> Refined:
@@ -66,7 +69,7 @@ def refine(
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
     """
     knobs = refinement or Refinement()
-    result, images = Refined(copy.deepcopy(candidate)), images_for(reference, calibration, "calibration")
+    result, images = Refined(copied(candidate)), images_for(reference, calibration, "calibration")
     pairs = list(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )

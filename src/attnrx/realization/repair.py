@@ -15,8 +15,10 @@ from attnrx.decompositions.hidden_units import RIDGE
 from attnrx.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, LowRankLinear, block_names, evaluating, family_of, require_all_tokens
+from attnrx.models.verbs import verb
 from attnrx.progress import track
 from attnrx.realization.descent import HELD_OUT, descend_
+from attnrx.runtime.module_copies import copied
 from attnrx.shapes import Float, Tensor
 
 # The importance of tokens is measured on so many images, and this share of it is the same for all tokens, because the
@@ -66,6 +68,7 @@ class Repaired:
     notes: list[str] = field(default_factory=list)
 
 
+@verb
 def repair(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Repair | None = None
 ) -> Repaired:
@@ -88,7 +91,7 @@ def repair(
     knobs, images = settings or Repair(), images_for(reference, calibration, "calibration")
     for model, what in ((candidate, "repair"), (reference, "repair a candidate of")):
         require_all_tokens(model, what)
-    result = Repaired(copy.deepcopy(candidate))
+    result = Repaired(copied(candidate))
     _require_alike(reference, result.model, len(images))
     with evaluating((reference, result.model)):
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
