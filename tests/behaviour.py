@@ -10,7 +10,7 @@ settings of "vit-tiny" need the pre-trained ViT-Tiny and the images of ImageNett
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,8 @@ def real(name: str) -> tuple[nn.Module, Any]:
     model = rx.load("timm:vit_tiny_patch16_224", weights=REAL_DATA / "vit_tiny_patch16_224.safetensors")
     columns = Columns(label_column="imagenet1k_label", test_column="ilsvrc_val")
     splits = rx.load_data(REAL_DATA / "imagenette224.parquet", columns=columns, image_size=224)
+    # As they are stored, of the size of the model: timm's transform would enlarge them and cut a rim.
+    splits = replace(splits, geometry=None)
     return model, rx.adapt_preprocessing(splits, model).test.take(IMAGES)
 
 

@@ -1,17 +1,18 @@
 """Conversion of user data to the image set or the splits of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from attnrx.data import ImageSet, Normalization, Splits, fit_labels, image_set
-from attnrx.data.pixels import SMALL, ImageGeometry
+from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.errors import DataError, InvalidInput
 from attnrx.model_outputs import Logits, output_kind_of
 from attnrx.models import family_of
-from attnrx.optional import required_module
+from attnrx.preprocessing import ImageGeometry, Preprocessing
 from attnrx.shapes import Float, Tensor
 
 
@@ -20,9 +21,25 @@ def normalization_of(model: nn.Module) -> Normalization:
     return Normalization(*family_of(model).normalization(model))
 
 
+def preprocessing_of(model: nn.Module) -> Preprocessing:
+    """Returns how the model takes pictures: as its own library states it, else resized to fill its input.
+
+    Models without a statement resize photographs to 256/224 of their input before a central crop, smaller pictures to
+    their input.
+    """
+    family = family_of(model)
+    return Preprocessing(family.geometry(model) or _own_geometry(family.input_shape(model)), normalization_of(model))
+
+
+def _own_geometry(shape: tuple[int, int, int], photos: bool | None = None) -> ImageGeometry:
+    channels, *size = shape
+    photos = min(size) > SMALL if photos is None else photos
+    return ImageGeometry.of_size((size[0], size[1]), channels, "photo" if photos else "fill")
+
+
 def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
-    """Returns the data as an image set for this model (see `data.image_set`). PIL images are preprocessed as by the
-    model's library; tensors must already be normalized for the model.
+    """Returns the data as an image set for this model (see `data.image_set`). PIL images are preprocessed as the
+    model states (`preprocessing_of`); tensors must already be normalized for the model.
 
     Raises:
         InvalidInput: The data has an unknown type, or its images are not float tensors; the message names `argument`.
@@ -30,25 +47,15 @@ def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
     """
     if isinstance(data, ImageSet):
         return data
-    family = family_of(model)
-    # That of the library, because its resizing and cropping are part of the model's accuracy.
-    return image_set(data, family.preprocessing(model) or _own_preprocessing(model), argument)
+    preprocessing = preprocessing_of(model)
 
+    def preprocess(picture: Any) -> Float[Tensor, "channels height width"]:
+        try:
+            return preprocessing(picture)
+        except Exception as error:  # of Pillow, of many types: a picture may be read from its file only here
+            raise DataError(f"a picture of {argument} cannot be used: {str(error) or type(error).__name__}.") from error
 
-def _own_preprocessing(model: nn.Module) -> Callable[[Any], Float[Tensor, "channels height width"]]:
-    """Returns the preprocessing of a PIL image as for the named datasets, with the model's normalization."""
-    family = family_of(model)
-    channels, size, _ = family.input_shape(model)
-    # Photographs are resized and cropped; a small picture is resized as it is (`data.pixels`).
-    geometry = ImageGeometry(size, channels, "photo" if size > SMALL else "fill")
-    scale = normalization_of(model)
-
-    def preprocess(picture: Any) -> Tensor:
-        transforms = required_module("torchvision.transforms.v2.functional", "data", "preprocessing of PIL images")
-        pixels = transforms.pil_to_tensor(picture.convert("L" if channels == 1 else "RGB"))
-        return scale.apply(geometry.still(pixels).float() / 255)
-
-    return preprocess
+    return image_set(data, preprocess, argument)
 
 
 def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
@@ -74,7 +81,7 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
     # A placeholder per absent split, which raises with its name where it is used.
     missing = {name: MissingImages(source, name, tuple(sets)) for name in NAMES}
     family = family_of(model)
-    channels, height, _ = family.input_shape(model)
+    channels, *size = family.input_shape(model)
     # Without names of its classes a model has their numbers; one of embeddings has none. One logit distinguishes two
     # classes, of which a configuration may name one.
     classes, names = tuple(map(str, range(num_classes(model)))), family.class_names(model)
@@ -83,38 +90,50 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
         **{**missing, **sets},
         class_names=names if len(names) >= len(classes) else classes,
         channels=channels,
-        image_size=height,
+        image_size=size[0] if size[0] == size[1] else (size[0], size[1]),
         normalization=normalization_of(model),
         augmentation=None,
         notes=notes,
     )
 
 
-def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the splits with the model's normalization and with labels as class indices of the model.
+def input_options(model: nn.Module) -> dict[str, Any]:
+    """Returns the arguments of `load_data` with which a dataset is decoded for this model at once."""
+    stated = family_of(model).geometry(model)
+    if stated is not None:
+        return {"geometry": stated}
+    _, height, width = family_of(model).input_shape(model)
+    return {"image_size": height if height == width else (height, width)}
 
-    `label_map` maps class names of the dataset to class indices of the model; ImageNet subsets need none (see
-    `data.fit_labels`). Labels that fit no head raise an error only when they are used.
+
+def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
+    """Returns the splits with the model's preprocessing and with labels as class indices of the model.
+
+    Pictures that attnrx decodes are fitted as the model's own library does it, in size, crop, interpolation and
+    channels; a model that states nothing keeps the way of the dataset, at its own size. `label_map` maps class names of
+    the dataset to class indices of the model; ImageNet subsets need none (see `data.fit_labels`). Labels that fit no
+    head raise an error only when they are used.
 
     Raises:
-        DataError: The images do not have the model's input shape, or the map does not fit.
+        DataError: The images are given as pixels of another shape than the model's input, or the map does not fit.
     """
     family = family_of(model)
-    channels, height, _ = family.input_shape(model)
-    # Named data are decoded at one size, so another one needs another call of `load_data`; the scale can be changed
-    # later.
+    shape = family.input_shape(model)
+    if splits.geometry is not None:
+        splits = _fitted(splits, splits.geometry, model)
+    channels, *size = shape
     if splits.channels != channels:
-        # The reader keeps grey images grey: which model they are for is the user's decision.
         wanted = "RGB" if channels == 3 else f"{channels}-channel"
         raise DataError(
             f"{splits.name} has images of {splits.channels} channel(s), the model needs {channels}: store them as "
             f"{wanted} images, give a PyTorch dataset that converts them (in torchvision, Grayscale({channels})), or "
             f"use a model of {splits.channels} channel(s)."
         )
-    if splits.image_size != height:
+    wanted = size[0] if size[0] == size[1] else tuple(size)
+    if splits.image_size != wanted:
         raise DataError(
-            f"{splits.name} has images of {splits.image_size} pixels, the model needs {height}; load the data with "
-            f"image_size={height}, or use a model for this size."
+            f"{splits.name} has images of {splits.image_size} pixels, the model needs {wanted}; load the data with "
+            f"image_size={wanted}, or use a model for this size."
         )
     fitted = splits.renormalized(normalization_of(model))
     classes = num_classes(model)
@@ -123,6 +142,20 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
             raise InvalidInput("label_map was given, and the model has no classifier whose classes it could name.")
         return fitted
     return fit_labels(fitted, classes, label_map)
+
+
+def _fitted(splits: Splits, geometry: ImageGeometry, model: nn.Module) -> Splits:
+    family = family_of(model)
+    shape, stated = family.input_shape(model), family.geometry(model)
+    if stated is None and geometry.shape == shape:
+        return splits
+    photos = splits.augmentation is not None and splits.augmentation.area is not None
+    wanted = stated or _own_geometry(shape, photos)
+    # A picture has one or three channels; other models need tensors.
+    if wanted == geometry or wanted.channels not in (1, 3):
+        return splits
+    fitted = splits.with_geometry(wanted, normalization_of(model))
+    return replace(fitted, notes=(*splits.notes, f"pictures are preprocessed as the model states: {wanted}"))
 
 
 def num_classes(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
 from attnrx.exporting import Format, dtype_name, parse_format, precision_for
-from attnrx.model_data import splits_for
+from attnrx.model_data import input_options, splits_for
 from attnrx.model_outputs import Logits, output_kind_of
 from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
@@ -254,8 +254,7 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
 
 def _splits_of(model: nn.Module, data: Any, columns: Columns | None) -> Splits:
     if isinstance(data, str | Path):
-        size = family_of(model).input_shape(model)[1]
-        data = adapt_preprocessing(load_data(str(data), image_size=size, columns=columns), model)
+        data = adapt_preprocessing(load_data(str(data), columns=columns, **input_options(model)), model)
     return splits_for(model, data)
 
 

@@ -14,6 +14,7 @@ from attnrx.api import load, verify
 from attnrx.checks import Latency
 from attnrx.costs import Conditions, LatencyProtocol
 from attnrx.data import Splits, load_data, object_patches
+from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding, judged
 from attnrx.losses import Task
 from attnrx.models import load_model, reduction_of
@@ -93,12 +94,15 @@ def small_model(splits: Splits, seed: int) -> nn.Module:
     timm = required_module("timm", "timm", "the demonstration")
     torch.manual_seed(seed)  # timm draws the weights from the global generator
     side = splits.image_size
+    if not isinstance(side, int):
+        raise InvalidInput(f"{splits.name} has images of {side} pixels: give data of square images.")
     # Patches must divide the side.
     patch = min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - side / PATCHES))
-    shape = {"img_size": splits.image_size, "patch_size": patch, "in_chans": splits.channels, **SHAPE}
+    shape = {"img_size": side, "patch_size": patch, "in_chans": splits.channels, **SHAPE}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=len(splits.class_names), **shape)
-    # Where attnrx reads the normalization of a timm model.
-    model.pretrained_cfg.update(mean=splits.normalization.mean, std=splits.normalization.std)
+    # Where attnrx reads the preprocessing of a timm model: as the images were decoded, resized without a crop.
+    scale = splits.normalization
+    model.pretrained_cfg.update(mean=scale.mean, std=scale.std, crop_pct=1.0, interpolation="bilinear")
     return model
 
 

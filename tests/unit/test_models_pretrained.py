@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.api import load, push_to_hub
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.model_data import preprocessing_of
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.huggingface_readers import READERS, reader_of
@@ -438,16 +439,17 @@ def test_the_image_processor_of_a_folder_is_believed(tmp_path: Path) -> None:
 def test_pictures_go_through_the_image_processor_of_transformers(tmp_path: Path) -> None:
     Image = pytest.importorskip("PIL.Image")
     of_hf("Dinov2ForImageClassification").float().save_pretrained(tmp_path)
-    processor = transformers.BitImageProcessor(
+    # With Pillow: that with torchvision, which rounds differently, returns a few pixels that are one level off.
+    processor = transformers.BitImageProcessorPil(
         size={"shortest_edge": 30}, crop_size={"height": 24, "width": 24}, image_mean=[0.1, 0.2, 0.3]
     )
     processor.save_pretrained(tmp_path)
     picture = Image.effect_noise((50, 40), 60)
-    preprocess = HF.preprocessing(HF.load(str(tmp_path)))
-    assert preprocess is not None
+    preprocess = preprocessing_of(HF.load(str(tmp_path)))
     expected = processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
-    assert torch.equal(preprocess(picture), expected) and expected.shape == (3, 24, 24)
-    assert HF.preprocessing(HF.adopt(of_hf("ViTForImageClassification"))) is None
+    torch.testing.assert_close(preprocess(picture), expected.double(), rtol=0, atol=1e-6)
+    assert expected.shape == (3, 24, 24)
+    assert HF.geometry(HF.adopt(of_hf("ViTForImageClassification"))) is None
 
 
 def test_folders_without_a_trained_classifier_are_refused(tmp_path: Path) -> None:

@@ -214,8 +214,9 @@ def test_neighbours_that_every_model_keeps_are_not_counted():
 
 def test_images_of_other_channels_or_size_are_refused_with_what_helps():
     model = adopted_once("vit")[2]
+    grey = replace(splits_for(model, {"train": torch.randn(4, 1, 16, 16)}), channels=1)
     with pytest.raises(DataError, match=r"images of 1 channel\(s\), the model needs 3: store them as RGB") as refusal:
-        rx.adapt_preprocessing(rx.load_data("digits", image_size=16), model)
+        rx.adapt_preprocessing(grey, model)
     assert "image_size" not in str(refusal.value)
 
     splits = splits_for(model, {"train": torch.randn(4, 3, 16, 16)})

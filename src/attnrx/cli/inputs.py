@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
+def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
     named = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
     named = {name: column for name, column in named.items() if column is not None}
     # None lets the reader try the columns of the catalogue too.
     columns = rx.data.Columns(**named) if named else None
-    return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)
+    return rx.load_data(arguments.data, on_corrupt=arguments.on_corrupt, columns=columns, **shape)
 
 
 def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
-    """Loads the dataset with the image size and normalization of the model."""
-    _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits, path = load_splits(arguments, size), arguments.label_map
+    """Loads the dataset with the preprocessing of the model."""
+    from attnrx.model_data import input_options  # imports torch
+
+    splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
     label_map = None if path is None else rx.serialization.read_json(path)
     # read_json accepts any JSON, a list too.
     if path is not None and not isinstance(label_map, dict):

@@ -23,10 +23,11 @@ from attnrx.data.labels import (
 )
 from attnrx.data.loading import load_data
 from attnrx.data.mixing import mix_data, own_images
-from attnrx.data.pixels import Augmentation, Normalization
+from attnrx.data.pixels import Augmentation
 from attnrx.data.sets import MemoryImages, from_tensors
 from attnrx.data.splits import Splits, three_parts
 from attnrx.data.tables import Columns
+from attnrx.preprocessing import Normalization
 
 __all__ = [
     "DATASETS",

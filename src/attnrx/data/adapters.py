@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Tenso
 
 from attnrx.data.images import Batch, ImageSet, Pass, RowImages, digest, evenly_spaced, require_held, rows_of_part
 from attnrx.data.labels import UNLABELLED
-from attnrx.data.pixels import Normalization
 from attnrx.errors import DataError, InvalidInput
+from attnrx.preprocessing import Normalization
 from attnrx.shapes import Float, Int, Tensor
 
 # Of several keys that an item has, the first in these lists is used. transformers' processors and collators return

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnrx.data.pixels import ImageGeometry, Normalization
 from attnrx.data.tables import Columns
+from attnrx.preprocessing import ImageGeometry, Normalization
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 COLUMNS = Columns(label_column="label")
@@ -33,45 +33,45 @@ class DatasetCard:
 
 DATASETS: Mapping[str, DatasetCard] = {
     "digits": DatasetCard(
-        geometry=ImageGeometry(16, 1, "fill"),  # 8x8 as stored
+        geometry=ImageGeometry.of_size(16, 1, "fill"),  # 8x8 as stored
         normalization=Normalization((0.3053,), (0.3760,)),
         flip=False,  # mirrored digits are other signs
     ),
     "cluttered-digits": DatasetCard(
-        geometry=ImageGeometry(40, 1, "fill"),
+        geometry=ImageGeometry.of_size(40, 1, "fill"),
         normalization=Normalization((0.1268,), (0.1959,)),
         flip=False,
         shift=False,  # fragments fill whole patches
     ),
     "fashion_mnist": DatasetCard(
-        geometry=ImageGeometry(32, 1, "pad"),  # 28x28 as stored
+        geometry=ImageGeometry.of_size(32, 1, "pad"),  # 28x28 as stored
         normalization=Normalization((0.2860,), (0.3530,)),
         hub_id="zalando-datasets/fashion_mnist",
     ),
     "cifar10": DatasetCard(
-        geometry=ImageGeometry(32, 3, "fill"),
+        geometry=ImageGeometry.of_size(32, 3, "fill"),
         normalization=Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         hub_id="uoft-cs/cifar10",
         columns=Columns(image_column="img", label_column="label"),
     ),
     "cifar100": DatasetCard(
-        geometry=ImageGeometry(32, 3, "fill"),
+        geometry=ImageGeometry.of_size(32, 3, "fill"),
         normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
         hub_id="uoft-cs/cifar100",
         columns=Columns(image_column="img", label_column="fine_label"),
     ),
     "food101": DatasetCard(
-        geometry=ImageGeometry(224, 3, "photo"),
+        geometry=ImageGeometry.of_size(224, 3, "photo"),
         normalization=IMAGENET,
         hub_id="ethz/food101",
     ),
     "tiny_imagenet": DatasetCard(
-        geometry=ImageGeometry(64, 3, "fill"),
+        geometry=ImageGeometry.of_size(64, 3, "fill"),
         normalization=Normalization((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
         hub_id="zh-plus/tiny-imagenet",
     ),
     "imagenette": DatasetCard(
-        geometry=ImageGeometry(224, 3, "photo"),
+        geometry=ImageGeometry.of_size(224, 3, "photo"),
         normalization=IMAGENET,
         hub_id="frgfm/imagenette",
         folder="320px",
@@ -79,7 +79,7 @@ DATASETS: Mapping[str, DatasetCard] = {
         other_names=("imagenette224", "imagenette2", "imagenette2-320"),
     ),
     "imagenet-1k": DatasetCard(
-        geometry=ImageGeometry(224, 3, "photo"),
+        geometry=ImageGeometry.of_size(224, 3, "photo"),
         normalization=IMAGENET,
         hub_id="ILSVRC/imagenet-1k",
         ignored=("test",),  # its labels are hidden: all are -1

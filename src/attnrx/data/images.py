@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnrx.data.pixels import Augmentation, Draws, Normalization
+from attnrx.data.pixels import Augmentation, Draws
 from attnrx.errors import DataError, InvalidInput
+from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Bool, Float, Int, Tensor, UInt8
 
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
@@ -165,6 +166,11 @@ class ImageSet(ABC):
     @abstractmethod
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Returns the same images on another scale, for a model that was trained with other statistics."""
+
+    def with_geometry(self, geometry: ImageGeometry) -> "ImageSet":
+        """Returns the same pictures fitted to another geometry; the set itself where its pixels are fixed."""
+        del geometry
+        return self
 
     @abstractmethod
     def _pass(self, order: Pass) -> Iterator[Batch]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnrx.data.images import Batch, ImageSet, Pass
-from attnrx.data.pixels import Normalization
 from attnrx.data.splits import Splits
 from attnrx.errors import DataError, UnknownName
+from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Int, Tensor
 
 UNLABELLED = -1  # no class number, so it cannot equal an answer
@@ -40,6 +40,9 @@ class _OtherLabels(ImageSet):
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
         return replace(self, source=self.source.renormalized(normalization))
+
+    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
+        return replace(self, source=self.source.with_geometry(geometry))
 
 
 @dataclass(frozen=True, eq=False)

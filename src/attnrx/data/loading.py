@@ -4,9 +4,10 @@ Decoded copies of sets of small images are kept in the user's cache folder, so t
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,11 +19,10 @@ from attnrx.data.locating import DatasetLocation, locate
 from attnrx.data.pixels import (
     Augmentation,
     CorruptImages,
-    ImageGeometry,
-    Normalization,
     Policy,
     decode_all,
     guess_geometry,
+    padding_for,
 )
 from attnrx.data.sets import CPU, MemoryImages, Picture, PixelStore, Stream, StreamedImages
 from attnrx.data.shards import OpenedShards, ShardImages, assign_shards, read_shard
@@ -39,12 +39,13 @@ from attnrx.data.splits import (
 )
 from attnrx.data.tables import Columns
 from attnrx.errors import CheckpointError, DataError, InvalidInput
+from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.runtime.hardware import cache_folder
 from attnrx.serialization.storage import read_json, read_tensors, write_json, write_tensors
 from attnrx.shapes import Int, Tensor, UInt8
 
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory; larger sets stream
-SCHEMA = 1  # raise it when decoding or resizing changes, so that old copies are not used
+SCHEMA = 2  # raise it when decoding or resizing changes, so that old copies are not used
 PARTS = ("pixels", "labels", "sources")  # the tensors of a split in a decoded copy
 
 
@@ -58,10 +59,20 @@ class Decoded:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A whole dataset to stream, and the geometry of its pictures; `photos`: whether training crops parts of them."""
+
+    opened: Opened
+    geometry: ImageGeometry
+    photos: bool
+
+
 def load_data(
     name_or_path: str | Path,
     *,
-    image_size: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    geometry: ImageGeometry | None = None,
     on_corrupt: Policy = "raise",
     validation_share: float = 0.1,
     seed: int = 0,
@@ -73,15 +84,19 @@ def load_data(
     `hf:owner/name` is any hub dataset. A path is a parquet file or a folder of them, a folder of images, or WebDataset
     shards (`train-{000..009}.tar`). Small images are decoded once and kept in memory, others stream. `seed` decides
     which training images are held out when there is no validation split; nothing else is random.
+
+    Pictures are fitted as the catalogue states, or as a guess from a few of them, to `image_size` (a side, or height
+    and width); `geometry` states it in full. `adapt_preprocessing` changes it to what a model states.
     """
-    if image_size is not None and image_size < 1:
-        raise InvalidInput(f"image_size={image_size}: give the side of the model's input in pixels.")
+    sides = (image_size,) if isinstance(image_size, int) else image_size
+    if sides is not None and not (len(sides) in (1, 2) and all(isinstance(side, int) and side > 0 for side in sides)):
+        raise InvalidInput(f"image_size={image_size}: give the side of the model's input, or (height, width).")
     if not 0 < validation_share < 1:
         raise InvalidInput(
             f"validation_share={validation_share}: it is a share of the training images, between 0 and 1."
         )
     CorruptImages(on_corrupt)  # checks the policy before anything is read
-    loading = _Loading(locate(name_or_path, columns), image_size, on_corrupt, validation_share, seed)
+    loading = _Loading(locate(name_or_path, columns), image_size, geometry, on_corrupt, validation_share, seed)
     reader = loading.location.reader
     return loading.read(reader) if isinstance(reader, DatasetReader) else loading.shards(reader())
 
@@ -91,59 +106,95 @@ class _Loading:
     """A dataset's location with the user's options for reading it."""
 
     location: DatasetLocation
-    image_size: int | None
+    image_size: int | tuple[int, int] | None
+    geometry: ImageGeometry | None
     on_corrupt: Policy
     validation_share: float
     seed: int
 
     def read(self, reader: DatasetReader) -> Splits:
-        """Decodes a set of small images, or finds its decoded copy; others stream."""
-        card_geometry = self.location.card.geometry if self.location.card else None
-        # Photographs are streamed, so their files are not decoded beforehand.
-        photos = card_geometry is not None and card_geometry.fit == "photo"
-        # The copy has the splits as they are stored: which rows are held out is decided afterwards, by share and seed.
-        copy = None if photos else _copy_path(reader.identity(), card_geometry, self.image_size, self.on_corrupt)
-        decoded = fetch(copy) if copy else None
-        if decoded is None:
-            opened = by_canonical_name(reader.open(), self.location.requested)
-            records = opened.splits.get("train") or next(iter(opened.splits.values()))
-            # Pictures spread over the split, because datasets are often sorted, by class or by size.
-            geometry = self._geometry(partial(records.picture, at, None) for at in evenly_spaced(len(records), 16))
-            size = sum(map(len, opened.splits.values())) * geometry.channels * geometry.size**2
-            # Photographs stream whatever their number, because the usual augmentation crops whole pictures.
-            if copy is None or geometry.fit == "photo" or size > IN_MEMORY:
-                return self._streamed(opened, geometry)
-            decoded = self._decode(opened, geometry)
-            _store(copy, decoded)
-        parts, notes = self._assign(decoded.splits)
-        scale = self._normalization(decoded.geometry)
+        content = self._content(reader)
+        if isinstance(content, Encoded):
+            return self._streamed(content)
+        again: dict[ImageGeometry, Decoded | Encoded] = {}
+        for name, store in content.splits.items():
+            store.decode_again = partial(self._decode_again, reader, again, name, store)
+        parts, notes = self._assign(content.splits)
+        scale = self._normalization(content.geometry)
         sets = {
-            split: MemoryImages(f"{self.location.name}/{split}", decoded.splits[stored], rows, scale)
+            split: MemoryImages(f"{self.location.name}/{split}", content.splits[stored], rows, scale)
             for split, (stored, rows) in parts.items()
         }
-        return self._splits(sets, decoded.geometry, decoded.class_names, (*decoded.notes, *notes))
+        return self._splits(sets, content.geometry, content.class_names, (*content.notes, *notes))
+
+    def _content(self, reader: DatasetReader) -> Decoded | Encoded:
+        """Decodes a set of small images, or finds its decoded copy; others are opened only."""
+        card_geometry = self.location.card.geometry if self.location.card else None
+        # Photographs are streamed, so their files are not decoded beforehand.
+        photos = card_geometry is not None and _are_photos(card_geometry)
+        # The copy has the splits as they are stored: which rows are held out is decided afterwards, by share and seed.
+        key = (reader.identity(), card_geometry, self.image_size, self.geometry, self.on_corrupt) if not photos else ()
+        copy = _copy_path(*key) if key else None
+        decoded = fetch(copy) if copy else None
+        if decoded is not None:
+            return decoded
+        opened = by_canonical_name(reader.open(), self.location.requested)
+        records = opened.splits.get("train") or next(iter(opened.splits.values()))
+        # Pictures spread over the split, because datasets are often sorted, by class or by size.
+        own = self._own_geometry(partial(records.picture, at, None) for at in evenly_spaced(len(records), 16))
+        geometry, photos = self.geometry or own, _are_photos(own)
+        size = sum(map(len, opened.splits.values())) * math.prod(geometry.shape)
+        # Photographs stream whatever their number, because the usual augmentation crops whole pictures.
+        if copy is None or photos or size > IN_MEMORY:
+            return Encoded(opened, geometry, photos)
+        decoded = self._decode(opened, geometry)
+        _store(copy, decoded)
+        return decoded
+
+    def _decode_again(
+        self,
+        reader: DatasetReader,
+        again: dict[ImageGeometry, Decoded | Encoded],
+        name: str,
+        like: PixelStore,
+        geometry: ImageGeometry,
+    ) -> PixelStore | StoredImages:
+        """Returns the images of a store with another geometry, at the same positions."""
+        if geometry not in again:
+            again[geometry] = replace(self, image_size=None, geometry=geometry)._content(reader)
+        content = again[geometry]
+        if isinstance(content, Decoded):
+            return content.splits[name]
+        # The store may lack corrupt images.
+        records, (_, labels, sources) = content.opened.splits[name], like.on(CPU)
+        position_of = {source: position for position, source in enumerate(records.sources.tolist())}
+        positions = [position_of[source] for source in sources.tolist()]
+        return StoredImages(
+            labels, sources, lambda at: records.content(positions[at]), lambda at: records.where(positions[at])
+        )
 
     def shards(self, opened: OpenedShards) -> Splits:
         """Streams shards, whose geometry is guessed from the first images."""
         shards, notes = assign_shards(opened, self.location.requested)
         sampled_shards = shards["train"] if "train" in shards else next(iter(shards.values()))
-        geometry = self._geometry(partial(sample.picture, None) for sample in islice(read_shard(sampled_shards[0]), 16))
+        first = islice(read_shard(sampled_shards[0]), 16)
+        own = self._own_geometry(partial(sample.picture, None) for sample in first)
+        geometry = self.geometry or own
         sets = {
             split: ShardImages(f"{self.location.name}/{split}", split_shards, self._stream(geometry))
             for split, split_shards in shards.items()
         }
-        return self._splits(sets, geometry, opened.class_names, (*notes, *self._skip_note()))
+        return self._splits(sets, geometry, opened.class_names, (*notes, *self._skip_note()), _are_photos(own))
 
-    def _geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
+    def _own_geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
         """Returns the geometry of the catalogue, or guesses one from pictures; a requested size overrides its size."""
         if self.location.card is not None:
             card_geometry = self.location.card.geometry
-            if self.image_size in (None, card_geometry.size):
+            if self.image_size is None or self.image_size == card_geometry.side:
                 return card_geometry
             # Black borders (`pad`) fit one size only; at another one pictures are resized.
-            return ImageGeometry(
-                self.image_size, card_geometry.channels, "photo" if card_geometry.fit == "photo" else "fill"
-            )
+            fit = "photo" if _are_photos(card_geometry) else "fill"
+            return ImageGeometry.of_size(self.image_size, card_geometry.channels, fit)
         samples = []
         # A corrupt image among the samples does not end a load that skips such images.
         corrupt = CorruptImages(self.on_corrupt)
@@ -161,10 +212,9 @@ class _Loading:
 
     def _decode(self, opened: Opened, geometry: ImageGeometry) -> Decoded:
         splits, corrupt = {}, CorruptImages(self.on_corrupt)
-        shape = (geometry.channels, geometry.size, geometry.size)
         # One object for all splits, so that the note counts the corrupt images of the whole dataset.
         for name, records in opened.splits.items():
-            pixels, positions = decode_all(partial(_still, records, geometry), len(records), shape, corrupt)
+            pixels, positions = decode_all(partial(_still, records, geometry), len(records), geometry.shape, corrupt)
             splits[name] = PixelStore(pixels, records.labels[positions], records.sources[positions])
         notes = opened.notes
         if corrupt.found:
@@ -175,13 +225,15 @@ class _Loading:
             )
         return Decoded(splits, opened.class_names, geometry, notes)
 
-    def _streamed(self, opened: Opened, geometry: ImageGeometry) -> Splits:
+    def _streamed(self, content: Encoded) -> Splits:
+        opened, geometry = content.opened, content.geometry
         parts, notes = self._assign(opened.splits)
         sets = {
             split: StreamedImages(f"{self.location.name}/{split}", opened.splits[stored], rows, self._stream(geometry))
             for split, (stored, rows) in parts.items()
         }
-        return self._splits(sets, geometry, opened.class_names, (*opened.notes, *notes, *self._skip_note()))
+        notes = (*opened.notes, *notes, *self._skip_note())
+        return self._splits(sets, geometry, opened.class_names, notes, content.photos)
 
     def _assign(self, splits: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
         labels = {name: stored.labels for name, stored in splits.items()}
@@ -197,7 +249,8 @@ class _Loading:
 
     def _normalization(self, geometry: ImageGeometry) -> Normalization:
         card = self.location.card
-        return card.normalization if card else Normalization.half(geometry.channels)
+        fits = card is not None and len(card.normalization.mean) == geometry.channels
+        return card.normalization if card and fits else Normalization.half(geometry.channels)
 
     def _splits(
         self,
@@ -205,6 +258,7 @@ class _Loading:
         geometry: ImageGeometry,
         class_names: tuple[str, ...],
         notes: tuple[str, ...],
+        photos: bool = False,
     ) -> Splits:
         location = self.location
         if not class_names:
@@ -214,25 +268,33 @@ class _Loading:
             )
             sets = {split: Unlabelled(images, problem) for split, images in sets.items()}
         missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
-        # An eighth of the side is the usual padding of 4 pixels at 32 x 32.
         flip, shift = (True, True) if location.card is None else (location.card.flip, location.card.shift)
-        augmentation = Augmentation(geometry.size // 8 if shift else 0, flip)
-        if geometry.fit == "photo":
+        augmentation = Augmentation(padding_for(geometry) if shift else 0, flip)
+        if photos:
             augmentation = Augmentation(padding=0, area=(0.08, 1.0))  # as usual for ImageNet
         return Splits(
             name=location.name,
             **{**missing, **sets},
             class_names=class_names,
             channels=geometry.channels,
-            image_size=geometry.size,
+            image_size=geometry.side,
             normalization=self._normalization(geometry),
             augmentation=augmentation,
             notes=(*location.notes, *notes),
+            geometry=geometry,
         )
 
 
-def _still(records: StoredImages, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels size size"]:
-    return geometry.still(records.picture(position, geometry.channels))
+def _are_photos(geometry: ImageGeometry) -> bool:
+    """Whether a geometry of the catalogue, or a guessed one, is that of photographs (`ImageGeometry.of_size`)."""
+    return geometry.resize_to != geometry.size
+
+
+def _still(records: StoredImages, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
+    try:
+        return geometry.still(records.picture(position, geometry.channels, geometry.alpha))
+    except ValueError as error:
+        raise DataError(f"cannot resize the image {records.where(position)}: {error}.") from error
 
 
 def _copy_path(*parts: object) -> Path:
@@ -251,7 +313,7 @@ def _store(path: Path, decoded: Decoded) -> None:
     about = {
         "splits": list(decoded.splits),
         "class_names": list(decoded.class_names),
-        "geometry": [decoded.geometry.size, decoded.geometry.channels, decoded.geometry.fit],
+        "geometry": decoded.geometry.to_dict(),
         "notes": list(decoded.notes),
     }
     try:
@@ -268,8 +330,11 @@ def fetch(path: Path) -> Decoded | None:
     try:
         about = read_json(path.with_suffix(".json"))
         tensors = read_tensors(path)
-        splits = {name: PixelStore(*(tensors[f"{name}.{part}"] for part in PARTS)) for name in about["splits"]}
-        return Decoded(splits, tuple(about["class_names"]), ImageGeometry(*about["geometry"]), tuple(about["notes"]))
+        parts = {name: [tensors[f"{name}.{part}"] for part in PARTS] for name in about["splits"]}
+        splits = {name: PixelStore(pixels, labels, sources) for name, (pixels, labels, sources) in parts.items()}
+        return Decoded(
+            splits, tuple(about["class_names"]), ImageGeometry.from_dict(about["geometry"]), tuple(about["notes"])
+        )
     # The copy can be made again, so damage of it is no error.
-    except (CheckpointError, KeyError, TypeError):
+    except (CheckpointError, InvalidInput, KeyError, TypeError, AttributeError):
         return None

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from attnrx.data.images import Batch, ImageSet, Pass
 from attnrx.data.labels import UNLABELLED
 from attnrx.data.loading import load_data
-from attnrx.data.pixels import Normalization
 from attnrx.data.splits import Splits
 from attnrx.errors import DataError, InvalidInput
+from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Float, Int, Tensor
 
 # With twice, 64 pixels on 224 are 2 x 2 tiles, which carry over to other classes better than 3 x 3 or one image.
@@ -37,19 +37,20 @@ def mix_data(splits: Splits, others: Splits | Path | str, times: int = 1) -> Spl
     if not isinstance(times, int) or times < 1:
         raise InvalidInput(f"times={times!r}: give a positive whole number, the images of the other data per image.")
     if not isinstance(others, Splits):
-        others = _loaded(others, splits.image_size)
+        others = _loaded(others, _side(splits))
     if others.channels != splits.channels:
         raise DataError(
             f"{others.name} has images of {others.channels} channel(s), {splits.name} of {splits.channels}: mix data "
             "with the same channels."
         )
-    if others.image_size > splits.image_size:
+    side, others_side = _side(splits), _side(others)
+    if others_side > side:
         raise DataError(
-            f"{others.name} has images of {others.image_size} pixels, {splits.name} of {splits.image_size}: load it "
-            f"with image_size={splits.image_size}."
+            f"{others.name} has images of {others_side} pixels, {splits.name} of {side}: load it with "
+            f"image_size={side}."
         )
-    tiles = -(-splits.image_size // (MOST_ENLARGED * others.image_size))
-    mosaics = Mosaics(others.train.renormalized(splits.normalization), tiles, splits.image_size)
+    tiles = -(-side // (MOST_ENLARGED * others_side))
+    mosaics = Mosaics(others.train.renormalized(splits.normalization), tiles, side)
     each = min(len(splits.train), len(mosaics) // times)
     if not each:
         least = times * tiles**2
@@ -71,7 +72,13 @@ def own_images(images: ImageSet) -> ImageSet:
 def _loaded(source: Path | str, size: int) -> Splits:
     """Loads data at their own size if they are to be tiled, else at this size."""
     loaded = load_data(source)
-    return loaded if MOST_ENLARGED * loaded.image_size < size else load_data(source, image_size=size)
+    return loaded if MOST_ENLARGED * _side(loaded) < size else load_data(source, image_size=size)
+
+
+def _side(splits: Splits) -> int:
+    if not isinstance(splits.image_size, int):
+        raise DataError(f"{splits.name} has images of {splits.image_size} pixels: mix data of square images.")
+    return splits.image_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +165,9 @@ class MixedImages(ImageSet):
     def renormalized(self, normalization: Normalization) -> ImageSet:
         own, others = self.own.renormalized(normalization), self.others.renormalized(normalization)
         return replace(self, own=own, others=others)
+
+    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
+        return replace(self, own=self.own.with_geometry(geometry), others=self.others.with_geometry(geometry))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         # As many batches at once as have whole turns. Every process reads whole batches: the last one need not have

@@ -1,6 +1,5 @@
-"""From the bytes of an image file to the pixels that a model reads: decoding, fitting, augmentation, normalization."""
+"""The pixels of datasets: decoding of many pictures, the geometry of unknown data, and augmentation."""
 
-import io
 import math
 import os
 from collections import Counter
@@ -9,19 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 import torch
 
 from attnrx.errors import DataError, InvalidInput
 from attnrx.optional import required_module
+from attnrx.pictures import open_picture, pixels_of
+from attnrx.preprocessing import ImageGeometry
 from attnrx.shapes import Bool, Float, Int, Tensor, UInt8
 
 Policy = Literal["raise", "skip"]
-Fit = Literal["pad", "fill", "photo"]
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 CHUNK = 256  # images per task, so that scheduling costs little compared with decoding
-MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
 SMALL = 96  # sets whose pictures have no shorter side above this are resized as they are
 ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
 RATIO = (3 / 4, 4 / 3)  # widths over heights that such a crop may have
@@ -52,27 +50,19 @@ class CorruptImages:
         self.found.append(str(error))
 
 
-def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UInt8[Tensor, "channels height width"]:
+def decode(
+    content: bytes | bytearray | memoryview, channels: int | None, alpha: str = "drop"
+) -> UInt8[Tensor, "channels height width"]:
     """Decodes an image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
 
     Raises ValueError with the reason when that cannot be done; a truncated file cannot be decoded.
     """
-    from PIL import Image, UnidentifiedImageError
-
     try:
-        with Image.open(io.BytesIO(content)) as file:
-            if file.mode == "I;16":  # Pillow's own conversion to 8 bits clips at 255 instead of dividing
-                grey = torch.from_numpy((np.array(file) >> 8).astype(np.uint8))[None]
-                return grey.expand(channels or 1, -1, -1)
-            if file.mode in ("I", "F"):
-                raise ValueError(f"its pixels are of kind {file.mode!r}, not 8 or 16 bits a channel")
-            mode = "L" if channels == 1 or (channels is None and file.mode in ("1", "L", "LA")) else "RGB"
-            pixels = np.array(file if file.mode == mode else file.convert(mode))
-    except UnidentifiedImageError:
-        raise ValueError("it is empty, or no image of a known format") from None
+        with open_picture(content) as picture:
+            pixels = pixels_of(picture, channels, alpha)
     except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
         raise ValueError(str(error) or type(error).__name__) from error
-    return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def decode_all(
@@ -108,51 +98,21 @@ def decode_all(
     return (pixels[positions] if broken else pixels), positions
 
 
-@dataclass(frozen=True)
-class ImageGeometry:
-    """The square `size` of the model's input and how a picture is fitted to it.
-
-    `pad` puts smaller pictures between black borders (28x28 into 32x32: no pixel changes); `fill` resizes the shorter
-    side to `size`; `photo` resizes it to 256/224 of that, unless the picture is smaller, so that the crop drops a rim.
-    A centre crop makes it square.
-    """
-
-    size: int
-    channels: int
-    fit: Fit
-
-    def still(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels size size"]:
-        """Fits a picture as evaluation does, without randomness."""
-        height, width = picture.shape[-2:]
-        short, wanted = min(height, width), self.size
-        if self.fit == "pad" and max(height, width) <= self.size:
-            top, left = (self.size - height) // 2, (self.size - width) // 2
-            borders = (left, self.size - width - left, top, self.size - height - top)
-            return torch.nn.functional.pad(picture, borders)
-        # The shorter side is never enlarged beyond the model's size: a picture between both sizes keeps its own.
-        if self.fit == "photo":
-            wanted = min(max(short, self.size), round(MARGIN * self.size))
-        if short != wanted:
-            # Rounding must not make a side shorter than the crop.
-            size = [max(wanted, round(side * wanted / short)) for side in (height, width)]
-            # antialiased bilinear, as torchvision resizes
-            resized = torch.nn.functional.interpolate(picture[None], size, mode="bilinear", antialias=True)
-            picture = resized[0]
-        top, left = ((side - self.size) // 2 for side in picture.shape[-2:])
-        return picture[:, top : top + self.size, left : left + self.size]
-
-    def window(self, picture: UInt8[Tensor, "channels height width"], box: Box) -> UInt8[Tensor, "channels size size"]:
-        transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
-        return transforms.resized_crop(picture, *box, [self.size, self.size], antialias=True)
-
-
-def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | None) -> ImageGeometry:
+def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple[int, int] | None) -> ImageGeometry:
     """Chooses the geometry of a dataset without a known geometry, from a few of its pictures."""
     channels = 3 if max(picture.shape[0] for picture in pictures) >= 3 else 1
     sides = [min(picture.shape[-2:]) for picture in pictures]
     if max(sides) > SMALL:
-        return ImageGeometry(size or 224, channels, "photo")
-    return ImageGeometry(size or Counter(sides).most_common(1)[0][0], channels, "fill")
+        return ImageGeometry.of_size(size or 224, channels, "photo")
+    return ImageGeometry.of_size(size or Counter(sides).most_common(1)[0][0], channels, "fill")
+
+
+def random_window(
+    picture: UInt8[Tensor, "channels height width"], box: Box, size: tuple[int, int]
+) -> UInt8[Tensor, "channels rows columns"]:
+    """Resizes a window of a picture to `size`, for augmentation."""
+    transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
+    return transforms.resized_crop(picture, *box, list(size), antialias=True)
 
 
 @dataclass(frozen=True)
@@ -226,45 +186,6 @@ class Augmentation:
         return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
-@dataclass(frozen=True)
-class Normalization:
-    """Subtracts the mean and divides by the standard deviation of each channel.
-
-    The law: `invert(apply(x)) == x` to rounding.
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def __post_init__(self):
-        if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
-            raise InvalidInput(
-                f"Normalization(mean={self.mean}, std={self.std}): give one mean and one positive std per channel."
-            )
-
-    @classmethod
-    def half(cls, channels: int) -> "Normalization":
-        """Returns mean = std = 0.5, the choice for data without published statistics."""
-        return cls((0.5,) * channels, (0.5,) * channels)
-
-    def apply(
-        self, images: Float[Tensor, "*batch channels height width"]
-    ) -> Float[Tensor, "*batch channels height width"]:
-        """Takes pixels in [0, 1] to the model's scale."""
-        mean, std = self._columns(images)
-        return (images - mean) / std
-
-    def invert(
-        self, images: Float[Tensor, "*batch channels height width"]
-    ) -> Float[Tensor, "*batch channels height width"]:
-        """Takes the model's scale back to pixels in [0, 1]."""
-        mean, std = self._columns(images)
-        return images * std + mean
-
-    def _columns(self, images: Tensor) -> Tensor:
-        if images.shape[-3] != len(self.mean):
-            raise InvalidInput(
-                f"images of {images.shape[-3]} channels were given to a normalization of {len(self.mean)}; "
-                "use the one of the dataset they came from."
-            )
-        return torch.tensor([self.mean, self.std], dtype=images.dtype, device=images.device)[..., None, None]
+def padding_for(geometry: ImageGeometry) -> int:
+    """Returns the padding of `Augmentation`: an eighth of the side, the usual 4 pixels at 32 x 32."""
+    return max(geometry.size) // 8

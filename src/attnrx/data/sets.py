@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 
-from attnrx.data.images import Batch, Pass, RowImages
-from attnrx.data.pixels import Augmentation, CorruptImages, Draws, ImageGeometry, Normalization, threads
+from attnrx.data.images import Batch, ImageSet, Pass, RowImages
+from attnrx.data.pixels import Augmentation, CorruptImages, Draws, random_window, threads
 from attnrx.data.splits import StoredImages
 from attnrx.display import Displayed
 from attnrx.errors import DataError, InvalidInput
+from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Int, Tensor, UInt8
 
 AHEAD = 2  # batches that are being decoded while the model works on another
@@ -25,7 +26,8 @@ Picture = Callable[[], UInt8[Tensor, "channels height width"]]
 class PixelStore:
     """The decoded images of a source: held once however many splits look at them, copied once to each device.
 
-    `sources` are the rows that the images had in the file.
+    `sources` are the rows that the images had in the file. `decode_again` reads the same images with another geometry:
+    decoded, or encoded where they do not fit in memory; None where the pixels are all there is.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class PixelStore:
         pixels: UInt8[Tensor, "stored channels height width"],
         labels: Int[Tensor, "stored"],
         sources: Int[Tensor, "stored"],
+        decode_again: Callable[[ImageGeometry], "PixelStore | StoredImages"] | None = None,
     ):
+        self.decode_again = decode_again
         # On the CPU, where rows are chosen and hashed.
         self.labels = labels
         self._copies = {CPU: (pixels, labels, sources)}
@@ -58,6 +62,14 @@ class MemoryImages(Displayed, RowImages):
 
     def renormalized(self, normalization: Normalization) -> "MemoryImages":
         return replace(self, normalization=normalization)
+
+    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
+        if self.store.decode_again is None:
+            return self
+        again = self.store.decode_again(geometry)
+        if isinstance(again, PixelStore):
+            return replace(self, store=again)
+        return StreamedImages(self.name, again, self.rows, Stream(geometry, self.normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         if order.augmentation is not None and order.augmentation.area is not None:
@@ -123,13 +135,22 @@ class Stream:
 
     def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
         if work.draws is None or augmentation is None or augmentation.area is None:
-            return [pool.submit(lambda picture: self.geometry.still(picture()), picture) for picture in work.pictures]
+            return [pool.submit(self._still, picture) for picture in work.pictures]
 
         def window(picture: Picture, numbers: Tensor) -> Tensor:
             pixels = picture()
-            return self.geometry.window(pixels, augmentation.box(pixels.shape[1], pixels.shape[2], numbers))
+            return random_window(
+                pixels, augmentation.box(pixels.shape[1], pixels.shape[2], numbers), self.geometry.size
+            )
 
         return [pool.submit(window, *pair) for pair in zip(work.pictures, work.draws.window, strict=True)]
+
+    def _still(self, picture: Picture) -> UInt8[Tensor, "channels height width"]:
+        pixels = picture()
+        try:
+            return self.geometry.still(pixels)
+        except ValueError as error:
+            raise DataError(f"a picture cannot be resized: {error}.") from error
 
     def _collect(self, work: Work, tasks: list[Future], order: Pass) -> Batch:
         pixels, positions = [], []
@@ -170,11 +191,15 @@ class StreamedImages(RowImages):
     def renormalized(self, normalization: Normalization) -> "StreamedImages":
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
+    def with_geometry(self, geometry: ImageGeometry) -> "StreamedImages":
+        return replace(self, stream=replace(self.stream, geometry=geometry))
+
     def _pass(self, order: Pass) -> Iterator[Batch]:
         return self.stream.batches(self._works(order), order)
 
     def _works(self, order: Pass) -> Iterator[Work]:
         for positions, draws in order.steps(len(self)):
             rows = self.rows[positions]
-            pictures = [partial(self.store.picture, row, self.stream.geometry.channels) for row in rows.tolist()]
+            geometry = self.stream.geometry
+            pictures = [partial(self.store.picture, row, geometry.channels, geometry.alpha) for row in rows.tolist()]
             yield Work(pictures, self.store.labels[rows], self.store.sources[rows], draws)

@@ -19,11 +19,12 @@ import torch
 
 from attnrx.data.files import IMAGES, split_in_path, stamp
 from attnrx.data.images import ORDER, Batch, ImageSet, Pass, digest, generator, require_held, rows_of_part
-from attnrx.data.pixels import Normalization, decode
+from attnrx.data.pixels import decode
 from attnrx.data.sets import Stream, Work
 from attnrx.data.splits import MOST_CLASSES, check_trained, numbered_classes, validation_as_test_
 from attnrx.errors import CheckpointError, DataError
 from attnrx.optional import required_module
+from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.runtime.hardware import cache_folder
 from attnrx.serialization.storage import read_json, write_json
 from attnrx.serialization.validation import Integer, Items, Record, Text, require_regular, validated
@@ -63,10 +64,10 @@ class Sample:
     label: int
     url: str
 
-    def picture(self, channels: int | None) -> UInt8[Tensor, "channels height width"]:
+    def picture(self, channels: int | None, alpha: str = "drop") -> UInt8[Tensor, "channels height width"]:
         """Decodes the image, or raises a DataError that names it."""
         try:
-            return decode(self.content, channels)
+            return decode(self.content, channels, alpha)
         except ValueError as error:
             raise DataError(f"cannot decode the image {self.key} of the shard {self.url}: {error}.") from error
 
@@ -250,6 +251,9 @@ class ShardImages(ImageSet):
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
+    def with_geometry(self, geometry: ImageGeometry) -> "ImageSet":
+        return replace(self, stream=replace(self.stream, geometry=geometry))
+
     def _pass(self, order: Pass) -> Iterator[Batch]:
         return self.stream.batches(self._works(order, self._own(order)), order)
 
@@ -277,7 +281,8 @@ class ShardImages(ImageSet):
         while batch := list(islice(samples, size)):
             # Random numbers as of other splits: drawn for all processes, of which each takes its part.
             share = slice(process * size, process * size + len(batch))
-            pictures = [partial(sample.picture, self.stream.geometry.channels) for sample in batch]
+            geometry = self.stream.geometry
+            pictures = [partial(sample.picture, geometry.channels, geometry.alpha) for sample in batch]
             labels = torch.tensor([sample.label for sample in batch])
             index = torch.tensor([sample.row for sample in batch])
             yield Work(pictures, labels, index, order.draws(number, order.batch_size, share))

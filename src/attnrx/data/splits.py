@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch
 
 from attnrx.data.images import ImageSet, held_out
-from attnrx.data.pixels import Augmentation, Normalization, decode
+from attnrx.data.pixels import Augmentation, decode, padding_for
 from attnrx.display import Displayed
 from attnrx.errors import DataError
+from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Int, Tensor, UInt8
 
 NAMES = ("train", "validation", "test")
@@ -33,7 +34,8 @@ VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 @dataclass(frozen=True, repr=False)
 class Splits(Displayed):
     """A dataset ready for use. `augmentation` is the one to train with, None where the dataset transforms its images
-    itself; `notes` list the decisions made on loading.
+    itself; `notes` list the decisions made on loading. `image_size` is a side in pixels, or (height, width); `geometry`
+    is how pictures get this size, None where the pixels are given.
     """
 
     name: str
@@ -42,10 +44,11 @@ class Splits(Displayed):
     test: ImageSet
     class_names: tuple[str, ...]
     channels: int
-    image_size: int
+    image_size: int | tuple[int, int]
     normalization: Normalization
     augmentation: Augmentation | None
     notes: tuple[str, ...] = ()
+    geometry: ImageGeometry | None = None
 
     def changed(self, change: Callable[[ImageSet], ImageSet], **others: Any) -> "Splits":
         """Returns the splits with `change` applied to each image set, and with other fields as given."""
@@ -54,6 +57,16 @@ class Splits(Displayed):
     def renormalized(self, normalization: Normalization) -> "Splits":
         """Returns the same images on another scale, for a model that was trained with other statistics."""
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
+
+    def with_geometry(self, geometry: ImageGeometry, normalization: Normalization) -> "Splits":
+        """Returns the same pictures with another size, other channels or another way of fitting, and their scale."""
+        shape = {"channels": geometry.channels, "image_size": geometry.side, "normalization": normalization}
+        changed = self.changed(
+            lambda images: images.with_geometry(geometry).renormalized(normalization), geometry=geometry, **shape
+        )
+        if self.augmentation is None or not self.augmentation.padding:
+            return changed
+        return replace(changed, augmentation=replace(self.augmentation, padding=padding_for(geometry)))
 
 
 class MissingImages(ImageSet):
@@ -94,14 +107,16 @@ class StoredImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def picture(self, position: int, channels: int | None) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image.
+    def picture(
+        self, position: int, channels: int | None, alpha: str = "drop"
+    ) -> UInt8[Tensor, "channels height width"]:
+        """Decodes one image, as `decode` does.
 
         Raises:
             DataError: The image cannot be decoded; the message contains `where(position)`.
         """
         try:
-            return decode(self.content(position), channels)
+            return decode(self.content(position), channels, alpha)
         # OSError: the file was deleted or became unreadable after it was listed.
         except (ValueError, OSError) as error:
             raise DataError(f"cannot decode the image {self.where(position)}: {error}.") from error

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,8 @@ class Origin:
     """How the model was created by its own library, and its input format.
 
     `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
+    `preprocessing` holds the settings, as the library names them, of its transform from a picture to pixels; {} if
+    unknown.
     """
 
     architecture: str
@@ -36,6 +38,7 @@ class Origin:
     input_shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         if len(self.input_shape) != 3 or min(self.input_shape) < 1:

@@ -152,12 +152,14 @@ class AdoptedFamily(Family):
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
         input_shape: tuple[int, int, int] | None = None,
+        preprocessing: Mapping[str, Any] | None = None,
     ) -> Adopted:
         """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
 
         Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
         rebuilt from the description of the copy. `mean` and `std` override the model's own normalization; `input_shape`
-        overrides its image size, only for models that resize their position embeddings. Weights that torch computes
+        overrides its image size, only for models that resize their position embeddings; `preprocessing` are the
+        settings of the library's transform of pictures, where the model does not hold them. Weights that torch computes
         from other tensors (masks of pruning, weight norms, spectral norms) are plain weights in the copy, and
         activations that its parts keep are detached.
 
@@ -172,7 +174,8 @@ class AdoptedFamily(Family):
         self.require_supported(plain)
         require_own_code(model)
         require_finite_tensors(model.state_dict(), model_name(model))
-        origin = self._stated(plain, {"mean": mean, "std": std, "input_shape": input_shape})
+        stated = {"mean": mean, "std": std, "input_shape": input_shape, "preprocessing": preprocessing}
+        origin = self._stated(plain, stated)
         wrapped = self.model_type(model, origin)
         require_unchanged(model, wrapped, origin.input_shape)
         adopted = self.model_type(copied(model) if plain is model else plain, origin)
@@ -313,6 +316,7 @@ class AdoptedFamily(Family):
             "input_shape": list(origin.input_shape),
             "mean": list(origin.mean),
             "std": list(origin.std),
+            "preprocessing": dict(origin.preprocessing),
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
@@ -322,7 +326,9 @@ class AdoptedFamily(Family):
     def build(self, description: Mapping[str, Any]) -> Adopted:
         """Creates the described model with its own library, then inserts attention and MLPs of the described ranks."""
         facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
-        origin = Origin(description["architecture"], description["arguments"], **facts)
+        # Absent in files of earlier versions.
+        settings = description.get("preprocessing", {})
+        origin = Origin(description["architecture"], description["arguments"], **facts, preprocessing=settings)
         created = self.create(origin)
         self.restore_buffers_(created)
         adopted = self.model_type(created, origin)

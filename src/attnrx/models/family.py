@@ -1,7 +1,7 @@
 """The interface of a model family: where the attention layers are, and how a model is described and rebuilt."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.preprocessing import ImageGeometry
 from attnrx.serialization.storage import fingerprint
 from attnrx.shapes import Float, ImageBatch, Tensor
 from attnrx.spec import AttentionSpec
@@ -76,8 +77,8 @@ class Family(ABC):
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the mean and standard deviation of the image normalization, one value per channel."""
 
-    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
-        """Returns the library's transform from a PIL image to a float tensor; None where the library has none."""
+    def geometry(self, model: nn.Module) -> ImageGeometry | None:
+        """Returns how the model's own library turns a picture into pixels for evaluation; None where none is stated."""
         return None
 
     @abstractmethod

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
 from attnrx.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.models.token_hooks import reduction_of
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
+from attnrx.preprocessing import ImageGeometry
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
 from attnrx.shapes import Float, ImageBatch, Tensor, TokenBatch
@@ -255,15 +256,13 @@ class HuggingFaceFamily(AdoptedFamily):
             )
         return self.adopt(model, **_processor(source, _resizes(model))).eval()
 
-    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
-        """Returns the image processor of transformers that was saved with the model; None where there is none."""
-        # Where the model was loaded from; it is not part of a saved model, which therefore has no image processor.
-        config: Any = self._adopted(model).source.config
-        source = config._name_or_path
-        processor = _image_processor(source) if source else None
-        if processor is None:
-            return None
-        return lambda picture: processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+    def geometry(self, model: nn.Module) -> ImageGeometry | None:
+        """Returns what the image processor does that was saved with the model.
+
+        None where there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). They compute
+        with Pillow, as the class with backend "pil" does; the backend "torchvision" rounds a few pixels differently.
+        """
+        return _geometry(self.input_shape(model), self._adopted(model).origin.preprocessing)
 
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
         with local_copies_if_unreachable(name) as unreachable:
@@ -309,7 +308,8 @@ class HuggingFaceFamily(AdoptedFamily):
         if shape != model_shape and not (reader.resizes and shape[0] == model_shape[0]):
             raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
         half = (0.5,) * model_shape[0]
-        return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
+        mean, std = (tuple(stated.get(field) or half) for field in ("mean", "std"))
+        return Origin(name, arguments, shape, mean, std, stated.get("preprocessing") or {})
 
     def create(self, origin: Origin) -> nn.Module:
         """Creates the class from its configuration."""
@@ -461,14 +461,49 @@ def _resizes(source: nn.Module) -> bool:
     return name in READERS and READERS[name].resizes
 
 
+# The settings of an image processor that decide what it computes.
+PROCESSOR_SETTINGS = (
+    "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_convert_rgb", "do_pad", "keep_aspect_ratio"
+)  # fmt: skip
+RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
+
+
 def _processor(source: Path | str, resizes: bool) -> dict[str, Any]:
-    """Returns the input format from the saved image processor; empty where there is none."""
+    """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none."""
     processor = _image_processor(source)
     if processor is None:
         return {}
-    facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}
+    values: dict[str, Any] = {name: getattr(processor, name, None) for name in PROCESSOR_SETTINGS}
+    settings: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    for name in {"size", "crop_size"} & settings.keys():  # objects with all names of sizes, of which most are None
+        settings[name] = {key: side for key, side in dict(settings[name]).items() if side is not None}
+    if "resample" in settings:
+        settings["resample"] = int(settings["resample"])
+    # One pair of numbers for rescaling and normalization: pixels are divided by 255, so these are on that scale.
+    scale = 255 * float(processor.rescale_factor) if getattr(processor, "do_rescale", True) else 255.0
+    normalizes = getattr(processor, "do_normalize", True) and processor.image_mean is not None
+    statistics: Any = (processor.image_mean, processor.image_std) if normalizes else ((0.0,) * 3, (1.0,) * 3)
+    mean, std = (tuple(value / scale for value in values) for values in statistics)
+    facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
     # What enters the model: the crop where the processor crops, else the resized image.
-    size = dict((processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size) or {})
+    size = settings.get("crop_size" if settings.get("do_center_crop") else "size", {})
     if resizes and {"height", "width"} <= size.keys():
-        facts["input_shape"] = (len(processor.image_mean), size["height"], size["width"])
+        facts["input_shape"] = (len(mean), size["height"], size["width"])
     return facts
+
+
+def _geometry(shape: tuple[int, int, int], settings: Mapping[str, Any]) -> ImageGeometry | None:
+    size, channels = settings.get("size", {}), shape[0]
+    if not settings or channels not in (1, 3) or settings.get("do_pad") or settings.get("keep_aspect_ratio"):
+        return None
+    if not settings.get("do_resize", True):
+        resize, target = "none", shape[1:]
+    elif size.keys() == {"shortest_edge"}:
+        resize, target = "shortest_edge", (size["shortest_edge"],) * 2
+    elif size.keys() == {"height", "width"}:
+        resize, target = "exact", (size["height"], size["width"])
+    else:
+        return None
+    alpha = "white" if settings.get("do_convert_rgb") else "drop"
+    filter_ = RESAMPLES[settings.get("resample", 2)]
+    return ImageGeometry(shape[1:], channels, resize, target, filter_, center="floor", alpha=alpha)

@@ -13,6 +13,7 @@ from attnrx.models.adopted import Adopted, Origin, image_shape
 from attnrx.models.adopted_family import ModelPaths
 from attnrx.models.reader import Reader, ReaderFamily
 from attnrx.models.unsupported_features import Refusal
+from attnrx.preprocessing import ImageGeometry
 
 # The mean and standard deviation of CLIP's images (OPENAI_DATASET_MEAN and _STD of open_clip).
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -114,7 +115,21 @@ class OpenClipFamily(ReaderFamily):
         shape = image_shape(stated.get("input_shape") or model_shape)
         if shape != model_shape:
             raise InvalidInput(f"this tower takes images of {model_shape}, not of {shape}.")
-        return Origin("VisionTransformer", arguments, shape, stated.get("mean") or MEAN, stated.get("std") or STD)
+        # open_clip.create_model stores it on the tower.
+        found = getattr(tower, "preprocess_cfg", None) or {}
+        mean, std = (tuple(stated.get(name) or found.get(name) or own) for name, own in (("mean", MEAN), ("std", STD)))
+        settings = {name: found[name] for name in ("interpolation", "resize_mode", "fill_color") if name in found}
+        return Origin("VisionTransformer", arguments, shape, mean, std, settings)
+
+    def geometry(self, model: nn.Module) -> ImageGeometry:
+        """Returns what open_clip's transform for inference does."""
+        settings = self._adopted(model).origin.preprocessing
+        channels, *size = self.input_shape(model)
+        proportional = "shortest_edge" if size[0] == size[1] else "cover"
+        resize = {"squash": "exact", "longest": "contain"}.get(settings.get("resize_mode", "shortest"), proportional)
+        fill = (settings.get("fill_color", 0),) if resize == "contain" else (0,)
+        filter_ = settings.get("interpolation", "bicubic")
+        return ImageGeometry(tuple(size), channels, resize, tuple(size), filter_, fill=fill)  # type: ignore[arg-type]
 
     def create(self, origin: Origin) -> nn.Module:
         if origin.architecture != "VisionTransformer":

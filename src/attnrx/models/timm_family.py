@@ -4,7 +4,7 @@ import copy
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from attnrx.models.adopted import (
 )
 from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
 from attnrx.models.unsupported_features import ATTENTION_FEATURES, NOT_PLAIN, Refusal, changed_linears, features
+from attnrx.preprocessing import ImageGeometry
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 
@@ -69,7 +70,7 @@ class TimmModel(Adopted):
         config = dict(getattr(self.source, "pretrained_cfg", None) or {})
         # The origin has precedence: the file of timm may state another image size or normalization than was adopted.
         input_format = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
-        return {**config, **input_format, "num_classes": self.num_classes}
+        return {**config, **self.origin.preprocessing, **input_format, "num_classes": self.num_classes}
 
     default_cfg = pretrained_cfg  # its older name in timm
 
@@ -231,10 +232,17 @@ class TimmFamily(AdoptedFamily):
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
         return _create(name, arguments)
 
-    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor]:
-        """Returns the evaluation transform of timm: resize, centre crop, normalization."""
-        data = _timm("data")
-        return data.create_transform(**data.resolve_model_data_config(model))
+    def geometry(self, model: nn.Module) -> ImageGeometry:
+        """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
+        settings = _timm("data").resolve_model_data_config(model)
+        channels, *size = self.input_shape(model)
+        target = tuple(math.floor(side / settings["crop_pct"]) for side in size)
+        resize, fill = "shortest_edge" if target[0] == target[1] else "cover", (0,)
+        if settings["crop_mode"] == "squash":
+            resize = "exact"
+        elif settings["crop_mode"] == "border":
+            resize, fill = "contain", tuple(round(255 * level) for level in settings["mean"])
+        return ImageGeometry(tuple(size), channels, resize, target, settings["interpolation"], fill=fill)  # type: ignore[arg-type]
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields the parts of the model that are not read: blocks, attention, and unsupported features."""
@@ -284,7 +292,9 @@ class TimmFamily(AdoptedFamily):
                 f"the statistics of your images before loading it, e.g. model.pretrained_cfg.update(mean="
                 f"{(0.5,) * shape[0]}, std={(0.5,) * shape[0]})."
             )
-        return Origin(name, arguments, shape, mean, std)
+        data = _timm("data").resolve_data_config(pretrained_cfg=facts)
+        settings = {field: data[field] for field in ("crop_pct", "crop_mode", "interpolation")}
+        return Origin(name, arguments, shape, mean, std, settings)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""

@@ -1,7 +1,7 @@
 """The family of torchvision's VisionTransformer."""
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownNa
 from attnrx.models.adopted import Adopted, Origin, image_shape
 from attnrx.models.reader import Reader, ReaderFamily
 from attnrx.models.unsupported_features import Refusal
+from attnrx.preprocessing import ImageGeometry
 from attnrx.serialization.hub import local_copies_if_unreachable
-from attnrx.shapes import Tensor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 # The arguments of VisionTransformer that the model stores as attributes; the other three are those of its blocks.
@@ -65,17 +65,21 @@ class TorchvisionFamily(ReaderFamily):
                 model.load_state_dict(state, strict=True)
             except Exception as error:  # the error for a file without fitting weights depends on its format
                 raise CheckpointError(f"the weights in {path} do not fit torchvision:{name} ({error}).") from error
-        return self.adopt(model).eval()
+        pretrained = weights is None and pretrained is not False
+        return self.adopt(model, **(_transform_of(name) if pretrained else {})).eval()
 
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
         return _created(name, arguments)
 
-    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor]:
-        """Returns torchvision's transform for evaluation: resize, centre crop, normalization."""
-        size, (mean, std) = self.input_shape(model)[1], self.normalization(model)
+    def geometry(self, model: nn.Module) -> ImageGeometry:
+        """Returns what the transform of the weights does; of other weights that of most of torchvision's presets."""
+        channels, size, _ = self.input_shape(model)
         # 224 of 256 pixels, the ratio of crop and resize in torchvision's presets.
-        presets = importlib.import_module("torchvision.transforms._presets")
-        return presets.ImageClassification(crop_size=size, resize_size=size * 256 // 224, mean=mean, std=std)
+        settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
+            self._adopted(model).origin.preprocessing
+        )
+        target = settings["resize_size"]
+        return ImageGeometry((size, size), channels, "shortest_edge", (target, target), settings["interpolation"])
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields other classes than VisionTransformer, and what its reader does not find."""
@@ -93,7 +97,8 @@ class TorchvisionFamily(ReaderFamily):
         shape = image_shape(stated.get("input_shape") or reader.input_shape)
         if shape != reader.input_shape:
             raise InvalidInput(f"this VisionTransformer takes images of {reader.input_shape}, not of {shape}.")
-        return Origin("VisionTransformer", arguments, shape, stated.get("mean") or MEAN, stated.get("std") or STD)
+        mean, std = stated.get("mean") or MEAN, stated.get("std") or STD
+        return Origin("VisionTransformer", arguments, shape, mean, std, stated.get("preprocessing") or {})
 
     def create(self, origin: Origin) -> nn.Module:
         if origin.architecture != "VisionTransformer":
@@ -108,6 +113,13 @@ def _torchvision(module: str) -> Any:
         raise NotSupported(
             f"models of torchvision need the package torchvision ({error}): pip install torchvision."
         ) from error
+
+
+def _transform_of(name: str) -> dict[str, Any]:
+    """Returns the input format of torchvision's default weights, as `adopt` takes it."""
+    transform = _torchvision("models").get_model_weights(name).DEFAULT.transforms()
+    settings = {"resize_size": transform.resize_size[0], "interpolation": transform.interpolation.value}
+    return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
 
 def _created(name: str, arguments: Mapping[str, Any] | None = None, pretrained: bool = False) -> nn.Module:

@@ -176,10 +176,11 @@ class PlainOriginal(SmallOriginal):
         scale = scale or Normalization.half(1)
         shape: dict[str, Any] = {"img_size": self.image_size, "patch_size": 4, "in_chans": 1, "mlp_ratio": 2.0}
         shape |= {"embed_dim": self.width, "depth": self.depth, "num_heads": self.heads, "num_classes": self.classes}
-        normalization = {"mean": scale.mean, "std": scale.std}
+        # As the images are decoded: resized without a crop.
+        preprocessing = {"mean": scale.mean, "std": scale.std, "crop_pct": 1.0, "interpolation": "bilinear"}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return build_model("timm:vit_tiny_patch16_224", pretrained_cfg_overlay=normalization, **shape)
+            return build_model("timm:vit_tiny_patch16_224", pretrained_cfg_overlay=preprocessing, **shape)
 
 
 SMALL = SmallOriginal()

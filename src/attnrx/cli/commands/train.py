@@ -149,7 +149,7 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
         return model, splits_argument(model, arguments)
     family = rx.models.family_of(model)
     channels, size, _ = family.input_shape(model)
-    splits = load_splits(arguments, size)
+    splits = load_splits(arguments, image_size=size)
     for note in splits.notes:
         log(f"{splits.name}: {note}")
     classes = len(splits.class_names)
