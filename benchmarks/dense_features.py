@@ -20,7 +20,7 @@ from torch import nn
 from attnrx.checks.dense import patch_features
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.models import attach_tokens_, family_of, reduction_of
+from attnrx.models import attach_tokens_, family_of, recording_tokens
 from attnrx.tokens import gathered_rows, parse_policy
 
 SHARES: dict[str, Callable[[int, int], float]] = {
@@ -33,8 +33,9 @@ SHARES: dict[str, Callable[[int, int], float]] = {
 def restorations(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the features of all patches by every restoration."""
     # "attnrx" are the features of the package, which must be those of "depth" below.
-    features, source = {"attnrx": patch_features(model, images)}, model.source
-    restoration = reduction_of(model).run.restoration
+    with recording_tokens(model) as runs:
+        features, source = {"attnrx": patch_features(model, images)}, model.source
+    restoration = runs[-1].restoration
     for name, share in SHARES.items():
         patches = restoration.present[:, restoration.prefix :]
         # From the last stage to the first: the patches after a stage are those before the next one.

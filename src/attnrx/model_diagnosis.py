@@ -30,6 +30,8 @@ from attnrx.errors import DataError, FingerprintMismatch, InvalidInput
 from attnrx.model_data import images_for
 from attnrx.models import (
     InputValidation,
+    TokenReduction,
+    TokenRun,
     evaluating,
     family_of,
     model_fingerprint,
@@ -38,6 +40,7 @@ from attnrx.models import (
     reduction_of,
     require_all_tokens,
     require_ordinary_weights,
+    token_run,
 )
 from attnrx.models.verbs import verb
 from attnrx.observation import Observation
@@ -278,13 +281,17 @@ def patches_left(
     reduction = reduction_of(model)
     if reduction is None:
         raise InvalidInput("this model has no token policy; attach one first.")
-    weight, patches = next(model.parameters()), reduction.shape.layout.patches
-    with evaluating([model]):
-        model(images.to(weight.device, weight.dtype))
-    # The pass above filled the trail: one tensor of indices per stage, [images, patches after the stage].
-    if not reduction.run.trail:  # a policy that keeps every patch runs no stage
-        return torch.ones(len(images), len(reduction.policy.layers), patches, dtype=torch.bool)
-    return torch.stack([_kept_mask(indices, patches) for indices in reduction.run.trail], dim=1).cpu()
+    weight = next(model.parameters())
+    return patches_left_by(reduction, token_run(model, images.to(weight.device, weight.dtype)), len(images))
+
+
+def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
+    """Returns what `patches_left` does, from the statistics of a forward pass of this many images."""
+    patches = reduction.shape.layout.patches
+    # One tensor of indices per stage, [images, patches after the stage].
+    if not run.trail:  # a policy that keeps every patch runs no stage
+        return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
+    return torch.stack([_kept_mask(indices, patches) for indices in run.trail], dim=1).cpu()
 
 
 def _kept_mask(indices: Int[Tensor, "images kept"], patches: int) -> Bool[Tensor, "images patches"]:

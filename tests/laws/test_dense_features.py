@@ -18,7 +18,7 @@ from attnrx.checks.retrieval import neighbours_kept, zero_shot
 from attnrx.errors import DataError, InvalidInput, NotSupported
 from attnrx.exporting import PatchFeatures, export
 from attnrx.model_outputs import nearest_neighbours
-from attnrx.models import attach_tokens_, family_of, reduction_of
+from attnrx.models import attach_tokens_, family_of, recording_tokens, reduction_of
 from attnrx.tokens import TokenPolicy, ToMe
 from cases import REDUCTIONS
 from pretrained import CASES, HF, TIMM, adopted_once
@@ -150,10 +150,10 @@ def test_the_representatives_are_a_partition_of_the_patches(kind: str) -> None:
     """Their numbers are the sizes of merged tokens, and a kept patch represents itself."""
     reducer = REDUCTIONS[kind]
     model = reduced("deep", TokenPolicy.staged(reducer, 0.6, (2, 3, 4)), "compress")
-    patches(model)
-    reduction = reduction_of(model)
+    with recording_tokens(model) as runs:
+        patches(model)
+    reduction, run = reduction_of(model), runs[-1]
     assert reduction is not None
-    run = reduction.run
     found, sizes = run.representatives, run.sizes
     assert found is not None and sizes is not None and run.patch_indices is not None
     prefix = reduction.shape.layout.prefix
@@ -189,9 +189,11 @@ def test_the_residual_of_a_patch_is_its_source_plus_its_difference(kind: str) ->
     """The definition, patch by patch, for one stage before the last of four layers: the whole difference."""
     model: Any = reduced("deep", TokenPolicy(REDUCTIONS[kind], (4,), (0.5,)), "compress")
     images = inputs(model)
-    outputs = model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)
-    stage = reduction_of(model).run.restoration.stages[0]  # type: ignore[union-attr]
-    block = reduction_of(model).run.restoration.present[:, 1:]  # type: ignore[union-attr]
+    with recording_tokens(model) as runs:
+        outputs = model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)
+    restoration = runs[-1].restoration
+    assert restoration is not None and restoration.present is not None
+    stage, block = restoration.stages[0], restoration.present[:, 1:]
     assert torch.equal(stage.before, outputs[2])
     for image in range(len(images)):
         for patch, source in enumerate(stage.sources[image].tolist()):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
-from attnrx.models import attach_tokens_, family_of, reduction_of
+from attnrx.models import attach_tokens_, family_of, token_run
 from attnrx.tokens import Random, TokenPolicy, TokenState, image_keys
 from attnrx.tokens.random import scrambled
 from pretrained import TIMM, VIT, timm
@@ -52,10 +52,7 @@ def kept_of(model: nn.Module, images: torch.Tensor, batch: int) -> list[torch.Te
     stages = []
     with torch.no_grad():
         for each in images.split(batch):
-            model(each)
-            reduction = reduction_of(model)
-            assert reduction is not None
-            stages.append([stage.sort(1).values for stage in reduction.run.trail])
+            stages.append([stage.sort(1).values for stage in token_run(model, each).trail])
     return [torch.cat(stage) for stage in zip(*stages, strict=True)]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import cases
-from attnrx.models import attach_tokens_, block_names, family_of, reduction_of
+from attnrx.models import attach_tokens_, block_names, family_of, recording_tokens
 from attnrx.tokens import parse_policy
 from pretrained import adopted_once
 
@@ -70,11 +70,13 @@ def inputs_of(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_every_thread_gets_the_logits_of_its_own_images(name: str, policy: str | None) -> None:
     model = attached(name, policy)
-    inputs, reduction = inputs_of(model), reduction_of(model)
+    inputs = inputs_of(model)
 
     @torch.no_grad()  # a setting of the thread
     def run(images: Tensor) -> tuple[Tensor, list[Tensor]]:
-        return model(images), [] if reduction is None else list(reduction.run.trail)
+        with recording_tokens(model) as runs:
+            logits = model(images)
+        return logits, [stage for run in runs for stage in run.trail]
 
     expected = [run(images) for images in inputs]
     with meeting_in_blocks(model, THREADS), ThreadPoolExecutor(THREADS) as pool:
@@ -105,8 +107,8 @@ def test_a_copy_shares_no_state(policy: str | None) -> None:
     (images, others), expected = inputs_of(model), []
     with torch.no_grad():
         expected.append(model(images))
-        trail = [] if policy is None else reduction_of(model).run.trail  # type: ignore[union-attr]
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            copied(others)
-            assert torch.equal(copied(images), expected[0])
-        assert policy is None or reduction_of(model).run.trail is trail  # type: ignore[union-attr]
+            with recording_tokens(model) as runs:
+                copied(others)
+                assert torch.equal(copied(images), expected[0])
+            assert not runs  # the recording is of the original

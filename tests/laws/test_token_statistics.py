@@ -9,7 +9,7 @@ from test_tokens import inputs, reduced
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnrx.models import family_of, observing, reduction_of
+from attnrx.models import family_of, observing, token_run
 from attnrx.tokens import AttentionAverage, ClassAttention, Reducer, Spot, TokenPolicy, TokenState
 
 TOKENS = 17  # 16 patches and the class token
@@ -93,11 +93,9 @@ def test_the_attention_average_orders_patches_by_the_sum_over_stored_maps() -> N
     maps: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(AttentionAverage, "relevance", spy)
-        with torch.no_grad(), observing(model, family_of(model), lambda _, each: maps.append(each.attention)):
-            model(inputs(model))
-    reduction = reduction_of(model)
-    assert reduction is not None
+        with observing(model, family_of(model), lambda _, each: maps.append(each.attention)):
+            run = token_run(model, inputs(model))
     rows = [each[:, :, 0, 1:].mean(1) for each in maps]
     torch.testing.assert_close(state[0], rows[0])
-    left = reduction.run.trail[0]
+    left = run.trail[0]
     torch.testing.assert_close(state[1], rows[0].gather(1, left) + rows[1] + rows[2])

@@ -14,7 +14,15 @@ from attnrx.attention import sized_softmax
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.errors import InvalidInput, NotSupported, TrainingDiverged
 from attnrx.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
-from attnrx.models import attach_tokens_, family_of, load_model, recording_blocks, reduction_of, save_model
+from attnrx.models import (
+    attach_tokens_,
+    family_of,
+    load_model,
+    recording_blocks,
+    recording_tokens,
+    reduction_of,
+    save_model,
+)
 from attnrx.models import token_reduction as reducing_module
 from attnrx.tokens import DTPS, ClassAttention, DynamicViT, EViT, Spot, SPViT, TokenPolicy, TokenState, sampled_keep
 from attnrx.tokens.reducer import best, odds
@@ -104,8 +112,9 @@ def test_training_reaches_the_ratio_that_was_asked_for(reducer, ratio: float, tm
     assert reduction is not None
     images = next(splits(made.model).train.batches(24)).images.double()
     with torch.no_grad():
-        made.model.train()(images)
-        sampled = [keep.mean().item() for keep in reduction.run.sampled]
+        with recording_tokens(made.model) as runs:
+            made.model.train()(images)
+        sampled = [keep.mean().item() for keep in runs[-1].sampled]
         assert sampled == pytest.approx(reduction.policy.keep, abs=0.12)
         made.model.eval()
         small = made.model(images)
@@ -148,13 +157,15 @@ def test_tokens_are_compared_with_those_of_the_teacher_where_they_stay(tmp_path:
     folder = str(save_model(tmp_path, teacher))
     images = next(splits(model).test.batches(4)).images.double()
     model.train()
-    with recording_blocks(model, family_of(model)) as features:
+    with recording_blocks(model, family_of(model)) as features, recording_tokens(model) as runs:
         logits = model(images)
-    given = LossContext(model, images, torch.zeros(4, dtype=torch.long), logits, seed=0, features=tuple(features))
+    labels, run = torch.zeros(4, dtype=torch.long), runs[-1]
+    given = LossContext(model, images, labels, logits, seed=0, features=tuple(features), run=run)
     found = TokenSimilarity(folder)(given)
     with recording_blocks(teacher, family_of(teacher)) as theirs, torch.no_grad():
         teacher(images)
-    stay = reduction_of(model).run.sizes[:, 1:] > 0  # type: ignore[union-attr]
+    assert run.sizes is not None
+    stay = run.sizes[:, 1:] > 0
     alike = torch.nn.functional.cosine_similarity(features[-1][:, 1:], theirs[-1][:, 1:], dim=-1)
     expected = torch.stack([(1 - alike[i][stay[i]]).mean() for i in range(4)]).mean()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -289,35 +300,30 @@ def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ratio", [0.1, 0.0625])
 @pytest.mark.parametrize("reducer", [Spot(), SPViT(), DTPS()], ids=["spot", "spvit", "dtps"])
 @pytest.mark.slow
-def test_a_low_keep_ratio_is_trained_with_one_token_at_least(reducer, ratio: float, tmp_path: Path) -> None:
+def test_a_low_keep_ratio_is_trained_with_one_token_at_least(
+    reducer, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One patch of sixteen is left at both stages; with predictors that learn fast, most draws would leave none."""
     model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
-    reduction = attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (ratio, ratio)))
+    attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (ratio, ratio)))
     teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
     losses = (Task(), KeepRatio(), Distillation(teacher), TokenSimilarity(teacher))
-    least = []
+    least, draw = [], reducing_module.sampled_keep
 
-    def look() -> None:
-        least.append(min(keep.sum(1).min().item() for keep in reduction.run.sampled))
+    def look(*given, **options) -> torch.Tensor:
+        keep = draw(*given, **options)
+        least.append(keep.sum(1).min().item())
+        return keep
 
+    monkeypatch.setattr(reducing_module, "sampled_keep", look)
     settings = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "precision": "fp32"}
     config = TrainingConfig(losses=losses, predictor_learning_rate=100.0, **settings)  # type: ignore[arg-type]
-    made = train(model, splits(model), config, tmp_path / "run", reporter=Each(look))
-    assert len(least) == 6 and min(least) >= 1
+    made = train(model, splits(model), config, tmp_path / "run")
+    assert len(least) == 12 and min(least) >= 1
     assert all(math.isfinite(value) for record in made.history for value in record["losses"].values())
     assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
     with torch.no_grad():
         assert bool(made.model(next(splits(model).test.batches(4)).images.double()).isfinite().all())
-
-
-class Each(At):
-    """Does something after every step."""
-
-    def __init__(self, action):
-        super().__init__(-1, action)
-
-    def stepped(self, step: int, loss: float) -> None:
-        self.action()
 
 
 def adopted_teacher() -> nn.Module:

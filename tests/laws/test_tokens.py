@@ -9,7 +9,7 @@ from torch import nn
 
 import cases
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model
+from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model, token_run
 from attnrx.serialization.config import to_dict
 from attnrx.tokens import (
     DTPS,
@@ -82,7 +82,7 @@ def test_several_stages_mask_equals_compress(kind: str) -> None:
     models = [reduced("deep", policy, by) for by in ("mask", "compress")]
     masked, small = map(logits, models)
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
-    trails = [reduction_of(model).run.trail for model in models]  # type: ignore[union-attr]
+    trails = [token_run(model, inputs(model)).trail for model in models]
     assert all(torch.equal(a.sort(1).values, b.sort(1).values) for a, b in zip(*trails, strict=True))
     added = REDUCTIONS[kind].extra
     assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
@@ -93,28 +93,24 @@ def test_several_stages_mask_equals_compress(kind: str) -> None:
 def test_part_by_part_equals_the_whole_batch(kind: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps that outgrow the cache are taken in a few images at a time: here one, and two of the three."""
     model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), by)
-    whole, trail = logits(model), reduction_of(model).run.trail  # type: ignore[union-attr]
+    whole, trail = logits(model), token_run(model, inputs(model)).trail
     spec = family_of(model).attention(model)[0].spec
     one = len(spec.heads) * 17 * 17 * 8
     for bytes_at_once in (1, 2 * one):
         monkeypatch.setattr(state, "CACHED", bytes_at_once)
         torch.testing.assert_close(logits(model), whole, rtol=1e-12, atol=1e-12)
-        again = reduction_of(model).run.trail  # type: ignore[union-attr]
+        again = token_run(model, inputs(model)).trail
         assert all(torch.equal(a, b) for a, b in zip(again, trail, strict=True))
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)
 def test_the_tokens_of_an_image_do_not_depend_on_the_batch(kind: str) -> None:
     model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), "compress")
-    reduction, images = reduction_of(model), inputs(model, 4)
-    assert reduction is not None
-    with torch.no_grad():
-        model(images)
-        fused_qkv = reduction.run.trail
-        for place in (3, 0):
-            model(images[place : place + 1])
-            trails = zip(reduction.run.trail, fused_qkv, strict=True)
-            assert all(torch.equal(alone[0], stage[place]) for alone, stage in trails)
+    images = inputs(model, 4)
+    together = token_run(model, images).trail
+    for place in (3, 0):
+        trails = zip(token_run(model, images[place : place + 1]).trail, together, strict=True)
+        assert all(torch.equal(alone[0], stage[place]) for alone, stage in trails)
 
 
 def test_a_part_of_a_batch_holds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,11 +192,11 @@ def test_patches_that_have_left_do_not_answer() -> None:
     reduction = attach_tokens_(model, family_of(model), TokenPolicy(Random(seed=1), (2,), (0.5,)), by="mask")
     hidden: list[torch.Tensor] = []
     model.norm.register_forward_pre_hook(lambda module, given: hidden.append(given[0]))
-    with torch.no_grad():
+    with torch.no_grad(), reduction.recording() as runs:
         logits = model(images(shape))
         tokens = model.norm.forward(hidden[0])
         answers = model.patch_classifier(tokens[:, 1:])
-        left = reduction.run.trail[0]
+        left = runs[0].trail[0]
         kept = answers.gather(1, left[..., None].expand(-1, -1, shape.classes)).amax(1)
         assert left.shape[1] == 2 and (answers.amax(1) > kept).any()
         torch.testing.assert_close(logits, model.classifier(tokens[:, 0]) + 0.5 * kept)

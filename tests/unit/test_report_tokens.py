@@ -12,7 +12,7 @@ from torch import nn
 import cases
 import report_content
 from attnrx.errors import InvalidInput
-from attnrx.models import attach_tokens_, build_model, family_of, reduction_of, save_model
+from attnrx.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run
 from attnrx.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
 from attnrx.reports.drawing import AxisScale
 from attnrx.reports.figures import patch_picture
@@ -86,10 +86,8 @@ def test_a_learned_reducer_shows_its_own_relevance() -> None:
     model = reduced(model_of("vit"), DynamicViT())
     given = sample_tokens(model, images(model)).given
     assert given is not None and bool((given <= 0).all())  # logarithms of keep
-    reduction = reduction_of(model)
-    assert reduction is not None
     best = given[:, 0].topk(2).indices.sort(-1).values
-    assert torch.equal(best, reduction.run.trail[0])
+    assert torch.equal(best, token_run(model, images(model)).trail[0])
 
 
 @pytest.mark.parametrize("reducer", [ToMe(), EViT()], ids=["tome", "evit"])
@@ -135,12 +133,12 @@ def test_merged_patches_are_grouped_as_in_the_tokens(reducer: Reducer, by: str) 
     same = groups[:, 0, :, None] == groups[:, 0, None]
     later = groups[:, 1, :, None] == groups[:, 1, None]
     assert bool((later | ~same).all())  # merged patches stay together
-    reduction = reduction_of(model)
-    assert reduction is not None and reduction.run.sizes is not None
+    reduction, run = reduction_of(model), token_run(model, images(model, 3))
+    assert reduction is not None and run.sizes is not None
     sizes = torch.zeros(3, 64, dtype=torch.float64)
-    last, prefix = reduction.run.patch_indices, reduction.shape.layout.prefix
+    last, prefix = run.patch_indices, reduction.shape.layout.prefix
     assert last is not None
-    sizes.scatter_(1, last, reduction.run.sizes[:, prefix:].double())
+    sizes.scatter_(1, last, run.sizes[:, prefix:].double())
     counted = torch.zeros_like(sizes).scatter_add(1, groups[:, 1], torch.ones(3, 64, dtype=torch.float64))
     assert torch.allclose(counted, sizes.where(sizes > 0, torch.zeros_like(sizes)))
     assert reduction.policy.reducer is reducer

@@ -21,7 +21,7 @@ from attnrx.losses import (
 )
 from attnrx.losses.halting import ponder
 from attnrx.losses.reinforcement import reinforced
-from attnrx.models import attach_tokens_, family_of, recording_blocks, reduction_of
+from attnrx.models import TokenRun, attach_tokens_, family_of, recording_blocks, recording_tokens, reduction_of
 from attnrx.tokens import DynamicViT, EViT, HaltingScores, Reducer, TokenPolicy, TokenState
 from attnrx.tokens.head_selector import HeadSelectorPredictor, head_mean
 from pretrained import TIMM, VIT, of_timm
@@ -42,11 +42,15 @@ def context_of(model: nn.Module, straight_through: bool = True, progress: float 
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(6, 3, 32, 32, generator=generator, dtype=torch.float64)
     torch.manual_seed(2)
-    with recording_blocks(model, family_of(model)) as features:
+    with recording_blocks(model, family_of(model)) as features, recording_tokens(model) as runs:
         logits = model(images)
-    return LossContext(
-        model, images, torch.tensor([0, 1, 2, 3, 4, 0]), logits, 4, features=tuple(features), progress=progress
-    )
+    labels, run = torch.tensor([0, 1, 2, 3, 4, 0]), runs[-1]
+    return LossContext(model, images, labels, logits, 4, features=tuple(features), run=run, progress=progress)
+
+
+def run_of(context: LossContext) -> TokenRun:
+    assert context.run is not None
+    return context.run
 
 
 def test_ponder_is_the_layers_and_the_remainder() -> None:
@@ -60,10 +64,8 @@ def test_ponder_is_the_layers_and_the_remainder() -> None:
 def test_ponder_of_a_model_counts_the_layers_of_every_patch() -> None:
     context = context_of(reducing(HaltingScores()))
     scores = [torch.sigmoid(5.0 * tokens[:, 1:, 0] - 10.0).tolist() for tokens in context.features[:2]]
-    reduction = reduction_of(context.model)
-    assert reduction is not None
     expected = 0.0
-    for image, (eight, four) in enumerate(zip(*(stage.tolist() for stage in reduction.run.trail), strict=True)):
+    for image, (eight, four) in enumerate(zip(*(stage.tolist() for stage in run_of(context).trail), strict=True)):
         for patch in range(16):
             before = [scores[0][image][patch]] if patch in eight else []
             before += [scores[1][image][eight.index(patch)]] if patch in four else []
@@ -122,7 +124,6 @@ def test_predictors_learn_by_the_policy_gradient_alone(loss: Loss) -> None:
     reduction = reduction_of(model)
     assert reduction is not None
     context = context_of(model, straight_through=False, progress=0.99)
-    sampled = list(reduction.run.sampled)
     Task()(context).backward(retain_graph=True)
     assert all(parameter.grad is None for parameter in reduction.parameters())
     backbone = next(model.parameters()).grad
@@ -130,7 +131,6 @@ def test_predictors_learn_by_the_policy_gradient_alone(loss: Loss) -> None:
     model.zero_grad()
     loss(context).backward()
     assert all(bool(stage.scores[0].weight.grad.any()) for stage in reduction.stages)  # type: ignore[union-attr, index]
-    assert [id(keep) for keep in reduction.run.sampled] == [id(keep) for keep in sampled]  # other losses read them
     assert model.training
 
 
@@ -149,9 +149,7 @@ def test_a_stage_that_keeps_every_patch_has_no_share_to_learn() -> None:
     torch.manual_seed(0)
     attach_tokens_(model, family_of(model), TokenPolicy(DynamicViT(), (2, 3), (1.0, 0.5)))
     context = context_of(model.train(), straight_through=False)
-    reduction = reduction_of(model)
-    assert reduction is not None
-    (keep,) = reduction.run.sampled
+    (keep,), (scores,) = run_of(context).sampled, run_of(context).keep_scores
     assert KeepRatio()(context).item() == pytest.approx(float((keep.mean(1) - 0.5).square().mean()))
     logits = model.eval()(context.images)
     model.train()
@@ -159,8 +157,6 @@ def test_a_stage_that_keeps_every_patch_has_no_share_to_learn() -> None:
     # Half of the patches remain at inference: an image has a reward of 1 - 0.5^2 or the penalty -1.
     baseline = torch.where(right[1], 0.75, -1.0).double()
     reward = torch.where(right[0], 1 - keep.mean(1).square(), -1.0)
-    context_of(model, straight_through=False)  # the pass in evaluation mode replaced the samples
-    (scores,) = reduction.run.keep_scores
     expected = float(reinforced([scores], [keep.detach()], [(reward - baseline)[:, None].detach()]))
     assert PolicyGradient()(context).item() == pytest.approx(expected)
 

@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.diagnostics.watches import running_mean
 from attnrx.errors import InvalidInput
 from attnrx.model_diagnosis import patches_left, token_relevance
-from attnrx.models import attach_tokens_, family_of, reduction_of
+from attnrx.models import attach_tokens_, family_of, token_run
 from attnrx.reports import sample_tokens
 from attnrx.tokens import (
     AttentionAverage,
@@ -136,9 +136,8 @@ def test_the_same_patches_are_left_masked_and_compressed(reducer: Reducer) -> No
     masked.load_state_dict(small.state_dict())
     left = patches_left(small, inputs(model))
     assert torch.equal(left, patches_left(masked, inputs(model)))
-    reduction = reduction_of(small)
-    assert reduction is not None
-    expected = [int((patch_indices[0] >= 0).sum()) for patch_indices in reduction.run.trail]
+    trail = token_run(small, inputs(model)).trail
+    expected = [int((patch_indices[0] >= 0).sum()) for patch_indices in trail]
     assert left[0].sum(-1).tolist() == expected and expected[0] in (8, 9)
     assert not bool((left[:, 1] & ~left[:, 0]).any())
 

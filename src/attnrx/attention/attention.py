@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +109,7 @@ class Attention(nn.Module):
     ) -> tuple[RotationTable | None, Float[Tensor, "images heads tokens tokens"] | None]:
         """Returns the rotations and the bias of a call for `Backend.of_joint`."""
         if isinstance(self.scores, RotaryForm):
-            return self.scores.rotation_table(required_rotation(positions), plan.rows), self._bias(positions, None)
+            return self.scores.rotation_table(required_rotation(positions)), self._bias(positions, None)
         return None, self._bias(positions, None)
 
     def _bias(self, positions: Positions | None, queries: int | None) -> Tensor | None:
@@ -157,6 +158,10 @@ class Attention(nn.Module):
         if width == head_dim:
             return features
         return features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle has: not the plans of the shapes that this layer was called with."""
+        return {**self.__dict__, "_plans": {}, "_plans_of": None}
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
         """Returns how the backend computes these tokens; cached by shape."""

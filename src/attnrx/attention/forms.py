@@ -3,6 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -95,10 +96,6 @@ class RotaryForm(DenseForm):
     the differences of positions. Rows before the pairs of a head are not rotated.
     """
 
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
-        self._table: tuple[Positions, tuple[int, ...], RotationTable] | None = None
-
     def placed(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
@@ -117,13 +114,16 @@ class RotaryForm(DenseForm):
         sin = F.pad(sin, (0, 1))[..., column] * sign.to(features.dtype)
         return torch.cat([first, rest * cos + rest[..., partner] * sin], dim=1)
 
-    def rotation_table(self, positions: Positions, rows: tuple[int, ...]) -> RotationTable:
+    def rotation_table(self, positions: Positions) -> RotationTable:
         """Returns the rotations of the kept pairs for the C++ kernel, in float32."""
-        # By identity: `RotationCache` returns the same positions to every call while the embedding is the same.
-        cached = self._table
-        if cached is None or cached[0] is not positions or cached[1] != rows:
-            cached = self._table = (positions, rows, self._rotation_table(positions))
-        return cached[2]
+        # With the positions, which `RotationCache` returns to every call while the embedding is the same.
+        if positions.tables is None:
+            object.__setattr__(positions, "tables", WeakKeyDictionary())
+        assert positions.tables is not None
+        table = positions.tables.get(self)
+        if table is None:
+            table = positions.tables[self] = self._rotation_table(positions)
+        return table
 
     def _rotation_table(self, positions: Positions) -> RotationTable:
         assert positions.cos is not None and positions.sin is not None

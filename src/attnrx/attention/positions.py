@@ -1,6 +1,8 @@
 """What attention layers receive of the positions of their tokens: rotations of rotary embeddings, biases of pairs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,13 +15,15 @@ class Positions:
 
     `cos` and `sin` are the rotation of every patch for each frequency of the original head, equal for all heads or of
     each original head. `bias` is added to the scores of every pair of tokens, those before the patches (`prefix` of
-    them) included; these are not rotated. The first axis has one entry for all images, or one for each.
+    them) included; these are not rotated. The first axis has one entry for all images, or one for each. `tables` has
+    the rotations in the form of the C++ kernel, by layer, where one was computed.
     """
 
     prefix: int
     cos: Float[Tensor, "_ patches heads pairs"] | None = None
     sin: Float[Tensor, "_ patches heads pairs"] | None = None
     bias: Float[Tensor, "_ _ tokens tokens"] | None = None
+    tables: "WeakKeyDictionary[Any, Any] | None" = field(init=False, repr=False, default=None)
 
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
         """Returns the positions of the tokens that are left: `indices` are their patches, -1 for a token of none, which

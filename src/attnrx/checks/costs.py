@@ -10,7 +10,15 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import ModelCosts, count_product_macs
 from attnrx.evidence import Finding, judged
-from attnrx.models import costs_by_image, costs_of_images, counted_by_spec, evaluating, family_of, reduction_of
+from attnrx.models import (
+    costs_by_image,
+    costs_of_run,
+    counted_by_spec,
+    evaluating,
+    family_of,
+    recording_tokens,
+    reduction_of,
+)
 from attnrx.shapes import Tensor
 
 # Images over which the mean MACs of a policy by image are computed.
@@ -78,10 +86,12 @@ class Costs(Check):
     def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
         # All parameters, not only the trainable ones: the reference may be frozen.
         params = sum(parameter.numel() for parameter in model.parameters())
-        with evaluating([model]), counted_by_spec(model, family_of(model)):
+        with evaluating([model]), counted_by_spec(model, family_of(model)), recording_tokens(model) as runs:
             macs = count_product_macs(model, images.to(next(model.parameters()).dtype))
-        # By image: those of the numbers of tokens in this pass, whose attention maps are uniform.
-        products = costs_of_images(model, family_of(model), len(images))[0].product_macs
+        reduction, products = reduction_of(model), closed.product_macs
+        if reduction is not None and reduction.policy.by_image:
+            # Those of the numbers of tokens in this pass, whose attention maps are uniform.
+            products = costs_of_run(model, family_of(model), runs[-1])[0].product_macs
         details = {
             "quantity": "counted costs",
             "model": role,

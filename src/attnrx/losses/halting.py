@@ -89,11 +89,14 @@ def ponder(layers: list[tuple[Scores, Scores]], epsilon: float) -> Float[Tensor,
 
 def _halting(context: LossContext) -> Iterator[tuple[Scores, Scores]]:
     """Yields for every layer the halting scores of all patches of the image, and 1 for those that it received."""
-    reduction = reduction_of(context.model)
+    reduction, run = reduction_of(context.model), context.run
     reducer = None if reduction is None else reduction.policy.reducer
     scores_of = reducer.scores if isinstance(reducer, Soft) else reducer
-    if reduction is None or not isinstance(scores_of, HaltingScores) or not reduction.run.trail:
-        raise NotSupported("this loss trains the token reducer halting_scores; attach a policy with it, or omit it.")
+    if reduction is None or not isinstance(scores_of, HaltingScores) or run is None or not run.trail:
+        raise NotSupported(
+            "this loss trains the token reducer halting_scores, and needs the run of the step in its context "
+            "(recording_tokens); attach a policy with that reducer, or omit the loss."
+        )
     prefix, patches = reduction.shape.layout.prefix, reduction.shape.layout.patches
     # Scores are returned per patch of the image, because N and r are sums over layers with different tokens.
     for block, tokens in enumerate(context.features):
@@ -103,9 +106,9 @@ def _halting(context: LossContext) -> Iterator[tuple[Scores, Scores]]:
             yield scores, torch.ones_like(scores)
             continue
         # The patches that remained after the last stage before this layer, in the order of its tokens.
-        indices = reduction.run.trail[stages - 1]
+        indices = run.trail[stages - 1]
         # Not by their number: the kept patches and a fused token can be as many as all patches.
-        if reduction.keeps_places(block):
+        if reduction.keeps_places(run, block):
             scores = scores.gather(1, indices.clamp_min(0))
         # One more column collects added tokens (-1), and is cut off.
         target = indices.where(indices >= 0, patches)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import TokenReduction, reduction_of
+from attnrx.models import TokenReduction, TokenRun, reduction_of
 from attnrx.shapes import Float, Int, Tensor
 
 TeacherSource = tuple[str, str | None]
@@ -24,9 +24,10 @@ class LossContext:
     `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
     `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. For mixed
     images, an image has its own label with weight `share` and its `partners` label with the rest. `features` are the
-    block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some. `progress`
-    is the completed share of the run. `memory` is shared by the losses of this step. `teachers` are the models that
-    losses compare with, if they are loaded already.
+    block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some. `run` has
+    the statistics of the model's tokens in the forward pass of this step (`models.recording_tokens`), where it has a
+    policy. `progress` is the completed share of the training. `memory` is shared by the losses of this step. `teachers`
+    are the models that losses compare with, if they are loaded already.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class LossContext:
     partners: Int[Tensor, "batch"] | None = None
     share: float = 1.0
     features: Sequence[Float[Tensor, "batch _ features"]] = ()
+    run: TokenRun | None = None
     progress: float = 1.0
     memory: dict[Any, Any] = field(default_factory=dict)
     teachers: Mapping[TeacherSource, nn.Module] = field(default_factory=dict)
@@ -82,15 +84,15 @@ class Loss(ABC):
         return "".join("_" + letter.lower() if letter.isupper() else letter for letter in type(self).__name__)[1:]
 
 
-def sampling_reduction(loss: Loss, context: LossContext) -> TokenReduction:
-    """Returns the token reduction whose sampled masks a loss reads; raises NotSupported if the model samples none."""
-    reduction = reduction_of(context.model)
-    if reduction is None or not reduction.run.sampled:
+def sampling_run(loss: Loss, context: LossContext) -> tuple[TokenReduction, TokenRun]:
+    """Returns the token reduction and the run whose sampled masks a loss reads; raises NotSupported without samples."""
+    reduction, run = reduction_of(context.model), context.run
+    if reduction is None or run is None or not run.sampled:
         raise NotSupported(
-            f"{type(loss).__name__} needs a learned token reducer (spot, dynamicvit), and this model has none; attach "
-            "a policy or omit the loss."
+            f"{type(loss).__name__} needs a learned token reducer (spot, dynamicvit) in training, and the run of the "
+            "step in its context (recording_tokens); attach a policy or omit the loss."
         )
-    return reduction
+    return reduction, run
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Penalties on the attention, the strengths and the tokens of the model in training."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from attnrx.attention.forms import SharedForm, SvdaForm
 from attnrx.decompositions import ownership_penalty
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses.loss import Loss, LossContext, sampling_reduction
+from attnrx.losses.loss import Loss, LossContext, sampling_run
 from attnrx.models import family_of, observing, reduction_of
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
@@ -87,9 +86,7 @@ class PerturbationRobustness(Loss):
 
         # One pass of both halves, so that each layer's hook has the clean and the noisy maps at the same time.
         images = torch.cat([context.images, context.images + self.scale * context.noise()])
-        # In a run of its own: other losses still need the masks and scores of the training pass.
-        separate = nullcontext() if reduction is None else reduction.separate_run()
-        with separate, observing(context.model, family, observe):
+        with observing(context.model, family, observe):
             context.model.forward(images)  # the bare module, in which the hooks see every layer
         if not changes:
             raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
@@ -137,7 +134,7 @@ class KeepRatio(Loss):
     weight: float = 2.0
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        reduction = sampling_reduction(self, context)
+        reduction, run = sampling_run(self, context)
         # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
-        shares = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
-        return (shares - shares.new_tensor(reduction.sampled_shares)).square().mean()
+        shares = torch.stack([keep.mean(1) for keep in run.sampled], dim=1)
+        return (shares - shares.new_tensor(reduction.sampled_shares(run))).square().mean()

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 
 from attnrx.errors import InvalidInput
-from attnrx.losses.loss import Loss, LossContext, sampling_reduction
-from attnrx.models import TokenReduction, evaluating
+from attnrx.losses.loss import Loss, LossContext, sampling_run
+from attnrx.models import evaluating
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.tokens.reducer import KeepDrop, PerPatch
 
@@ -53,14 +53,14 @@ class PolicyGradient(Loss):
             raise InvalidInput(f"{self}: penalty and saving must be finite and may not be negative.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        reduction = sampling_reduction(self, context)
-        sampled, scores = [keep.detach() for keep in reduction.run.sampled], reduction.run.keep_scores
+        reduction, run = sampling_run(self, context)
+        sampled, scores = [keep.detach() for keep in run.sampled], run.keep_scores
         right = context.logits.argmax(-1) == context.labels
         rewards = self._rewards(right, sampled)
         if self.baseline == "greedy":
             # At inference every image keeps the policy's share, so a constant mask gives the saving of the baseline.
-            keep = [torch.full_like(sampled[0], share) for share in reduction.sampled_shares]
-            baselines = self._rewards(_inference_right(context, reduction), keep)
+            keep = [torch.full_like(sampled[0], share) for share in reduction.sampled_shares(run)]
+            baselines = self._rewards(_inference_right(context), keep)
         else:
             baselines = [reward.mean() for reward in rewards]
         advantages = [reward - baseline for reward, baseline in zip(rewards, baselines, strict=True)]
@@ -97,9 +97,8 @@ def reinforced(
 
 
 @torch.no_grad()
-def _inference_right(context: LossContext, reduction: TokenReduction) -> Bool[Tensor, "images"]:
+def _inference_right(context: LossContext) -> Bool[Tensor, "images"]:
     """Returns which images the model answers right with the selection of inference."""
-    # In a run of its own: the loss still needs the masks and scores that the training pass sampled.
-    with reduction.separate_run(), evaluating((context.model,)):
+    with evaluating((context.model,)):
         logits = context.model.forward(context.images)
     return logits.argmax(-1) == context.labels

@@ -128,9 +128,12 @@ class TokenSimilarity(Taught):
     weights: str | None = None
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        reduction = reduction_of(context.model)
-        if reduction is None or reduction.run.sizes is None or reduction.run.patch_indices is None:
-            raise NotSupported("TokenSimilarity needs token pruning, and this model has none; omit the loss.")
+        reduction, run = reduction_of(context.model), context.run
+        if reduction is None or run is None or run.sizes is None or run.patch_indices is None:
+            raise NotSupported(
+                "TokenSimilarity needs token pruning, and the run of the step in its context (recording_tokens); "
+                "attach a policy or omit the loss."
+            )
         _, teacher_features = taught(context, self.source)
         target, tokens = teacher_features[-1], context.features[-1]
         if target.shape != tokens.shape:
@@ -139,8 +142,8 @@ class TokenSimilarity(Taught):
                 f"{tuple(tokens.shape[1:])}; take the model that this one was made from, and a reducer that is learned."
             )
         prefix = reduction.shape.layout.prefix
-        patch_indices = reduction.run.patch_indices  # an added (fused) token has no counterpart in the teacher
-        mask = ((reduction.run.sizes[:, prefix:] > 0) & (patch_indices >= 0)).to(tokens.dtype)
+        # An added (fused) token has no counterpart in the teacher.
+        mask = ((run.sizes[:, prefix:] > 0) & (run.patch_indices >= 0)).to(tokens.dtype)
         cosines = F.cosine_similarity(tokens[:, prefix:], target[:, prefix:].to(tokens.dtype), dim=-1)
         return (((1 - cosines) * mask).sum(1) / mask.sum(1).clamp_min(1)).mean()  # an image may keep no patch
 

@@ -32,13 +32,15 @@ from attnrx.models.timm_family import TimmFamily
 from attnrx.models.token_hooks import (
     attach_tokens_,
     costs_by_image,
-    costs_of_images,
+    costs_of_run,
     described_tokens,
+    recording_tokens,
     reduction_of,
     require_all_tokens,
     shape_of,
+    token_run,
 )
-from attnrx.models.token_reduction import TokenReduction
+from attnrx.models.token_reduction import TokenReduction, TokenRun
 from attnrx.models.torchvision_family import TorchvisionFamily
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
 from attnrx.models.unsupported_features import model_name
@@ -74,6 +76,7 @@ __all__ = [
     "LowRankLinear",
     "Reader",
     "TokenReduction",
+    "TokenRun",
     "Transformer",
     "TransformerConfig",
     "ViTConfig",
@@ -82,7 +85,7 @@ __all__ = [
     "block_names",
     "build_model",
     "costs_by_image",
-    "costs_of_images",
+    "costs_of_run",
     "counted_by_spec",
     "described_tokens",
     "evaluating",
@@ -100,12 +103,14 @@ __all__ = [
     "parameter_blocks",
     "rank_of",
     "recording_blocks",
+    "recording_tokens",
     "reduction_of",
     "require_all_tokens",
     "require_model_folder",
     "require_ordinary_weights",
     "save_model",
     "shape_of",
+    "token_run",
     "use_backend",
 ]
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnrx.attention import Attention, Positions
 from attnrx.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.models.call_state import CallState
 from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.observation_hooks import evaluating
-from attnrx.models.token_hooks import reduction_of
+from attnrx.models.token_hooks import forward_pass, reduction_of
 from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.spec import BIASES, INNER_NORMS, AttentionSpec
@@ -60,13 +61,15 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
 class _LastLayerCall(CallState):
     """`at_work` states whether the shortcut is active in this forward pass."""
 
-    at_work: bool = False
+    def __init__(self) -> None:  # called in every thread
+        self.at_work = False
 
 
 class _AdapterCall(CallState):
     """`key_value_tokens` are those of the next call of the attention, if its queries are some of them; else None."""
 
-    key_value_tokens: Tensor | None = None
+    def __init__(self) -> None:
+        self.key_value_tokens: Tensor | None = None
 
 
 class LastLayer:
@@ -98,11 +101,17 @@ class LastLayer:
     def at_work(self, at_work: bool) -> None:
         self._call.at_work = at_work
 
-    def stop(self) -> None:
-        """Ends the shortcut, also where the attention was not called because the forward pass failed before it."""
-        self.at_work = False
+    @contextmanager
+    def forward_pass(self, at_work: bool) -> Iterator[None]:
+        """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
-        adapter.call.key_value_tokens = None
+        # Restored afterwards, because a hook of a user may run the model inside a forward pass.
+        before, adapter.call.key_value_tokens = (self.at_work, adapter.call.key_value_tokens), None
+        self.at_work = at_work
+        try:
+            yield
+        finally:
+            self.at_work, adapter.call.key_value_tokens = before
 
     @property
     def watched(self) -> bool:
@@ -155,7 +164,7 @@ class Adopted(nn.Module):
         return 4 * convolution.out_channels * (height // down) * (width // right)
 
     def _forward_chunk(self, images: Tensor) -> Tensor:
-        with self.restoring(()):  # logits need no features of pruned patches
+        with self.forward_pass(()):  # logits need no features of pruned patches
             outputs = self.logits(images)
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             is_tensor = isinstance(outputs, Tensor)
@@ -168,11 +177,12 @@ class Adopted(nn.Module):
         return outputs
 
     @contextmanager
-    def restoring(self, blocks: Collection[int]) -> Iterator[None]:
-        """Restores the tokens of all patches after these blocks only, where tokens are pruned or merged.
+    def forward_pass(self, restored_blocks: Collection[int]) -> Iterator[None]:
+        """Runs one forward pass in its context, and removes the state of it at the end.
 
-        Outside of the context they are restored after all blocks. Where no block is given, the last block computes only
-        the class token if the head uses no other token.
+        Where tokens are pruned or merged, those of all patches are restored after these blocks only; outside of the
+        context after all blocks. Where no block is given, the last block computes only the class token if the head uses
+        no other token.
         """
         reduction, last = reduction_of(self), self.last
         recomputed = _is_recomputed(self.source)
@@ -182,14 +192,12 @@ class Adopted(nn.Module):
                 "that are pruned or merged: switch it off, e.g. model.source.set_grad_checkpointing(False) of timm or "
                 "model.source.gradient_checkpointing_disable() of transformers."
             )
-        if last is not None:
-            last.at_work = not blocks and not last.watched and not recomputed
-        try:
-            with nullcontext() if reduction is None else reduction.restoring(blocks):
-                yield
-        finally:
-            if last is not None:
-                last.stop()
+        shortens = last is not None and not restored_blocks and not last.watched and not recomputed
+        with (
+            nullcontext() if last is None else last.forward_pass(shortens),
+            forward_pass(self, restored_blocks),
+        ):
+            yield
 
     def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
         """Returns the library's last features of the tokens before the patches and of all patches."""
@@ -214,24 +222,32 @@ def _is_recomputed(source: nn.Module) -> bool:
 
 
 class RotationCache:
-    """The positions made of the last rotary embedding, which a library passes to every layer."""
+    """The positions made of a rotary embedding, which a library passes to every layer, while the embedding exists.
+
+    Some models have it as a buffer, others compute it in every forward pass.
+    """
 
     def __init__(self) -> None:
-        # One tuple, because another thread may replace it between two reads.
-        self._cached: tuple[Tensor | None, int, Positions | None] = (None, 0, None)
+        self._cached: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __call__(self, embedding: Tensor, make: Callable[[], Positions]) -> Positions:
         """Returns what `make` returns for this embedding, from the cache unless a graph or gradients are recorded."""
         if is_recorded():
             return make()
-        # By identity, as a library passes one tensor to all layers; a reference to it is stored, so that its address is
-        # not used again. Inference tensors have no version counter, and raise an error where it is read.
+        # By identity, as a library passes one tensor to all layers. Inference tensors have no version counter: reading
+        # it raises an error.
         version = 0 if embedding.is_inference() else embedding._version
-        of, cached_version, positions = self._cached
-        if positions is None or of is not embedding or cached_version != version:
+        entry: tuple[int, Positions] | None = self._cached.get(embedding)
+        if entry is None or entry[0] != version:
             positions = make()
-            self._cached = (embedding, version, positions)
-        return positions
+            assert positions.cos is not None and positions.sin is not None
+            # Copies, because a view would keep the embedding, and with it this entry.
+            entry = version, replace(positions, cos=positions.cos.clone(), sin=positions.sin.clone())
+            self._cached[embedding] = entry
+        return entry[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RotationCache, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RotationCache":
         copied = memo[id(self)] = RotationCache()  # one for all layers of the copy
@@ -271,7 +287,7 @@ class Adapter(nn.Module):
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if not present:
-            return rotations  # the cached object itself: `RotaryForm` caches its table by identity
+            return rotations  # the cached object itself, which has the tables of `RotaryForm`
         total = sum(present[1:], present[0])
         total = total if total.ndim == 4 else total[None]  # [images, heads, tokens, tokens]
         return replace(rotations or Positions(self.prefix), bias=total)

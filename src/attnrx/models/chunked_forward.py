@@ -1,6 +1,5 @@
 """Chunked inference on a CPU: a few images at a time, so that activations stay in reused, cached memory."""
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -8,7 +7,7 @@ from torch import nn
 
 from attnrx.attention import Attention, AttentionContext
 from attnrx.errors import InvalidInput
-from attnrx.models.token_hooks import reduction_of
+from attnrx.models.token_hooks import forward_pass, reduction_of
 from attnrx.models.token_reduction import TokenRun
 from attnrx.shapes import ImageBatch, Tensor
 
@@ -22,30 +21,33 @@ takes longer than starting the operations several times.
 
 def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: ImageBatch, largest: int) -> Tensor:
     """Returns `run(images)`, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
-    batch.
+    batch. Every chunk is a forward pass of its own.
 
     `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
     independently, as all models do in evaluation mode.
     """
+
+    def forward(chunk: Tensor) -> Tensor:
+        with forward_pass(model):
+            return run(chunk)
+
     # Token reducers and some backends need an image: an empty batch has the outputs of a black one, without its row.
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not (is_traced or model.training or len(images)):
-        return run(images.new_zeros(1, *images.shape[1:]))[:0]
+        return forward(images.new_zeros(1, *images.shape[1:]))[:0]
     context = AttentionContext.of(images.flatten(2))
     if not context.free_on_cpu or largest < 1:
-        return run(images)
+        return forward(images)
     chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
     if len(images) <= chunk_size or any(map(_needs_whole_batch, model.modules())):
-        return run(images)
-    # Every chunk is a forward pass of its own, which resets the statistics of a token reduction: they are copied, and
-    # joined to those of the batch.
-    reduction, outputs, runs = reduction_of(model), [], []
-    for chunk in images.split(chunk_size):
-        outputs.append(run(chunk))
-        if reduction is not None:
-            runs.append(copy.copy(reduction.run))
-    if reduction is not None:
-        reduction.call.run = TokenRun.joined(runs)
+        return forward(images)
+    reduction, chunks = reduction_of(model), images.split(chunk_size)
+    if reduction is None or not reduction.is_recorded:
+        return torch.cat([forward(chunk) for chunk in chunks])
+    with reduction.recording() as runs:
+        outputs = [forward(chunk) for chunk in chunks]
+    if runs:  # none of a policy that keeps every patch
+        reduction.record(TokenRun.joined(runs))
     return torch.cat(outputs)
 
 

@@ -71,14 +71,14 @@ class HuggingFaceModel(Adopted):
         if options.get("output_hidden_states", self.config.output_hidden_states):
             return self._with_hidden_states({**inputs, **options})
         # An output with the features of all tokens needs those of pruned patches; one with logits only needs none.
-        with self.restoring(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
+        with self.forward_pass(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
             return self.source(**inputs, **options)
 
     def _with_hidden_states(self, options: dict[str, Any]) -> Any:
         """Returns the output of transformers with the tokens of all patches after every block."""
         # As a dictionary here, because fields may be replaced by name below.
         as_tuple = not options.pop("return_dict", self.config.return_dict)
-        with self.restoring(range(self._depth)):
+        with self.forward_pass(range(self._depth)):
             output = self.source(return_dict=True, **options)
         for module in self.source.modules():
             for hook in module._forward_hooks.values():
@@ -89,7 +89,7 @@ class HuggingFaceModel(Adopted):
         reader = reader_of(self.source)
         if reader.answer == "logits" and reader.pooling != "class" and reduction_of(self) is not None:
             # The mean over restored patches is not the one that the classifier takes.
-            with self.restoring(()):
+            with self.forward_pass(()):
                 answer = self.source(return_dict=True, **options | {"output_hidden_states": False})
             for name in {"loss", "logits"} & answer.keys():
                 output[name] = answer[name]
@@ -98,7 +98,7 @@ class HuggingFaceModel(Adopted):
     def _last_tokens(self, images: Tensor) -> Tensor:
         reader = reader_of(self.source)
         body = reader.body_of(self.source)
-        with self.restoring((self._depth - 1,)):
+        with self.forward_pass((self._depth - 1,)):
             return body(**reader.input.arguments(images, body.config)).last_hidden_state
 
     @property

@@ -106,7 +106,7 @@ class TimmModel(Adopted):
         blocks, last = _timm("models._features").feature_take_indices(len(source.blocks), indices)
         if not intermediates_only:  # timm then returns the features after the last block that it runs, too
             blocks = [*blocks, last if stop_early else len(source.blocks) - 1]
-        with self.restoring(blocks):
+        with self.forward_pass(blocks):
             return source.forward_intermediates(
                 images, indices, stop_early=stop_early, intermediates_only=intermediates_only, **options
             )
@@ -114,12 +114,12 @@ class TimmModel(Adopted):
     def get_intermediate_layers(self, images: ImageBatch, n: int | Sequence[int] = 1, **options: Any) -> Any:
         """Returns features after several blocks, as timm does, in the form of DINO."""
         source: Any = self.source
-        with self.restoring(_timm("models._features").feature_take_indices(len(source.blocks), n)[0]):
+        with self.forward_pass(_timm("models._features").feature_take_indices(len(source.blocks), n)[0]):
             return source.get_intermediate_layers(images, n, **options)
 
     def _last_tokens(self, images: Tensor) -> Tensor:
         source: Any = self.source
-        with self.restoring((len(source.blocks) - 1,)):
+        with self.forward_pass((len(source.blocks) - 1,)):
             return source.forward_features(images)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:

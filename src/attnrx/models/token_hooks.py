@@ -1,6 +1,7 @@
 """Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from attnrx.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.family import Family
 from attnrx.models.observation_hooks import block_names, evaluating
-from attnrx.models.token_reduction import TokenReduction
+from attnrx.models.token_reduction import TokenReduction, TokenRun
 from attnrx.serialization.config import to_dict
 from attnrx.shapes import ImageBatch, Tensor
 from attnrx.spec import AttentionSpec
@@ -49,7 +50,7 @@ def attach_tokens_(
     # the tokens that are left.
     _hook_blocks_([model.get_submodule(name) for name in block_names(model, family)], reduction)
     # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
-    # the restoration off (`Adopted.restoring`).
+    # the restoration off (`Adopted.forward_pass`).
     if family.exposes_tokens:
         reduction.restored_blocks = range(len(layers))
     _first_(family.patch_embedding(model), reduction.begin)
@@ -172,6 +173,28 @@ def reduction_of(model: nn.Module) -> TokenReduction | None:
     return reduction if isinstance(reduction, TokenReduction) else None
 
 
+def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
+    """Returns a context for one forward pass, at whose end the statistics of the model's tokens are removed."""
+    reduction = reduction_of(model)
+    return nullcontext() if reduction is None else reduction.forward_pass(restored_blocks)
+
+
+def recording_tokens(model: nn.Module) -> AbstractContextManager[list[TokenRun]]:
+    """Returns a context that collects the statistics of the model's tokens, one run per forward pass of this thread.
+
+    The list stays empty where the model has no token policy, or one that keeps every patch.
+    """
+    reduction = reduction_of(model)
+    return nullcontext([]) if reduction is None else reduction.recording()
+
+
+def token_run(model: nn.Module, images: ImageBatch) -> TokenRun:
+    """Runs the model on the images in evaluation mode, and returns the statistics of its tokens."""
+    with evaluating((model,)), recording_tokens(model) as runs:
+        model(images)
+    return runs[-1] if runs else TokenRun()
+
+
 def require_all_tokens(model: nn.Module, verb: str) -> None:
     """Raises NotSupported for a model that prunes or merges tokens; `verb` names the requested operation."""
     reduction = reduction_of(model)
@@ -201,18 +224,16 @@ def costs_of_tokens(
 def costs_by_image(model: nn.Module, family: Family, images: ImageBatch) -> list[ModelCosts]:
     """Returns the costs of the model for every image; they differ with a policy by image only."""
     reduction = reduction_of(model)
-    if reduction is not None and reduction.policy.by_image:
-        with evaluating((model,)):
-            model(images)
-    return costs_of_images(model, family, len(images))
-
-
-def costs_of_images(model: nn.Module, family: Family, images: int) -> list[ModelCosts]:
-    """Returns the costs of the model for every one of the images of its last forward pass."""
-    reduction = reduction_of(model)
     if reduction is None or not reduction.policy.by_image:
-        return [family.costs(model)] * images
-    stages = torch.stack([(indices >= 0).sum(1) for indices in reduction.run.trail], dim=1).tolist()
+        return [family.costs(model)] * len(images)
+    return costs_of_run(model, family, token_run(model, images))
+
+
+def costs_of_run(model: nn.Module, family: Family, run: TokenRun) -> list[ModelCosts]:
+    """Returns the costs of the model, which has a policy by image, for every image of a recorded forward pass."""
+    reduction = reduction_of(model)
+    assert reduction is not None
+    stages = torch.stack([(indices >= 0).sum(1) for indices in run.trail], dim=1).tolist()
     policy, patches = reduction.policy, reduction.shape.layout.patches
     # The costs follow from the attached policy: it is replaced by one with the counts of an image, which many share.
     costs: dict[tuple[int, ...], ModelCosts] = {}

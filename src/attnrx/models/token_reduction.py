@@ -32,17 +32,18 @@ from attnrx.tokens.reducer import KeepDrop
 
 
 class TokenRun:
-    """Token statistics of one batch during a forward pass; reset at every batch.
+    """Token statistics of one batch in one forward pass.
 
     `sizes` is None until a token is pruned. `patch_indices` holds the index of every patch token in the image, -1 for
     tokens added by a stage; `trail` holds those indices after each stage. `restorations` has one for
-    every chunk of the batch, if features of all patches are requested. `image_keys` are hashes of the images, for
-    reducers that need them. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0 for a
-    pruned one, with a gradient; `keep_scores` holds the log-probabilities from which it was sampled, and `drawn` the
-    stages: one that keeps every patch samples none.
+    every chunk of the batch, if features of all patches are requested, which are those after `restored_blocks`.
+    `image_keys` are hashes of the images, for reducers that need them. In training, `sampled` holds the mask sampled at
+    each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `keep_scores` holds the log-probabilities from
+    which it was sampled, and `drawn` the stages: one that keeps every patch samples none.
     """
 
-    def __init__(self):
+    def __init__(self, restored_blocks: Container[int] = ()):
+        self.restored_blocks = restored_blocks
         self.sizes: Float[Tensor, "batch tokens"] | None = None
         self.patch_indices: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
@@ -55,9 +56,7 @@ class TokenRun:
         self.sampled: list[Float[Tensor, "batch patches"]] = []
         self.keep_scores: list[KeepDrop] = []
         self.drawn: list[int] = []
-
-    def begin(self) -> None:
-        self.__init__()
+        self.is_past_blocks = False
 
     @property
     def restoration(self) -> TokenRestoration | None:
@@ -77,7 +76,7 @@ class TokenRun:
     @classmethod
     def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
         """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
-        joined = cls()
+        joined = cls(runs[0].restored_blocks)
         # With a policy by image every chunk is padded to its own largest number of patches.
         sizes = [run.sizes for run in runs if run.sizes is not None]
         indices = [run.patch_indices for run in runs if run.patch_indices is not None]
@@ -89,11 +88,16 @@ class TokenRun:
 
 
 class _ReductionCall(CallState):
-    """The run of a forward pass, and the blocks that it restores if it replaces those of the reduction."""
+    """The run of the forward pass in progress, and the lists that record the runs of passes, innermost last.
+
+    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does.
+    """
 
     def __init__(self) -> None:  # called in every thread
-        self.run = TokenRun()
+        self.run: TokenRun | None = None
+        self.is_inside = False
         self.restored_blocks: Container[int] | None = None
+        self.records: list[list[TokenRun]] = []
 
 
 class TokenReduction(nn.Module):
@@ -104,7 +108,9 @@ class TokenReduction(nn.Module):
     `straight_through` the tokens have a gradient with respect to the samples.
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
-    `run` is that of the last forward pass in this thread.
+
+    The statistics of a pass exist during the pass; `recording` keeps them for the caller. A method of a library that is
+    called on the inner model and ends before the last block leaves them to the next pass of the same thread.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -130,33 +136,70 @@ class TokenReduction(nn.Module):
         self.policy, self.counts = policy, policy.counts(self.shape.layout.patches)
 
     @contextmanager
-    def restoring(self, blocks: Container[int]) -> Iterator[None]:
-        """Restores the tokens of all patches after these blocks only."""
+    def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
+        """Removes the statistics of the forward pass in the context at its end, also after an exception.
+
+        With `restored_blocks` the tokens of all patches are restored after these blocks only.
+        """
         call = self.call
-        before, call.restored_blocks = call.restored_blocks, blocks
+        # Restored afterwards, because a hook of a user may run the model inside a forward pass.
+        before = call.run, call.is_inside, call.restored_blocks
+        call.is_inside = True
+        if restored_blocks is not None:
+            call.restored_blocks = restored_blocks
         try:
             yield
+            if call.run is not before[0]:
+                self._end()
         finally:
-            call.restored_blocks = before
-
-    @property
-    def _blocks_to_restore(self) -> Container[int]:
-        blocks = self.call.restored_blocks
-        return self.restored_blocks if blocks is None else blocks
-
-    @property
-    def run(self) -> TokenRun:
-        return self.call.run
+            call.run, call.is_inside, call.restored_blocks = before
 
     @contextmanager
-    def separate_run(self) -> Iterator[None]:
-        """Keeps the statistics of the last forward pass while others run."""
-        call = self.call
-        before, call.run = call.run, TokenRun()
-        try:
+    def continuing(self, run: TokenRun) -> Iterator[None]:
+        """Runs blocks alone in the context, as in a forward pass with this run."""
+        with self.forward_pass():
+            self.call.run = run
             yield
+
+    @contextmanager
+    def recording(self) -> Iterator[list[TokenRun]]:
+        """Collects the statistics of every forward pass of this thread in the context; a chunked batch is one pass.
+
+        Of nested contexts the innermost one collects.
+        """
+        records = self.call.records
+        runs: list[TokenRun] = []
+        records.append(runs)
+        try:
+            yield runs
         finally:
-            call.run = before
+            records.pop()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a `recording` context collects the forward passes of this thread."""
+        return bool(self.call.records)
+
+    def record(self, run: TokenRun) -> None:
+        """Adds a run to the innermost `recording` context, if there is one."""
+        if self.call.records:
+            self.call.records[-1].append(run)
+
+    def _end(self) -> None:
+        run, self.call.run = self.call.run, None
+        if run is not None:
+            self.record(run)
+
+    def _end_outside(self) -> None:
+        """Ends the run after the last hook of a pass that no context ends: a method called on the inner model."""
+        if not self.call.is_inside:
+            self._end()
+
+    @property
+    def _run(self) -> TokenRun:
+        """The run of the forward pass in progress; for a module that is called alone, one that is not kept."""
+        run = self.call.run
+        return TokenRun() if run is None else run
 
     @property
     def samples_patches(self) -> bool:
@@ -169,10 +212,9 @@ class TokenReduction(nn.Module):
         patches = self.shape.layout.patches
         return next(layer for layer, count in zip(self.policy.layers, self.counts, strict=True) if count < patches)
 
-    @property
-    def sampled_shares(self) -> tuple[float, ...]:
-        """The share of the image's patches that the policy keeps after each stage that sampled in the last pass."""
-        return tuple(self.policy.keep[stage] for stage in self.run.drawn)
+    def sampled_shares(self, run: TokenRun) -> tuple[float, ...]:
+        """Returns the share of the image's patches that the policy keeps after each stage that sampled in a run."""
+        return tuple(self.policy.keep[stage] for stage in run.drawn)
 
     @property
     def counts_sizes(self) -> bool:
@@ -181,16 +223,16 @@ class TokenReduction(nn.Module):
 
     def sizes(self) -> Float[Tensor, "batch tokens"] | None:
         """Returns the token sizes for proportional attention; None where all sizes count as 1."""
-        return self.run.sizes if self.counts_sizes else None
+        return self._run.sizes if self.counts_sizes else None
 
-    def keeps_places(self, block: int) -> bool:
-        """Whether the tokens after a block had every patch of the image at its place in the last pass."""
-        restored = self.run.restoration is not None and block in self._blocks_to_restore
+    def keeps_places(self, run: TokenRun, block: int) -> bool:
+        """Whether the tokens after a block had every patch of the image at its place in a run."""
+        restored = run.restoration is not None and block in run.restored_blocks
         return restored or self.by == "mask" or self.samples_patches
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
         """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""
-        return self.run.patch_indices
+        return self._run.patch_indices
 
     def predictor(self, stage: int) -> nn.Module:
         """Returns the predictor of a stage, or the one of all stages."""
@@ -198,26 +240,33 @@ class TokenReduction(nn.Module):
 
     def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
-        self.run.begin()
+        blocks = self.call.restored_blocks
+        run = self.call.run = TokenRun(self.restored_blocks if blocks is None else blocks)
         # In training every patch stays in its place, so none has to be restored.
-        if self._blocks_to_restore and not self.samples_patches:
-            self.run.restorations.append(TokenRestoration(self.shape.layout.prefix))
+        if run.restored_blocks and not self.samples_patches:
+            run.restorations.append(TokenRestoration(self.shape.layout.prefix))
         if "image_keys" in self.policy.reducer.needs:
-            self.run.image_keys = image_keys(images)
+            run.image_keys = image_keys(images)
 
     def enter(self, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
         """Returns the present tokens for a block that is called with restored ones; else None."""
-        return None if self.run.restoration is None else self.run.restoration.enter()
+        restoration = self._run.restoration
+        return None if restoration is None else restoration.enter()
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
         """Returns the tokens of all patches after a block, if it is one of `restored_blocks`; else None."""
-        if self.run.restoration is None or block not in self._blocks_to_restore:
-            return None
-        return self.run.restoration.leave(tokens, block + 1)
+        run, restored = self._run, None
+        if run.restoration is not None and block in run.restored_blocks:
+            restored = run.restoration.leave(tokens, block + 1)
+        run.is_past_blocks = block + 1 == self.shape.depth
+        # Restored tokens are pooled unchanged, and so is a class token: `pooled` needs no run.
+        if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.restoration is not None):
+            self._end_outside()
+        return restored
 
     def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
         """Adds the patch scores of one layer, for all images or for those of `part`."""
-        run, scores = self.run, scores[:, self.shape.layout.prefix :]
+        run, scores = self._run, scores[:, self.shape.layout.prefix :]
         # A count, not `is None`: the buffer of the first layer exists already when its second chunk arrives.
         before = run.accumulated if run.accumulated_layers else None
         if part is None:
@@ -252,7 +301,8 @@ class TokenReduction(nn.Module):
         # Full maps are large: only those that the next stage uses are stored, others go into sums below.
         if decides:
             first = captured.part is None or captured.part.start == 0  # a new layer replaces the one before
-            self.run.captures = [captured] if first else [*self.run.captures, captured]
+            run = self._run
+            run.captures = [captured] if first else [*run.captures, captured]
         needs = self.policy.reducer.needs
         if not MOMENTS.isdisjoint(needs) and captured.attention is not None:
             self._add_to_moments(captured.attention, captured.part)
@@ -260,7 +310,7 @@ class TokenReduction(nn.Module):
             self.accumulate(captured.class_attention.mean(1), captured.part)
 
     def _add_to_moments(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None) -> None:
-        run, variance = self.run, "attention_variance" in self.policy.reducer.needs
+        run, variance = self._run, "attention_variance" in self.policy.reducer.needs
         # Chunks are written into sums of the whole batch; a whole batch needs no copy of the first maps.
         if part is not None:
             run.moments = run.moments or MapMoments.room(attention, part.batch, variance)
@@ -272,9 +322,14 @@ class TokenReduction(nn.Module):
 
     def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
         """Runs the reducer at one stage, and returns the tokens for the next layer."""
+        if self.call.run is None:
+            raise InvalidInput(
+                f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "
+                "the blocks before it: call the model, or a method of it that computes its patches."
+            )
         # Three ways to reduce: by image to a threshold, by the C++ kernel, or by the reducer; a learned one samples in
         # training. All of them update the statistics of the run to the tokens that are left.
-        prefix, run = self.shape.layout.prefix, self.run
+        prefix, run = self.shape.layout.prefix, self._run
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         patches, count = self.shape.layout.patches, self.counts[stage]
         if run.patch_indices is None:
@@ -315,9 +370,10 @@ class TokenReduction(nn.Module):
 
     def _merged(self, state: TokenState, merged: Merged) -> Tensor:
         """Returns the tokens that the C++ kernel merged, and updates the statistics of the run."""
-        tokens, self.run.sizes, self.run.patch_indices, destinations = merged
+        run = self._run
+        tokens, run.sizes, run.patch_indices, destinations = merged
         self._track(RestorableStage(state.layer, state.patches, tokens[:, state.prefix :], destinations))
-        self.run.trail.append(self.run.patch_indices)
+        run.trail.append(run.patch_indices)
         return tokens
 
     def _reduce_by_image(self, state: TokenState) -> Tensor:
@@ -333,10 +389,10 @@ class TokenReduction(nn.Module):
             reduction = self.policy.reducer.reduce_by_cost(state, lambda costs: limit)
         tokens = self._applied(state, reduction)
         # Images that merged more are padded with tokens of size 0, which stand for no patch.
-        sizes = self.run.sizes
-        assert sizes is not None and self.run.patch_indices is not None
-        self.run.patch_indices = self.run.patch_indices.masked_fill(sizes[:, state.prefix :] == 0, -1)
-        self.run.trail[-1] = self.run.patch_indices
+        run = self._run
+        assert run.sizes is not None and run.patch_indices is not None
+        run.patch_indices = run.patch_indices.masked_fill(run.sizes[:, state.prefix :] == 0, -1)
+        run.trail[-1] = run.patch_indices
         return tokens
 
     def _calibrate(self, state: TokenState, costs: Float[Tensor, "batch steps"]) -> float:
@@ -379,7 +435,7 @@ class TokenReduction(nn.Module):
 
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
         """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
-        run = self.run
+        run = self._run
         apply = compressed_state if self.by == "compress" else masked_state
         reduced = apply(state, reduction)
         run.sizes, run.patch_indices = reduced.sizes, reduced.patch_indices
@@ -403,12 +459,13 @@ class TokenReduction(nn.Module):
         return reduced.tokens
 
     def _track(self, stage: RestorableStage) -> None:
-        if self.run.restoration is not None:
-            self.run.restoration.stages.append(stage)
+        restoration = self._run.restoration
+        if restoration is not None:
+            restoration.stages.append(stage)
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
         """Samples the kept patches; every token keeps its index, with size 1 or 0."""
-        reducer, run, prefix = self.policy.reducer, self.run, state.prefix
+        reducer, run, prefix = self.policy.reducer, self._run, state.prefix
         scores = reducer.keep_scores(state, self.predictor(stage))
         keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
         run.sampled.append(keep)
@@ -430,11 +487,14 @@ class TokenReduction(nn.Module):
         For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
         pruned patches are overwritten by the first remaining one, which does not change it.
         """
+        run = self._run
+        if run.is_past_blocks:  # a method of a library may call the norm after several blocks
+            self._end_outside()
         # Restored tokens are those of all patches, so every one counts.
-        if self.run.sizes is None or self.run.restoration is not None:
+        if run.sizes is None or run.restoration is not None:
             return tokens
         prefix = self.shape.layout.prefix
-        patches, sizes = tokens[:, prefix:], self.run.sizes[:, prefix:]
+        patches, sizes = tokens[:, prefix:], run.sizes[:, prefix:]
         if self.shape.layout.pooled == "mean":
             # The module after the norm divides by the number of tokens; the weights sum to that number. A merged token
             # counts as many patches as it represents where attention does the same (a proportional reducer).

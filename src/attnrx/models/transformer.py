@@ -3,7 +3,6 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +18,7 @@ from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.family import Family, MLPRanks
 from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
-from attnrx.models.token_hooks import costs_of_tokens, reduction_of
+from attnrx.models.token_hooks import costs_of_tokens, forward_pass
 from attnrx.serialization.config import from_dict, to_dict
 from attnrx.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
@@ -276,12 +275,12 @@ class OwnFamily(Family, Generic[Config]):
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         """Returns the output of the last norm."""
-        transformer, reduction, outputs = self._own(model), reduction_of(model), []
+        transformer, outputs = self._own(model), []
         require_images(images, transformer.config.input_shape, "this model")
         # A hook, because `logits` of the subclasses return no tokens. Without chunks, so that it runs once.
         hook = transformer.norm.register_forward_hook(lambda norm, args, tokens: outputs.append(tokens))
         try:
-            with nullcontext() if reduction is None else reduction.restoring((transformer.config.depth - 1,)):
+            with forward_pass(model, (transformer.config.depth - 1,)):
                 transformer.logits(images)
         finally:
             hook.remove()

@@ -16,7 +16,7 @@ from attnrx.costs import Conditions, LatencyProtocol, compare_latencies, interle
 from attnrx.costs.conditions import PRECISIONS
 from attnrx.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.kernels.compilation import kernel_version
-from attnrx.models import TokenReduction, attach_tokens_, block_names, family_of
+from attnrx.models import TokenReduction, TokenRun, attach_tokens_, block_names, family_of
 from attnrx.optional import installed_versions
 from attnrx.planning.cost_correction import corrected, never_slower, never_slower_mlp
 from attnrx.planning.cost_table import CostTable
@@ -204,14 +204,15 @@ class _Called(nn.Module):
         self.block, self.call, self.reduction = block, call, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Any:
-        if self.reduction is not None:
-            # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
-            # whatever their values are.
-            run, count = self.reduction.run, tokens.shape[1] - self.reduction.shape.layout.prefix
-            run.begin()
-            run.sizes = tokens.new_ones(tokens.shape[:2])
-            run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
-        return self.block(tokens, *self.call.args, **self.call.kwargs)
+        if self.reduction is None:
+            return self.block(tokens, *self.call.args, **self.call.kwargs)
+        # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
+        # whatever their values are.
+        run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
+        run.sizes = tokens.new_ones(tokens.shape[:2])
+        run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
+        with self.reduction.continuing(run):
+            return self.block(tokens, *self.call.args, **self.call.kwargs)
 
 
 class _Timer:

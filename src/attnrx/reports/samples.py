@@ -11,8 +11,8 @@ from torch import nn
 
 from attnrx.diagnostics.watches import CLASS_ATTENTION, running_mean
 from attnrx.errors import InvalidInput
-from attnrx.model_diagnosis import patches_left, token_relevance
-from attnrx.models import Family, TokenReduction, evaluating, family_of, observing, reduction_of
+from attnrx.model_diagnosis import patches_left_by, token_relevance
+from attnrx.models import Family, TokenReduction, evaluating, family_of, observing, reduction_of, token_run
 from attnrx.observation import Observation
 from attnrx.reports.content import AttentionSamples, TokenSamples
 from attnrx.shapes import Bool, Float, Int, Tensor
@@ -92,9 +92,11 @@ def sample_tokens(
     family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
     records = _StageRecords()
     with _recording(reduction, records):
-        left = patches_left(model, images)
+        weight = next(model.parameters())
+        run = token_run(model, images.to(weight.device, weight.dtype))
+    left = patches_left_by(reduction, run, len(images))
     # Without a trail no stage pruned a token.
-    counts = [indices.shape[1] for indices in reduction.run.trail] or [layout.patches] * len(policy.layers)
+    counts = [indices.shape[1] for indices in run.trail] or [layout.patches] * len(policy.layers)
     after = dict(zip(policy.layers, counts, strict=True))
     remaining, tokens = layout.patches, []
     for layer in range(1, len(family.attention(model)) + 1):
@@ -109,7 +111,7 @@ def sample_tokens(
         given=records.given(left),
         by_layer=None if reference is None else _by_source(token_relevance(reference, images)),
         labels=labels,
-        groups=records.groups(left, reduction.run.trail),
+        groups=records.groups(left, run.trail),
     )
 
 

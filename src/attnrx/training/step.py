@@ -11,7 +11,7 @@ from torch import nn
 
 from attnrx.data import Batch
 from attnrx.losses import LossContext, TeacherSource
-from attnrx.models import reduction_of
+from attnrx.models import recording_tokens, reduction_of
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.training.config import Mixed, TrainingConfig
 from attnrx.training.optimization import Schedule, WeightMean, constrain_, set_learning_rate
@@ -140,7 +140,8 @@ class Learner:
         number = start // self.micro_size
         images = mixed.images[part].to(self.dtype)
         with self.autocast():
-            logits = self.wrapped(images)
+            with recording_tokens(self.model) as runs:
+                logits = self.wrapped(images)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 is too coarse for a softmax
             context = LossContext(
                 self.model,
@@ -152,6 +153,7 @@ class Learner:
                 partners=None if mixed.partners is None else mixed.partners[part],
                 share=mixed.share,
                 features=tuple(self.features or ()),
+                run=runs[-1] if runs else None,
                 progress=step / self.schedule.steps,
                 teachers=self.teachers,
             )

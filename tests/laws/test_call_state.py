@@ -1,0 +1,246 @@
+"""A module keeps nothing of a call: everything that can be done with a fresh model can be done after a forward pass."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_tokens import fits, inputs, original, reduced
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import attnrx as rx
+from attnrx.errors import InvalidInput
+from attnrx.kernels.cached_weights import CachedWeights
+from attnrx.models import recording_tokens
+from attnrx.models.call_state import CallState
+from attnrx.realization.distillation import Distill
+from attnrx.tokens import TokenPolicy
+from cases import REDUCTIONS
+from pretrained import adopted_once
+
+KINDS = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())
+LIBRARIES = {"timm": "deep", "transformers": "hf vit", "own": "lvvit"}
+CASES = [
+    (kind, library, grad)
+    for kind in ("none", *KINDS, "ward-relevance")
+    for library in LIBRARIES
+    for grad in (True, False)
+    if kind == "none" or fits(LIBRARIES[library], REDUCTIONS[kind])
+]
+LAYERS = {"deep": (2, 4), "hf vit": (2,), "lvvit": (2,)}
+
+
+def fresh(kind: str, library: str, by: str = "compress") -> nn.Module:
+    name = LIBRARIES[library]
+    if kind == "none":
+        return original(name).eval()
+    return reduced(name, TokenPolicy.staged(REDUCTIONS[kind], 0.6, LAYERS[name]), by)
+
+
+def called(kind: str, library: str, grad: bool) -> tuple[nn.Module, Tensor, Tensor]:
+    """Returns a model after one forward pass, its images, and the detached logits."""
+    model = fresh(kind, library)
+    images = inputs(model)
+    with torch.set_grad_enabled(grad):
+        logits = model(images)
+    assert logits.requires_grad == grad
+    return model, images, logits.detach()
+
+
+def held_tensors(model: nn.Module) -> dict[int, Tensor]:
+    """Returns every tensor that is reachable from a model, except of cached weights, which are no data of a call."""
+    found: dict[int, Tensor] = {}
+    visited: set[int] = set()
+    waiting: list[Any] = [model]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in visited or isinstance(each, type | ModuleType | CachedWeights):
+            continue
+        visited.add(id(each))
+        if isinstance(each, Tensor):
+            found[id(each)] = each
+        elif isinstance(each, FunctionType):  # its closure, without the globals of its module
+            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+        else:
+            # The collector does not see the contents of thread-local objects.
+            waiting += vars(each).values() if isinstance(each, CallState) else gc.get_referents(each)
+    return found
+
+
+def elements(model: nn.Module) -> int:
+    return sum(tensor.numel() for tensor in held_tensors(model).values())
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("kind", "library", "grad"), CASES)
+def test_no_tensor_of_a_call_survives_it(kind: str, library: str, grad: bool, training: bool) -> None:
+    model = fresh(kind, library).train(training)
+    getattr(model, "_max_elements", None)  # a number that follows from the model alone
+    before, size = held_tensors(model), len(pickle.dumps(model))
+    with torch.set_grad_enabled(grad):
+        logits = model(inputs(model, 5))
+    after = held_tensors(model)
+    assert after.keys() == before.keys()
+    assert all(tensor.grad_fn is None for tensor in after.values())
+    assert len(pickle.dumps(model)) == size
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["dinov3", "rotary, mixed", "hf dinov3", "beit, bias per layer", "hf beit, one bias"])
+def test_no_table_of_positions_survives_a_call(name: str) -> None:
+    model = copy.deepcopy(adopted_once(name)[2])
+    for dtype in (torch.float64, torch.float32):  # the C++ kernel reads rotations in a form of its own
+        model.to(dtype)
+        before = elements(model)
+        with torch.no_grad():
+            model(inputs(model).to(dtype))
+        assert elements(model) == before
+
+
+@pytest.mark.parametrize("kind", ["ward", "spot", "evit"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_tensor_survives_a_call_that_fails(kind: str, library: str) -> None:
+    model = fresh(kind, library)
+    before = held_tensors(model).keys()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    last = [module for module in model.modules() if isinstance(module, nn.LayerNorm)][-1]
+    hook = last.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs(model))
+    hook.remove()
+    assert held_tensors(model).keys() == before
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("pooled", ["deep", "vit, mean pooled"])
+@pytest.mark.parametrize("training", [False, True])
+def test_no_tensor_survives_a_method_of_the_inner_model(pooled: str, training: bool) -> None:
+    model: Any = reduced(pooled, TokenPolicy(REDUCTIONS["dynamicvit"], (2,), (0.5,)), "compress").train(training)
+    before, images = held_tensors(model).keys(), inputs(model)
+    with recording_tokens(model) as runs:
+        model.source(images)
+        model.source.forward_features(images)
+        model.source.forward_intermediates(images, norm=True)
+    assert len(runs) == 3
+    runs.clear()
+    assert held_tensors(model).keys() == before
+
+
+def test_a_block_alone_has_no_tokens_of_an_earlier_call() -> None:
+    model = fresh("ward", "timm")
+    model(inputs(model))
+    block = model.get_submodule("source.blocks.3")
+    with pytest.raises(InvalidInput, match="was called alone"):
+        block(torch.zeros(1, 9, 12))
+
+
+def test_a_model_that_is_called_in_a_hook_of_itself_keeps_its_own_tokens() -> None:
+    model = fresh("ward", "timm")
+    images = inputs(model)
+    expected, calls = model(images), []
+
+    def again(*_: Any) -> None:
+        if not calls:
+            calls.append(1)
+            model(-images)
+
+    again.by_image = True  # type: ignore[attr-defined]
+    model.get_submodule("source.blocks.2").register_forward_hook(again)
+    with recording_tokens(model) as runs:
+        assert torch.equal(model(images), expected)
+    assert calls and len(runs) == 2
+
+
+@pytest.mark.parametrize(("kind", "library", "grad"), CASES)
+def test_a_model_can_be_copied_after_a_call(kind: str, library: str, grad: bool) -> None:
+    model, images, logits = called(kind, library, grad)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    model(images)
+    averaged.update_parameters(model)
+    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), averaged.module)
+    with torch.no_grad():
+        for copied in copies:
+            torch.testing.assert_close(copied(images), logits, rtol=1e-10, atol=1e-10)
+        for dtype in (torch.float16, torch.bfloat16):
+            assert copy.deepcopy(model).to(dtype)(images.to(dtype)).dtype == dtype
+    assert copy.deepcopy(model).double().load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize(("kind", "library", "grad"), CASES)
+def test_a_model_can_be_called_with_other_parameters_after_a_call(kind: str, library: str, grad: bool) -> None:
+    model, images, logits = called(kind, library, grad)
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    others = {name: 1.5 * tensor for name, tensor in state.items()}
+    with torch.no_grad():
+        other = torch.func.functional_call(model, others, (images,))
+        torch.testing.assert_close(torch.func.functional_call(model, state, (images,)), logits, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model(images), logits, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(other, logits)
+    before = held_tensors(model).keys()
+    torch.func.functional_call(model, others, (images,))
+    assert held_tensors(model).keys() == before
+
+
+def require_compiled(kind: str, library: str, grad: bool) -> None:
+    model, images, logits = called(kind, library, grad)
+    torch.compiler.reset()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, dynamic=False, backend="aot_eager")
+    for _ in range(2):  # a second call finds the state of the first one, if there is any
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(compiled(images).detach(), logits, rtol=1e-9, atol=1e-9)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_model_is_compiled_to_one_graph_after_a_call(library: str) -> None:
+    """In a process of its own: Dynamo does not follow the checks of shapes that the tests turn on."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, __file__, library]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [f"{kind}-{grad}" for kind, where, grad in CASES if where == library]
+
+
+@pytest.mark.parametrize(("kind", "library", "grad"), [("ward", "timm", True), ("spot", "own", True)])
+def test_a_model_is_exported_after_a_call(kind: str, library: str, grad: bool) -> None:
+    model, images, logits = called(kind, library, grad)
+    with torch.no_grad():
+        program = torch.export.export(copy.deepcopy(model), (images,)).module()
+        torch.testing.assert_close(program(images), logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "library", "grad"), CASES)
+def test_a_model_is_exported_and_distilled_after_a_call(kind: str, library: str, grad: bool, tmp_path: Path) -> None:
+    test_a_model_is_exported_after_a_call(kind, library, grad)
+    model, images, _ = called(kind, library, grad)
+    before = held_tensors(model).keys()
+    file = rx.export(copy.deepcopy(model).float(), tmp_path / "model.pt2", "program")
+    with torch.no_grad():
+        expected = copy.deepcopy(model).float()(images.float())
+        torch.testing.assert_close(file(images.float()), expected, rtol=1e-4, atol=1e-4)
+    data = torch.cat([inputs(model, 8), -inputs(model, 8)])
+    fitted = rx.distill(model, fresh("none", library), data, Distill(epochs=1, batch=7, learning_rates=(1e-4,)))
+    assert fitted.after <= fitted.before
+    assert held_tensors(model).keys() == before
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    for kind, library, grad in CASES:
+        if library == sys.argv[1]:
+            require_compiled(kind, library, grad)
+            print(f"{kind}-{grad}")
