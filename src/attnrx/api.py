@@ -2,8 +2,10 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,11 +14,11 @@ from torch import nn
 from attnrx.checks import Check, Comparison, possible_checks, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
-from attnrx.data import ImageData, require_labels
+from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import CardWarning, InvalidInput
+from attnrx.errors import CardWarning, InvalidInput, NotSupported
 from attnrx.evidence import Evidence, Finding
-from attnrx.exporting import export, is_exported, load_exported
+from attnrx.exporting import DYNAMIC, Exported, export, is_exported, load_exported
 from attnrx.model_data import adapt_preprocessing, images_for
 from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra, measure_divergence
 from attnrx.model_outputs import BinaryLogit, Logits, output_kind_of
@@ -182,22 +184,27 @@ def verify(
         )
     images = images_for(reference, data)
     comparison = Comparison(candidate, reference, images, **context)
-    reference_fingerprint = model_fingerprint(reference)
+    candidate_fingerprint, reference_fingerprint = model_fingerprint(candidate), model_fingerprint(reference)
     # Its rules are recorded in the evidence.
     if comparison.prescription is not None:
         comparison.prescription.require(reference_fingerprint)
     chosen = tuple(standard_checks()) if checks is None else _required_checks(checks)
-    skipped = []
+    notes: list[str] = []
     if checks is None:
         # The standard checks are those that apply; a check that was requested raises where it cannot run.
         chosen, skipped = possible_checks(chosen, comparison)
+        notes += skipped
     if any(check.needs_labels for check in chosen):
         require_labels(images)
-    # One comparison for all checks: the outputs of the models are computed once.
-    findings = tuple(finding for check in chosen for finding in check(comparison))
+    with ExitStack() as files:
+        if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):
+            comparison = replace(comparison, **_in_runtime(candidate, reference, images, files, notes))
+        # One comparison for all checks: the outputs of the models are computed once.
+        findings = tuple(finding for check in chosen for finding in check(comparison))
     facts = {
-        "candidate": model_fingerprint(candidate),
+        "candidate": candidate_fingerprint,
         "reference": reference_fingerprint,
+        "nothing_removed": reference_fingerprint in (candidate_fingerprint, _exported_fingerprint(candidate)),
         "data": images.fingerprint,
         "images": len(images),
         "outputs": comparison.kind.name,
@@ -208,10 +215,40 @@ def verify(
         "tokens": described_tokens(candidate),
         "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
-        "notes": [*skipped, *_output_notes(findings, comparison)],
+        "notes": [*notes, *_output_notes(findings, comparison)],
         **dict(about or {}),  # last: it may replace any of these
     }
     return Evidence(findings, facts)
+
+
+def _exported_fingerprint(candidate: nn.Module) -> str | None:
+    """Returns the fingerprint of the model that a file was written from; None for another candidate."""
+    return candidate.facts.get("model", {}).get("fingerprint") if isinstance(candidate, Exported) else None
+
+
+def _in_runtime(
+    candidate: Exported, reference: nn.Module, images: ImageSet, files: ExitStack, notes: list[str]
+) -> dict[str, Any]:
+    """Returns `unchanged` and `runtime` of a comparison with a file; adds a note where the reference has no such file.
+
+    The file of the reference exists until `files` is closed.
+    """
+    form, runtime = candidate.form, candidate.form.runtime_at(candidate.images.precision)
+    folder, batch = Path(files.enter_context(TemporaryDirectory())), candidate.images.batch
+    calibration = images.take(min(form.wanted, len(images)))
+    try:
+        unchanged = export(
+            reference,
+            folder / f"unchanged{form.suffix}",
+            to=form,
+            batch=DYNAMIC if batch is None else batch,
+            precision=candidate.images.precision,
+            calibration=calibration,
+        )
+    except NotSupported as error:
+        notes.append(f"the unchanged model has no file as {form.name}, so the speed is not divided: {error}")
+        return {"runtime": runtime}
+    return {"runtime": runtime, "unchanged": unchanged}
 
 
 def _required_checks(checks: Iterable[Check]) -> tuple[Check, ...]:

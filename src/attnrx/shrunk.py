@@ -94,7 +94,9 @@ class Shrunk:
         `to` is a format of `export`, e.g. "int8" or "openvino(precision=bf16)"; the files are named after it:
         model-int8.onnx and evidence-int8.json. It is calibrated on the images that the plan was made on, and verified
         on those that neither has seen. Its speed is that of `batch` images in the runtime of the format, relative to
-        the original in its own library at the precision of the file, which is the model's own or else float32.
+        the original in its own library at the precision of the file, which is the model's own or else float32. The
+        original's file of the same format is timed in turns with it, so that the speed is divided into what the format
+        gave and what the compression gave.
 
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.

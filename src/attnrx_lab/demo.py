@@ -14,7 +14,7 @@ from attnrx.api import load, verify
 from attnrx.checks import Latency
 from attnrx.costs import Conditions, LatencyProtocol
 from attnrx.data import Splits, load_data, object_patches
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.evidence import Evidence, Finding, judged
 from attnrx.losses import Task
 from attnrx.models import load_model, reduction_of
@@ -24,9 +24,11 @@ from attnrx.shrinking import shrink
 from attnrx.training import Reporter, TrainingConfig, train
 from attnrx_lab.clutter import CLUTTERED, object_finding
 
-# The target is a SHARE of the MACs; the claims are that the model is LEAST times faster, and loses at most MOST_DROP
-# points of accuracy. A target of speed would depend on the processor.
-SHARE, LEAST, MOST_DROP = 0.5, 1.5, 1.0
+# The target is GAIN times the speed of the unchanged model in attnrx's kernels, which is measured first: how much
+# faster than timm's those kernels are depends on the processor. The claims are that the compression gives LEAST times
+# the speed, and loses at most MOST_DROP points of accuracy. SHARE of the MACs is the target if no plan is as fast.
+GAIN, LEAST, MOST_DROP, SHARE = 1.5, 1.3, 1.0, 0.35
+MIN_SPEED = 1.05  # of a target, where attnrx's kernels are slower than timm's
 BATCH, THREADS, ROUNDS = 32, 1, 40  # of the latency
 EPOCHS = 3
 SHAPE = {"embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
@@ -57,7 +59,7 @@ def demo(
     reporter: Reporter | None = None,
     log: Log = no_log,
 ) -> DemoResult:
-    """Trains a small ViT of timm on a dataset, shrinks it to a SHARE of the MACs by `shrink`, and writes the folder.
+    """Trains a small ViT of timm on a dataset, makes it GAIN times faster by `shrink`, and writes the folder.
 
     A finished training in the folder is used again, and an interrupted call goes on.
     """
@@ -70,13 +72,25 @@ def demo(
     place = folder / "train" / splits.name.replace("/", "-")
     stage(f"training a small ViT on {len(splits.train):,} images of {splits.name}")
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, reporter=reporter)
-    stage(f"shrinking it to {SHARE:.0%} of the MACs")
     original = load(place)
-    shrunk = shrink(original, splits, macs=SHARE, batch=BATCH, threads=THREADS, folder=folder, seed=seed, log=log)
-    # For a target of MACs `shrink` measures no speed.
-    protocol = LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2, kernels=False)
-    timing = verify(shrunk.model, original, splits.test, [Latency(BATCH, protocol, library=True)])
-    evidence = with_claims(replace(shrunk.evidence, findings=(*shrunk.evidence.findings, *timing.findings)))
+    timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2, kernels=False), library=True)
+    # The unchanged model, relative to timm's: what the kernels give.
+    unchanged = verify(original, original, splits.test, [timing]).findings[0].value
+    faster = max(GAIN * unchanged, MIN_SPEED)
+    stage(
+        f"making it {GAIN:g}x faster by compression: the unchanged model in attnrx's kernels has {unchanged:.2f}x the "
+        f"speed of timm's, so the target is {faster:.2f}x"
+    )
+    settings: dict[str, Any] = {"batch": BATCH, "threads": THREADS, "folder": folder, "seed": seed, "log": log}
+    try:
+        shrunk = shrink(original, splits, faster=faster, **settings)
+        findings = shrunk.evidence.findings
+    except NotSupported as error:  # e.g. a machine whose load changed while the costs were measured
+        log(f"{error} The target is {SHARE:.0%} of the MACs instead.")
+        shrunk = shrink(original, splits, macs=SHARE, **settings)
+        # For a target of MACs `shrink` measures no speed.
+        findings = shrunk.evidence.findings + verify(shrunk.model, original, splits.test, [timing]).findings
+    evidence = with_claims(replace(shrunk.evidence, findings=findings))
     if splits.name == CLUTTERED and reduction_of(shrunk.model) is not None:
         evidence = replace(
             evidence,
@@ -116,13 +130,16 @@ def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
 
 
 def with_claims(evidence: Evidence) -> Evidence:
-    """Adds the claims of the demonstration: the least speed-up, and the most points of accuracy that may be lost."""
+    """Adds the claims of the demonstration: the least speed that the compression gives, and the most points of accuracy
+    that may be lost.
+    """
     findings = []
     for finding in evidence.findings:
         quantity = finding.details.get("quantity")
         findings.append(finding)
-        if quantity == "speed":
-            findings.append(_claim(finding, f"at least {LEAST:g}x faster than the original", LEAST, at_least=True))
+        if quantity == "speed by compression":
+            claim = f"at least {LEAST:g}x faster than the unchanged model in the same kernels"
+            findings.append(_claim(finding, claim, LEAST, at_least=True))
         elif quantity == "accuracy change":
             claim = f"the accuracy falls by at most {MOST_DROP:g} point"
             findings.append(_claim(finding, claim, -MOST_DROP, at_least=True))

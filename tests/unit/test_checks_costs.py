@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from torch import nn
 
 import attnrx as rx
 import planned
-from attnrx.checks import Comparison, Costs, Latency
+import pretrained
+from attnrx.checks import Check, Comparison, Costs, Latency, Promises
 from attnrx.costs import LatencyProtocol, count_params
 from attnrx.errors import InvalidInput
+from attnrx.exporting import parse_format
 from attnrx.model_data import images_for
+from attnrx.reports import summary_of
 from comparisons import Setting
 
 
@@ -66,6 +70,69 @@ def test_latency_and_memory_name_their_conditions():
         sum(memory.details["candidate"].values()) / sum(memory.details["reference"].values())
     )
     json.dumps([asdict(time), asdict(memory)])
+
+
+def quantities(evidence: rx.Evidence) -> dict[str, float]:
+    return {finding.details["quantity"]: finding.value for finding in evidence.findings}
+
+
+PROTOCOL = LatencyProtocol(rounds=3, warmup=1, kernels=False)
+PLANNED = {"precision": "float32", "threads": 1, "clock": "wall", "batch": 2, "faster": 1.0}
+
+
+@pytest.mark.parametrize(
+    "check",
+    [Latency(2, PROTOCOL, library=True), Promises(rounds=3, promised={"expected": {}, "measured": PLANNED})],
+    ids=lambda check: check.name,
+)
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+def test_a_speed_has_the_unchanged_model_in_the_same_kernels_beside_it(check: Check, changed: bool):
+    model = rx.load(pretrained.of_timm("vit_tiny_patch16_224"))
+    candidate = rx.realize(model, rx.prescribe(rx.diagnose(model, [noise(model)]), "qk=uniform_rank:0.5"))
+    evidence = rx.verify(candidate if changed else model, model, [noise(model)], [check])
+    found = quantities(evidence)
+    assert {"speed" if check.name == "latency" else "promised speed", "speed by compression"} <= found.keys()
+    assert "than the original in timm" in (summary := summary_of(evidence)) or "of the original in timm" in summary
+    assert f" = {found['speed of unchanged']:.2f}x by attnrx's kernels x " in summary
+    assert ("NOTHING WAS REMOVED" in summary) == (not changed)
+    assert changed or found["speed by compression"] == 1
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_model_without_another_library_is_timed_beside_itself(library: bool):
+    setting = Setting.of("svda")
+    time, *_ = Latency(2, PROTOCOL, library=library)(setting.comparison(setting.compressed))
+    assert "relative to the unchanged model in the same kernels" in time.claim and time.details["by_runtime"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("to", "runtime"),
+    [
+        ("onnx", "ONNX Runtime in float32"),
+        ("int8(images=2)", "ONNX Runtime in int8"),
+        ("openvino(precision=bf16)", "OpenVINO in bfloat16"),
+        ("program", "torch.export in float32"),
+    ],
+)
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+def test_a_file_has_the_file_of_the_unchanged_model_beside_it(to: str, runtime: str, changed: bool, tmp_path: Path):
+    torch.set_default_dtype(torch.float32)
+    model, form = rx.load(pretrained.of_timm("vit_tiny_patch16_224")), parse_format(to)
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, [noise(model)]), "qk=uniform_rank:0.5"))
+    path, calibration = tmp_path / f"file{form.suffix}", [noise(model)]
+    file = rx.export(small if changed else model, path, to=form, precision="float32", calibration=calibration)
+    evidence = rx.verify(file, model, [noise(model)], [Latency(2, PROTOCOL, library=True)])
+    found = quantities(evidence)
+    assert {"speed", "speed of unchanged", "speed by compression"} <= found.keys()
+    assert f" = {found['speed of unchanged']:.2f}x by {runtime} x " in (summary := summary_of(evidence))
+    assert ("NOTHING WAS REMOVED" in summary) == (not changed)
+
+
+def noise(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    return pretrained.inputs(model, 2), torch.arange(2)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from attnrx.costs import (
     compare_latency,
     compare_memory,
     interleave,
+    latency,
     profiled,
 )
+from attnrx.costs.latency import REFERENCE, UNCHANGED
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models import family_of
 from attnrx.runtime.hardware import device_name
@@ -55,6 +58,30 @@ def test_a_slower_candidate_is_seen_as_slower() -> None:
     assert found.candidate.median >= 0.03
     assert (found.batch, found.image_shape, found.rounds) == (2, (1, 4, 4), 4)
     assert found.hardware and found.torch_version == torch.__version__
+
+
+def test_a_speed_is_the_product_of_the_runtime_and_the_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {REFERENCE: 0.03, UNCHANGED: 0.012, "candidate": 0.004}
+
+    def timed(runs: Mapping[str, object], **_: object) -> dict[str, torch.Tensor]:
+        return {name: torch.full((4,), seconds[name], dtype=torch.float64) for name in runs}
+
+    monkeypatch.setattr(latency, "interleave", timed)
+    found = compare_latency(Slow(0), Slow(0), torch.zeros(2, 1, 4, 4), QUICK, unchanged=Slow(0))
+    assert found.unchanged is not None and found.by_runtime is not None and found.by_compression is not None
+    assert (found.by_runtime.value, found.by_compression.value) == pytest.approx((2.5, 3.0))
+    assert found.by_runtime.value * found.by_compression.value == pytest.approx(found.faster.value)
+    assert "7.50x faster [7.50, 7.50] = 2.50x by attnrx's kernels x 3.00x by compression" in str(found)
+
+
+@pytest.mark.parametrize("role", ["candidate", "reference"])
+def test_an_unchanged_model_of_another_role_is_timed_once(role: str) -> None:
+    models = {"candidate": Slow(0.002), "reference": Slow(0.004)}
+    found = compare_latency(**models, images=torch.zeros(2, 1, 4, 4), protocol=QUICK, unchanged=models[role])
+    own, other = found.by_compression, found.by_runtime
+    if role == "reference":
+        own, other = other, own
+    assert own == Ratio(1.0, 1.0, 1.0) and other == found.faster
 
 
 def test_runs_take_turns_and_warm_ups_do_not_count() -> None:

@@ -90,6 +90,7 @@ def test_the_verified_model_and_other_methods_are_drawn_beside_the_plans() -> No
     assert [name for _, name in section.data["legend"]] == [
         "plans, on the images of the plan",
         "this model, on the test images",
+        "unchanged model in attnrx's kernels",
         "ToMe",
     ]
     pictures = [figure.picture for figure in section.data["figures"]]

@@ -36,6 +36,9 @@ class Check(ABC):
     needs_layers: ClassVar[bool] = False
     """Whether the check reads the layers of the models, which an exported file does not have."""
 
+    measures_speed: ClassVar[bool] = False
+    """Whether the check times the models; of an exported file then the unchanged model's file is needed too."""
+
     def __post_init__(self):
         for knob, kind in knobs_of(type(self)).items():
             value, least = getattr(self, knob), 1 if kind is int else 0  # counts, else shares and limits

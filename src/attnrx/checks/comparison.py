@@ -44,15 +44,19 @@ class Comparison:
     """A candidate and its reference on one set of images.
 
     `masked` is the reference with the pruned directions set to zero, `prescription` and `diagnosis` are those the
-    candidate was made from; each is needed by some findings only. The models are on `device`; `seed` seeds all random
-    draws of the checks. With `together` all processes of a launcher make the same comparison, each evaluates a part of
-    the images, and the predictions are gathered.
+    candidate was made from; each is needed by some findings only. For a candidate that is an exported file `verify`
+    sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of the reference in both, with which
+    a speed is divided into what the runtime gave and what the compression gave. The models are on `device`; `seed`
+    seeds all random draws of the checks. With `together` all processes of a launcher make the same comparison, each
+    evaluates a part of the images, and the predictions are gathered.
     """
 
     candidate: nn.Module
     reference: nn.Module
     data: ImageSet
     masked: nn.Module | None = None
+    unchanged: nn.Module | None = None
+    runtime: str | None = None
     prescription: Prescription | None = None
     diagnosis: Diagnosis | None = None
     seed: int = 0

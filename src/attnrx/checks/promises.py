@@ -1,7 +1,7 @@
 """Promises: the latency and accuracy predicted by a plan, compared with new measurements on other images."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar
 
@@ -9,6 +9,7 @@ import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
+from attnrx.checks.latency import TimedModels
 from attnrx.checks.statistics import Estimate, mean_change, mean_estimate, mean_share
 from attnrx.costs import Conditions, LatencyProtocol, compare_latency
 from attnrx.costs.latency import INTERVAL
@@ -70,6 +71,7 @@ class Promises(Check):
 
     name: ClassVar[str] = "promises"
     on_request: ClassVar[bool] = True
+    measures_speed: ClassVar[bool] = True
     within: float = 0.1
     rounds: int = 20
     promised: Mapping[str, Any] | None = None
@@ -95,10 +97,10 @@ class Promises(Check):
         ]
         # Only a plan for latency was timed.
         if record["measured"] is not None:
-            findings.append(self._speed(comparison, record["measured"]))
+            findings += self._speed(comparison, record["measured"])
         return tuple(findings)
 
-    def _speed(self, comparison: Comparison, promised: Mapping[str, Any]) -> Finding:
+    def _speed(self, comparison: Comparison, promised: Mapping[str, Any]) -> tuple[Finding, ...]:
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
         protocol = LatencyProtocol(conditions, self.rounds, warmup=2, clock=promised["clock"], kernels=False)
         # As the plan was timed: by the same clock, and in a process of its own if it was.
@@ -106,12 +108,15 @@ class Promises(Check):
         size = promised["batch"], *family.input_shape(model)
         # Latency does not depend on the values of the pixels.
         images = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        sides = comparison.candidate, family.library_model(model), images, protocol
+        timed = TimedModels.of(comparison, library=True)
+        sides = comparison.candidate, timed.baseline, images, protocol, timed.unchanged
         measured = call_in_subprocess_if(compare_latency, *sides, in_subprocess=promised.get("in_subprocess", False))
         faster, limit = measured.faster, promised["faster"] / (1 + self.within)
-        return Finding(
+        factors, measurement = timed.findings(self.name, measured)
+        speed_name = f"speed of a forward pass of {measured.batch}, relative to {timed.baseline_name}"
+        speed = Finding(
             self.name,
-            f"speed of a forward pass of {measured.batch}, relative to the original, at least as predicted by the plan",
+            f"{speed_name}, at least as predicted by the plan",
             faster.value,
             "x",
             **judged(faster.value, limit, (faster.low, faster.high), measured.rounds, at_least=True),
@@ -120,9 +125,10 @@ class Promises(Check):
                 "promised": dict(promised),
                 "within": self.within,
                 "interval": INTERVAL,
-                "measured": {**asdict(measured), "image_shape": list(measured.image_shape)},
+                "measured": measurement,
             },
         )
+        return speed, *factors
 
 
 # The quantity, its claim, its unit, its scale, and whether larger values are worse.

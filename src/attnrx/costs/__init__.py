@@ -11,6 +11,7 @@ from attnrx.costs.latency import (
     Timing,
     compare_latencies,
     compare_latency,
+    factors_text,
     interleave,
     speed_text,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "count_product_macs",
     "device_name",
     "direction_costs",
+    "factors_text",
     "interleave",
     "layer_costs",
     "linear_costs",

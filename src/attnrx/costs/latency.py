@@ -19,6 +19,8 @@ from attnrx.shapes import Float, Tensor
 # The 97.5 % quantiles of Student's t for the intervals of 2, 3 and 4 parts of a run.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182}
 INTERVAL = "t over the medians of four consecutive parts of one run"
+# The roles beside the candidates in one run; blank, as no name of a candidate is.
+REFERENCE, UNCHANGED = "", " "
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,10 @@ CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
 class LatencyComparison:
     """Forward passes of two models on the same batch, and their conditions.
 
-    `faster` is the time of the reference over that of the candidate.
+    `faster` is the time of the reference over that of the candidate. With the `unchanged` model in the runtime and
+    precision of the candidate it has two factors: `by_runtime` is the time of the reference over that of the unchanged
+    model, and `by_compression` that of the unchanged model over that of the candidate. Each is a median over rounds, so
+    that their product is `faster` up to the noise of the rounds.
 
     A kernel is named as by torch's profiler: "flash_attention_for_cpu", "math" (the slow path of the fused call); or it
     is "native" (the C++ kernel) or "unfused"; empty without `LatencyProtocol.kernels`.
@@ -152,19 +157,31 @@ class LatencyComparison:
     threads: int
     hardware: str
     torch_version: str
+    unchanged: Timing | None = None
+    by_runtime: Ratio | None = None
+    by_compression: Ratio | None = None
 
     def __str__(self) -> str:
-        """Formats the speed with its interval, its conditions and the median times."""
+        """Formats the speed with its interval, its factors, its conditions and the median times."""
         reference, candidate = 1000 * self.reference.median, 1000 * self.candidate.median
+        factors = ""
+        if self.by_runtime is not None and self.by_compression is not None:
+            factors = f" = {factors_text(self.by_runtime.value, self.by_compression.value)}"
         return (
-            f"{speed_text(self.faster.value)} [{self.faster.low:.2f}, {self.faster.high:.2f}] at batch {self.batch} on "
-            f"{self.threads} thread{'s' * (self.threads != 1)}: {reference:.1f} -> {candidate:.1f} ms, {self.hardware}"
+            f"{speed_text(self.faster.value)} [{self.faster.low:.2f}, {self.faster.high:.2f}]{factors} at batch "
+            f"{self.batch} on {self.threads} thread{'s' * (self.threads != 1)}: {reference:.1f} -> {candidate:.1f} ms, "
+            f"{self.hardware}"
         )
 
 
 def speed_text(speed: float) -> str:
     """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" of a slower model."""
     return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
+
+
+def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnrx's kernels") -> str:
+    """Formats the factors of a speed: "2.08x by attnrx's kernels x 1.06x by compression"."""
+    return f"{by_runtime:.2f}x by {runtime} x {by_compression:.2f}x by compression"
 
 
 @dataclass(frozen=True)
@@ -195,9 +212,14 @@ def compare_latency(
     reference: nn.Module,
     images: Float[Tensor, "batch channels height width"],
     protocol: LatencyProtocol | None = None,
+    unchanged: nn.Module | None = None,
 ) -> LatencyComparison:
-    """Measures the forward pass of both models on the images; neither is changed."""
-    return compare_latencies({"candidate": candidate}, reference, images, protocol)["candidate"]
+    """Measures the forward pass of both models on the images; neither is changed.
+
+    With the `unchanged` model in the runtime of the candidate, e.g. the reference in attnrx's kernels, or its own file,
+    the speed is stated with its factors.
+    """
+    return compare_latencies({"candidate": candidate}, reference, images, protocol, unchanged)["candidate"]
 
 
 def compare_latencies(
@@ -205,9 +227,12 @@ def compare_latencies(
     reference: nn.Module,
     images: Float[Tensor, "batch channels height width"],
     protocol: LatencyProtocol | None = None,
+    unchanged: nn.Module | None = None,
 ) -> dict[str, LatencyComparison]:
-    """Measures the forward pass of several candidates and one reference in turns; none is changed."""
-    if not candidates or "" in candidates:
+    """Measures the forward pass of several candidates, one reference, and the `unchanged` model in turns; none is
+    changed.
+    """
+    if not candidates or not all(name.strip() for name in candidates):
         raise InvalidInput(f"candidates {list(candidates)}: give at least one to measure, and each a name.")
     if not len(images):
         raise InvalidInput("measuring latency needs at least one image; the batch is empty.")
@@ -215,23 +240,32 @@ def compare_latencies(
     conditions = protocol.conditions
     with conditions.held():
         batch = conditions.place_images(images)
-        reference_run: Callable[[], object] = partial(conditions.place(reference), batch)
+        models = {**candidates, REFERENCE: reference}
+        # The unchanged model may be a candidate: it is timed once then, and its factor by compression is 1.
+        same = next((name for name, model in models.items() if model is unchanged), UNCHANGED)
+        if unchanged is not None:
+            models[same] = unchanged
         runs: dict[str, Callable[[], object]] = {
-            name: partial(conditions.place(candidate), batch) for name, candidate in candidates.items()
+            name: partial(conditions.place(model), batch) for name, model in models.items()
         }
         clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
-        # The reference has the empty name, which no candidate has.
-        seconds = interleave({**runs, "": reference_run}, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
+        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
+        if same in seconds:
+            seconds[UNCHANGED] = seconds[same]
         # Profiled after the rounds: profiling slows a pass.
         kernels = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
-        reference_kernel = profiled(reference_run).attention_kernel if protocol.kernels else ""
+
+        def ratio(slower: str, faster: str) -> Ratio | None:
+            both = slower in seconds and faster in seconds
+            return Ratio.of(seconds[slower], seconds[faster]) if both else None
+
         return {
             name: LatencyComparison(
                 candidate=Timing.of(seconds[name]),
-                reference=Timing.of(seconds[""]),
-                faster=Ratio.of(seconds[""], seconds[name]),  # reference over candidate
+                reference=Timing.of(seconds[REFERENCE]),
+                faster=Ratio.of(seconds[REFERENCE], seconds[name]),
                 candidate_kernel=kernels[name],
-                reference_kernel=reference_kernel,
+                reference_kernel=kernels[REFERENCE],
                 batch=len(images),
                 image_shape=tuple(images.shape[1:]),
                 rounds=protocol.rounds,
@@ -240,6 +274,9 @@ def compare_latencies(
                 threads=torch.get_num_threads(),
                 hardware=conditions.hardware,
                 torch_version=torch.__version__,
+                unchanged=Timing.of(seconds[UNCHANGED]) if unchanged is not None else None,
+                by_runtime=ratio(REFERENCE, UNCHANGED),
+                by_compression=ratio(UNCHANGED, name),
             )
-            for name in runs
+            for name in candidates
         }

@@ -38,6 +38,7 @@ class Format(ABC):
 
     name: ClassVar[str]
     suffix: ClassVar[str]
+    runtime: ClassVar[str]
     unfused: ClassVar[bool] = True
     """Whether attention is exported unfused at exact ranks, instead of as one fused call at padded ranks."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
@@ -64,6 +65,10 @@ class Format(ABC):
     def example(self, path: Path) -> str | None:
         """Returns a script that classifies an image with the file alone; None where the format has none."""
         return None
+
+    def runtime_at(self, precision: str) -> str:
+        """Returns the name of the runtime and the precision it computes in, for a file at this precision."""
+        return f"{self.runtime} in {precision}"
 
     def limit(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""

@@ -57,6 +57,7 @@ class Onnx(Format):
     """
 
     name: ClassVar[str] = "onnx"
+    runtime: ClassVar[str] = "ONNX Runtime"
     suffix: ClassVar[str] = ".onnx"
     opset: int = 20
 
@@ -194,6 +195,11 @@ class Int8(Onnx):
                 f"int8(images={self.images}, method={self.method}, tolerance={self.tolerance}, most_difference="
                 f"{self.most_difference}): give an image or more, one of {', '.join(METHODS)}, and numbers above 0."
             )
+
+    def runtime_at(self, precision: str) -> str:
+        """Returns the name of the runtime; the linear maps have 8 bits, whatever the file's precision is."""
+        del precision
+        return super().runtime_at("int8")
 
     @property
     def calibrated(self) -> bool:

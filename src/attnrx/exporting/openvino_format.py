@@ -24,6 +24,7 @@ class OpenVINO(Format):
 
     name: ClassVar[str] = "openvino"
     suffix: ClassVar[str] = ".xml"
+    runtime: ClassVar[str] = "OpenVINO"
     precision: str = "f32"
     images: int = 64
     tolerance: float = 0.1
@@ -47,6 +48,10 @@ class OpenVINO(Format):
     def wanted(self) -> int:
         """The number of images for parity and, for int8, calibration."""
         return self.images if self.calibrated else super().wanted
+
+    def runtime_at(self, precision: str) -> str:
+        """Returns the name of the runtime with the precision of this format, which is not that of the file's input."""
+        return super().runtime_at({"bf16": "bfloat16", "int8": "int8"}.get(self.precision, precision))
 
     def limit(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference at this precision."""

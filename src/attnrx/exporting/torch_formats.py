@@ -21,6 +21,7 @@ class Program(Format):
     """
 
     name: ClassVar[str] = "program"
+    runtime: ClassVar[str] = "torch.export"
     suffix: ClassVar[str] = ".pt2"
     unfused: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ROUNDING)
@@ -43,6 +44,7 @@ class AOTInductor(Program):
     """
 
     name: ClassVar[str] = "aotinductor"
+    runtime: ClassVar[str] = "AOTInductor"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         from torch._inductor import aoti_compile_and_package, config

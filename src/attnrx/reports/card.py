@@ -9,6 +9,8 @@ from typing import Any
 from attnrx.errors import InvalidInput
 from attnrx.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence, Finding
 from attnrx.prescription import Prescription
+from attnrx.reports.content import ReportContent
+from attnrx.reports.headline import statements, summary_parts
 from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
 from attnrx.reports.sections.evidence import by_severity
 from attnrx.reports.sections.verdict import sentence
@@ -51,13 +53,16 @@ def model_card(
         is_count = isinstance(value, int) and value >= COUNTED
         if name != "name":
             rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
+    answer = "" if evidence is None else ", ".join(map(str, summary_parts(ReportContent("card", evidence=evidence))))
     removed = ""
     if prescription is not None and prescription.removed_share:
         removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
     blocks = [
         _head(facts, evidence, task[0]),
         f"# {_escaped(facts.get('name', UNNAMED))}",
+        *(f"**{_escaped(each)}.**" for each in statements(evidence)),
         removed + _escaped(sentence(evidence)),
+        _escaped(answer),
         _table(("", ""), rows),
         "## How to use it",
         USE.format(outputs=task[1]),

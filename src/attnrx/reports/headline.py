@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from attnrx.costs import speed_text
+from attnrx.checks.latency import KERNELS
+from attnrx.costs import factors_text, speed_text
 from attnrx.evidence import Evidence, Finding
 from attnrx.reports.content import Measured, ReportContent
 from attnrx.reports.numbers import known
@@ -18,21 +19,23 @@ TOP_1 = "top-1 accuracy"  # of findings that do not name their measure
 
 @dataclass(frozen=True)
 class SummaryPart:
-    """One measured amount, with its conditions and its 95 % interval as text; empty where there is none."""
+    """One measured amount with its conditions, its 95 % interval and its factors as text, empty where there is none."""
 
     amount: str
     conditions: str = ""
     interval: str = ""
+    factors: str = ""
 
     def __str__(self) -> str:
-        return " ".join(text for text in (self.amount, self.conditions, self.interval) if text)
+        return " ".join(text for text in (self.amount, self.conditions, self.interval, self.factors) if text)
 
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """The speed relative to the original (above 1: faster), with its interval and the conditions of its measurement.
+    """The speed relative to a baseline (above 1: faster), with its interval and the conditions of its measurement.
 
-    `seconds` are the median times of the original and of the smaller model, if they are recorded.
+    `by_runtime` and `by_compression` are its factors, if the unchanged model was timed in the same `runtime`.
+    `reference_seconds` is the median time of the baseline, if it is recorded.
     """
 
     value: float
@@ -41,17 +44,30 @@ class MeasuredSpeed:
     batch: int
     conditions: str
     threads: int | None = None
-    seconds: tuple[float, float] | None = None
+    baseline: str = "the original"
+    runtime: str = KERNELS
+    by_runtime: float | None = None
+    by_compression: float | None = None
+    reference_seconds: float | None = None
 
     @classmethod
     def of(cls, record: Record) -> "MeasuredSpeed":
         """Reads the record of a `LatencyComparison`."""
-        faster = record["faster"]
-        seconds = None
-        if record.get("reference") and record.get("candidate"):
-            seconds = record["reference"]["median"], record["candidate"]["median"]
-        low, high = known(faster.get("low")), known(faster.get("high"))
-        return cls(faster["value"], low, high, record["batch"], _conditions(record), record.get("threads"), seconds)
+        faster, factors = record["faster"], [record.get(name) or {} for name in ("by_runtime", "by_compression")]
+        by_runtime, by_compression = (factor.get("value") for factor in factors)
+        return cls(
+            faster["value"],
+            known(faster.get("low")),
+            known(faster.get("high")),
+            record["batch"],
+            _conditions(record),
+            record.get("threads"),
+            record.get("baseline", "the original"),
+            record.get("runtime", KERNELS),
+            by_runtime,
+            by_compression,
+            (record.get("reference") or {}).get("median"),
+        )
 
     @property
     def text(self) -> str:
@@ -63,9 +79,16 @@ class MeasuredSpeed:
 
     @property
     def setting(self) -> str:
-        """The batch size and the threads, for the sentence."""
+        """The baseline, the batch size and the threads, for the sentence."""
         threads = "" if self.threads is None else f" on {self.threads} thread{'s' * (self.threads != 1)}"
-        return f"at batch {self.batch}{threads}"
+        return f"{'than' if self.value >= 1 else 'of'} {self.baseline} at batch {self.batch}{threads}"
+
+    @property
+    def factors(self) -> str:
+        """The factors of the speed, "= 2.08x by attnrx's kernels x 1.06x by compression"; empty without them."""
+        if self.by_runtime is None or self.by_compression is None:
+            return ""
+        return f"= {factors_text(self.by_runtime, self.by_compression, self.runtime)}"
 
 
 def _conditions(record: Record) -> str:
@@ -84,14 +107,34 @@ def _conditions(record: Record) -> str:
 
 
 def summary_of(evidence: Evidence) -> str:
-    """Returns one sentence: speed, change of accuracy, costs, divergence and the number of images."""
-    return ", ".join(str(part) for part in summary_parts(ReportContent("summary", evidence=evidence)))
+    """Returns one sentence: speed with its factors, change of accuracy, costs, divergence and the number of images; it
+    begins with what has to be known first, e.g. that nothing was removed.
+    """
+    sentence = ", ".join(str(part) for part in summary_parts(ReportContent("summary", evidence=evidence)))
+    return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
+
+
+def nothing_removed(evidence: Evidence | None) -> bool:
+    """Whether the candidate is the unchanged model, in attnrx or as a file."""
+    return evidence is not None and evidence.about.get("nothing_removed") is True
+
+
+def statements(evidence: Evidence | None) -> list[str]:
+    """Returns what has to be known before the numbers are read."""
+    if evidence is None or not nothing_removed(evidence):
+        return []
+    measured = speeds(ReportContent("summary", evidence=evidence))
+    if not measured:
+        return ["NOTHING WAS REMOVED: this is the unchanged model"]
+    runtime = measured[0].runtime
+    alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
+    return [f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
 
 
 def summary_parts(content: ReportContent) -> list[SummaryPart]:
     """Returns the parts of the sentence, each if it was measured."""
     # Only the first speed: one sentence has no room for those at other batch sizes.
-    parts = [SummaryPart(speed.text, speed.setting, speed.interval) for speed in speeds(content)[:1]]
+    parts = [SummaryPart(speed.text, speed.setting, speed.interval, speed.factors) for speed in speeds(content)[:1]]
     change = finding_of(content, "accuracy change")
     if change is not None and known(change.value) is not None:
         amount = f"{_signed(change.value)} points of {accuracy_name(change)}"

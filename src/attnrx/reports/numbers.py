@@ -59,7 +59,7 @@ def with_unit(text: str, unit: str) -> str:
 
 def typeset(text: str) -> str:
     """Replaces ASCII by typographic signs: minus, the multiplication sign of "1.62x", a no-break space before "%"."""
-    return re.sub(r"(?<=\d)x\b", TIMES, re.sub(r"-(?=[\d.])", MINUS, text)).replace(" %", f"{GAP}%")
+    return re.sub(r"(?<=\d)x\b|(?<= )x(?= \d)", TIMES, re.sub(r"-(?=[\d.])", MINUS, text)).replace(" %", f"{GAP}%")
 
 
 def percent(share: Number | None, digits: int = 3) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attnrx.costs import speed_text
 from attnrx.model_outputs import KINDS
 from attnrx.reports.content import FrontPoint, PlanFront, ReportContent
 from attnrx.reports.figures import Chart, Curve, CurvePoint
@@ -160,10 +161,12 @@ def _chart(content: ReportContent, found: PlanFront, points: list[FrontPoint], r
         Curve("plans, on the images of the plan", curve_points, "style-0", 0),
         *_verified(content, found, reading),
     ]
+    if found.spend == "latency":
+        curves += _unchanged(content)
     # A front of MACs has the saved share as its axis, and the curves of methods have the remaining one.
     if content.comparison is not None and found.spend == "latency":
         field = "change" if reading is CHANGE else "divergence"
-        curves += method_curves(content.comparison, field, reading.unit, by="speed", first=2)
+        curves += method_curves(content.comparison, field, reading.unit, by="speed", first=3)
     return Chart(title, AXES.get(found.spend, found.spend), label, tuple(curves), level=0.0, band=True)
 
 
@@ -177,6 +180,17 @@ def _verified(content: ReportContent, found: PlanFront, reading: Reading) -> Ite
     words = f"{quantity(finding.value, reading.unit, low, high, signed=reading.signed)} {interval(low, high)}"
     point = CurvePoint(place, finding.value, low, high, f"this model, verified: {words}")
     yield Curve("this model, on the test images", (point,), "style-1", 3)
+
+
+def _unchanged(content: ReportContent) -> Iterator[Curve]:
+    """Yields the unchanged model at the speed that its runtime gives, beside which the others have to be read."""
+    speed = next(iter(speeds(content)), None)
+    if speed is None or speed.by_runtime is None:
+        return
+    words = f"unchanged model in {speed.runtime}"
+    yield Curve(
+        words, (CurvePoint(speed.by_runtime, 0.0, tip=f"{words}: {speed_text(speed.by_runtime)}"),), "style-2", 2
+    )
 
 
 def _verified_place(content: ReportContent, found: PlanFront) -> float | None:

@@ -11,7 +11,9 @@ from attnrx.reports.headline import (
     accuracies,
     cost_totals,
     finding_of,
+    nothing_removed,
     speeds,
+    statements,
     summary_parts,
 )
 from attnrx.reports.numbers import Number, fixed, number, typeset, with_unit
@@ -32,12 +34,23 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarPair:
-    """One quantity of the original and of the smaller model."""
+    """One quantity of the original and of the candidate, and for the latency of the unchanged model in its runtime.
+
+    `after` is named `name`, "smaller" unless nothing was removed.
+    """
 
     title: str
     note: str
     before: Bar
     after: Bar
+    name: str = "smaller"
+    between: tuple[str, Bar] | None = None
+
+    @property
+    def bars(self) -> list[tuple[str, str, Bar]]:
+        """The bars from top to bottom: name, kind in the style sheet, and bar."""
+        between = [] if self.between is None else [(self.between[0], "before", self.between[1])]
+        return [("original", "before", self.before), *between, (self.name, "after", self.after)]
 
 
 def verdict(content: ReportContent) -> Section:
@@ -48,7 +61,8 @@ def verdict(content: ReportContent) -> Section:
         words = _compared(content.comparison)
     data = {
         "state": REPORTED if evidence is None else evidence.outcome,
-        "answer": [(typeset(part.amount), typeset(part.conditions), typeset(part.interval)) for part in answer],
+        "statements": statements(evidence),
+        "answer": [tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors))) for part in answer],
         "sentence": words,
         "bars": list(_bars(content)),
         "conditions": next((speed.conditions for speed in speeds(content)), ""),
@@ -98,13 +112,14 @@ def _notes(content: ReportContent) -> list[str]:
 
 def _bars(content: ReportContent) -> Iterator[BarPair]:
     """Yields latency, accuracy, parameters and MACs, each if it was measured."""
+    name = "unchanged" if nothing_removed(content.evidence) else "smaller"
     if measured := speeds(content):
-        yield _latency_bars(measured[0])
+        yield _latency_bars(measured[0], name)
     if (both_accuracies := accuracies(content)) is not None:
         before, after = (_accuracy_bar(own) for own in both_accuracies)
         finding = finding_of(content, "accuracy", "candidate")
         measure = TOP_1 if finding is None else str(finding.details.get("measure", TOP_1))
-        yield BarPair(measure[0].upper() + measure[1:], "%", before, after)
+        yield BarPair(measure[0].upper() + measure[1:], "%", before, after, name)
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
         if (totals := cost_totals(content, unit)) is not None:
             old, new = totals
@@ -114,20 +129,26 @@ def _bars(content: ReportContent) -> Iterator[BarPair]:
             note = "unchanged" if old == new else with_unit(fixed(saved, 1, signed=True), "%")
             longest = max(old, new, 1)
             before, after = (Bar(number(own / scale) + prefix, own / longest) for own in totals)
-            yield BarPair(title, note, before, after)
+            yield BarPair(title, note, before, after, name)
 
 
-def _latency_bars(speed: MeasuredSpeed) -> BarPair:
-    # The longer bar fills the track: the original's, or that of a candidate that is slower.
-    longest = max(1.0, 1 / speed.value)
+def _latency_bars(speed: MeasuredSpeed, name: str) -> BarPair:
+    """Returns the latencies as shares of the baseline's, all from the speeds of the sentence: the ratio of the two
+    median times differs from the median of their ratios where the load of the machine changes between rounds.
+    """
+    unchanged = speed.by_runtime if name != "unchanged" else None
+    # The longest bar fills the track: the baseline's, or that of a model that is slower.
+    longest = max(1.0, 1 / speed.value, 0.0 if unchanged is None else 1 / unchanged)
     # A latency is 1 / speed, so the higher end of the speed is the lower end of the bar.
     ends = [None if end is None else 1 / end / longest for end in (speed.high, speed.low)]
-    amounts = "100", number(100 / speed.value)
-    unit = "% of the original"
-    if speed.seconds is not None:
-        amounts, unit = tuple(number(1000 * seconds) for seconds in speed.seconds), f"ms, batch {speed.batch}"
-    before = Bar(amounts[0], 1 / longest)
-    return BarPair("Latency", unit, before, Bar(amounts[1], 1 / speed.value / longest, *ends))
+    note = f"% of {speed.baseline}"
+    if speed.reference_seconds is not None:
+        note += f", {number(1000 * speed.reference_seconds)} ms at batch {speed.batch}"
+    between = None
+    if unchanged is not None:
+        between = "unchanged", Bar(number(100 / unchanged), 1 / unchanged / longest)
+    after = Bar(number(100 / speed.value), 1 / speed.value / longest, *ends)
+    return BarPair("Latency", note, Bar("100", 1 / longest), after, name, between)
 
 
 def _accuracy_bar(found: Measured) -> Bar:
