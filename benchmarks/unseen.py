@@ -21,7 +21,8 @@ import attnrx as rx
 from attnrx.checks.statistics import mean_estimate
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model, option
-from attnrx.data import ImageSet, three_parts
+from attnrx.data import FixedImages, ImageSet, three_parts
+from attnrx.data.fixed import content_hashes, fix
 from attnrx.data.images import RowImages
 from attnrx.data.labels import Relabelled, own_labels
 from attnrx.data.splits import StoredImages
@@ -40,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     original = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
     splits = splits_argument(original, arguments)
-    unseen = {"training images": unseen_training_images(splits, arguments.effort)}
+    unseen: dict[str, ImageSet] = {"training images": unseen_training_images(splits, arguments.effort)}
     if arguments.test_column is not None:
         everything = splits_argument(original, argparse.Namespace(**{**vars(arguments), "test_column": None}))
         kind = f"test images that {arguments.test_column} does not select"
@@ -73,18 +74,15 @@ def main() -> None:
         print(f"| {name} | {top1} | {same:.1f} | {kl.value:.3f} [{kl.low:.3f}, {kl.high:.3f}] |")
 
 
-def unseen_training_images(splits: rx.data.Splits, effort: str) -> ImageSet:
-    """Returns the training images that a call of `shrink` at this effort does not look at."""
+def unseen_training_images(splits: rx.data.Splits, effort: str) -> FixedImages:
+    """Returns the training and validation images that a call of `shrink` at this effort does not look at."""
     preset = effort_of(effort)
-    # Divided as by `shrink`, which takes its images from both parts by `ImageSet.take`.
-    planned, others, _ = three_parts(splits)
-    num_used = max(preset.images, preset.repair_images, DIAGNOSED)
-    rows, seen = stored(planned).rows, first_rows(planned, num_used)  # the smaller sets are parts of the largest
-    # A validation split of its own has other row numbers, and is omitted.
-    if stored(others).store is stored(planned).store:
-        rows = torch.cat([rows, stored(others).rows]).unique()
-        seen = torch.cat([seen, first_rows(others, PREDICTED)])
-    return with_rows(planned, rows[~torch.isin(rows, seen)])
+    # Divided as by `shrink`; the smaller sets that it takes are parts of these.
+    parts = three_parts(splits, max(preset.images, preset.repair_images, DIAGNOSED), PREDICTED)
+    seen = torch.cat([content_hashes(batch.images) for part in parts for batch in part.batches(50)])
+    batches = chain.from_iterable(images.batches(50) for images in (splits.train, splits.validation))
+    found = fix(batches, splits.name, normalization=splits.normalization, distinct=True)
+    return found.at((~torch.isin(found.hashes, seen)).nonzero()[:, 0])
 
 
 def unselected_test_images(selected: ImageSet, everything: ImageSet) -> ImageSet:
@@ -99,10 +97,6 @@ def stored(images: ImageSet) -> RowImages:
     if not isinstance(rows, RowImages):
         raise InvalidInput("--data is in shards, whose images have no row numbers; give parquet or a folder.")
     return rows
-
-
-def first_rows(images: ImageSet, count: int) -> torch.Tensor:
-    return stored(images.take(min(count, len(images)))).rows
 
 
 def file_rows(images: ImageSet) -> torch.Tensor:

@@ -182,14 +182,14 @@ def verify(
             f"verify has no argument {', '.join(unknown)}; the context arguments are the fields of Comparison: "
             f"{Comparison.__doc__}"
         )
-    images = images_for(reference, data)
+    images = images_for(reference, data, seed=context["seed"] if isinstance(context.get("seed"), int) else 0)
     comparison = Comparison(candidate, reference, images, **context)
     candidate_fingerprint, reference_fingerprint = model_fingerprint(candidate), model_fingerprint(reference)
     # Its rules are recorded in the evidence.
     if comparison.prescription is not None:
         comparison.prescription.require(reference_fingerprint)
     chosen = tuple(standard_checks()) if checks is None else _required_checks(checks)
-    notes: list[str] = []
+    notes = list(images.notes)
     if checks is None:
         # The standard checks are those that apply; a check that was requested raises where it cannot run.
         chosen, skipped = possible_checks(chosen, comparison)

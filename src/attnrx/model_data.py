@@ -1,12 +1,12 @@
 """Conversion of user data to the image set or the splits of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from attnrx.data import ImageSet, Normalization, Splits, fit_labels, image_set
+from attnrx.data import MOST_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
 from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.errors import DataError, InvalidInput
@@ -37,16 +37,23 @@ def _own_geometry(shape: tuple[int, int, int], photos: bool | None = None) -> Im
     return ImageGeometry.of_size((size[0], size[1]), channels, "photo" if photos else "fill")
 
 
-def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
-    """Returns the data as an image set for this model (see `data.image_set`). PIL images are preprocessed as the
-    model states (`preprocessing_of`); tensors must already be normalized for the model.
+def images_for(
+    model: nn.Module, data: Any, argument: str = "data", *, limit: int = MOST_IMAGES, seed: int = 0
+) -> ImageSet:
+    """Returns the data as an image set for this model, read in one pass (see `data.image_set`). PIL images are
+    preprocessed as the model states (`preprocessing_of`); tensors must already be normalized for the model.
 
     Raises:
         InvalidInput: The data has an unknown type, or its images are not float tensors; the message names `argument`.
-        DataError: The data is empty.
+        DataError: The data is empty, or reading it raised an error.
     """
     if isinstance(data, ImageSet):
         return data
+    scale, preprocess = normalization_of(model), _preprocess_of(model, argument)
+    return image_set(data, preprocess, argument, normalization=scale, limit=limit, seed=seed)
+
+
+def _preprocess_of(model: nn.Module, argument: str) -> Callable[[Any], Float[Tensor, "channels height width"]]:
     preprocessing = preprocessing_of(model)
 
     def preprocess(picture: Any) -> Float[Tensor, "channels height width"]:
@@ -55,14 +62,23 @@ def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
         except Exception as error:  # of Pillow, of many types: a picture may be read from its file only here
             raise DataError(f"a picture of {argument} cannot be used: {str(error) or type(error).__name__}.") from error
 
-    return image_set(data, preprocess, argument)
+    return preprocess
 
 
-def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
+def splits_for(
+    model: nn.Module,
+    data: Any,
+    argument: str = "data",
+    *,
+    training: bool = False,
+    limit: int = MOST_IMAGES,
+    seed: int = 0,
+) -> Splits:
     """Returns the data as splits.
 
     `Splits` are returned unchanged; a mapping (such as a `datasets.DatasetDict`) is read by split name; other data
-    become the training images. A missing split raises an error only when it is used.
+    become the training images. A missing split raises an error only when it is used. Images are read once, at most
+    `limit` of a split; for `training` rows of a dataset are read anew in every pass, in any order.
     """
     if isinstance(data, Splits):
         return data
@@ -70,9 +86,19 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
     unknown = [name for name in by_split if str(name).lower() not in SPLITS]
     if unknown:
         raise InvalidInput(f"{argument} has a split {unknown[0]!r}: name the splits train, validation and test.")
-    sets: dict[str, ImageSet] = {
-        SPLITS[name.lower()]: images_for(model, images, f"{argument}[{name!r}]") for name, images in by_split.items()
-    }
+    sets: dict[str, ImageSet] = {}
+    for name, images in by_split.items():
+        split, named = SPLITS[name.lower()], f"{argument}[{name!r}]"
+        if split in sets:
+            raise InvalidInput(f"{argument} has two {split} splits, one of them called {name!r}; give one.")
+        lazy = training_set(images, _preprocess_of(model, named), named) if training else None
+        if lazy is None and training and split == "train":
+            raise InvalidInput(
+                f"{named} can only be iterated in its own order, and training draws a new order for every epoch so "
+                "that a run can be resumed: give a dataset with a length and an index, or a DataLoader over one with "
+                "its default sampler."
+            )
+        sets[split] = images_for(model, images, named, limit=limit, seed=seed) if lazy is None else lazy
     notes = ()
     if "test" not in sets and "validation" in sets:
         # Datasets often publish no labels of a test split; the note records that both are the same images.

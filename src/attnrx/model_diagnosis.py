@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.attention import Attention, Positions
-from attnrx.data import Batch, ImageData
+from attnrx.data import MOST_IMAGES, Batch, ImageData
 from attnrx.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import (
     Diagnostic,
@@ -87,7 +87,7 @@ def diagnose(
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
     chosen = suited_diagnostics(spectra, moments=moments) if diagnostics is None else diagnostics
-    image_set = images_for(model, data)
+    image_set = images_for(model, data, limit=images or MOST_IMAGES, seed=seed)
     shown = image_set if images is None else image_set.take(images)
     panel = Panel(chosen, spectra)
     # Perturbed copies cost passes of their own, so only the first images have them.
@@ -117,7 +117,7 @@ def diagnose(
     layers = [LayerDiagnosis(*parts) for parts in zip(spectra, readings, *linears, strict=True)]
     if observe_mlp:
         layers = [_with_metrics(layer) for layer in layers]
-    notes = forward_pass.input_validation.notes()
+    notes = [*shown.notes, *forward_pass.input_validation.notes()]
     name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     about = {
         "family": family_of(model).name,

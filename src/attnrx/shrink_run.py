@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.api import adapt_preprocessing, diagnose, distill, load, realize, repair, verify
 from attnrx.checks import Check, Costs, Fidelity, Latency, Promises
 from attnrx.costs import Conditions
-from attnrx.data import Columns, ImageSet, Splits, load_data, own_images, require_labels, three_parts
+from attnrx.data import Columns, ImageSet, Parts, Splits, load_data, own_images, require_labels, three_parts
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
@@ -36,6 +36,8 @@ from attnrx.shrunk import Shrunk, with_accuracy
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSED, PREDICTED = 128, 96
+# The most images that a result is verified on: their standard error is that of 0.5 points of accuracy at most.
+VERIFIED = 10_000
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
@@ -48,9 +50,7 @@ class ShrinkRun:
     original: nn.Module
     diagnosis: Diagnosis
     planned: ImageSet
-    others: ImageSet
-    tested: ImageSet
-    fitted: ImageSet
+    parts: Parts
     class_names: tuple[str, ...]
     settings: PlanSettings
     about: Mapping[str, Any]
@@ -97,22 +97,23 @@ class ShrinkRun:
         timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
         search = Search(preset.trials, seed, storage, preset.variations)
         settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
-        splits = _splits_of(original, data, columns)
+        log("reading the images")
+        # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
+        fitted = max(preset.repair_images, preset.images)
+        splits = _splits_of(original, data, columns, fitted + PREDICTED + VERIFIED, seed)
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
         # many on its own images, so its divergence there is too low.
-        planned, others, tested = three_parts(splits)
+        parts = three_parts(splits, fitted, PREDICTED, VERIFIED)
+        for note in parts.notes:
+            log(note)
         if requires_labels:
-            require_labels(planned)
-        # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan may be among them.
-        fitted = planned.take(min(preset.repair_images, len(planned)))
-        planned, others = planned.take(min(preset.images, len(planned))), others.take(min(PREDICTED, len(others)))
+            require_labels(parts.planned)
+        planned = parts.planned.take(min(preset.images, len(parts.planned)))
         return cls(
             original,
             _diagnosis(original, planned, state, log),
             planned,
-            others,
-            tested,
-            fitted,
+            parts,
             splits.class_names,
             settings,
             {"effort": effort, "batch": batch, "planned_on": planned.fingerprint},
@@ -122,7 +123,7 @@ class ShrinkRun:
 
     def shrunk(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
         """Yields the smaller model of every target."""
-        arguments = self.original, self.diagnosis, targets, self.planned, self.others
+        arguments = self.original, self.diagnosis, targets, self.planned, self.parts.predicted
         for target, plan_of_target in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):
             yield self._realized(target, plan_of_target)
 
@@ -132,10 +133,11 @@ class ShrinkRun:
         log("realizing and verifying")
         chosen = _by_image(found.promising) if self.by_image else found.promising
         # Ranks, repair, then tokens: the thresholds by image are known only afterwards, and are recorded.
-        slim, how = _repaired(self.original, chosen, self.fitted, Repair(preset.repair_steps, seed=self.seed), log)
+        fitted, settings = self.parts.planned, Repair(preset.repair_steps, seed=self.seed)
+        slim, how = _repaired(self.original, chosen, fitted, settings, log)
         # Last, because only this fit takes a model that prunes or merges tokens.
-        if preset.distill_epochs and len(self.fitted) >= 2 * HELD_OUT:
-            fit = distill(slim, self.original, self.fitted, Distill(preset.distill_epochs, seed=self.seed))
+        if preset.distill_epochs and len(fitted) >= 2 * HELD_OUT:
+            fit = distill(slim, self.original, fitted, Distill(preset.distill_epochs, seed=self.seed))
             reached = f"{fit.before:.4f} to {fit.after:.4f} on images it was not fitted to"
             log(f"distilled at the rate {fit.learning_rate}: {reached}")
             slim, how = fit.model, {**how, "distill": preset.distill_epochs}
@@ -155,12 +157,14 @@ class ShrinkRun:
         self, model: nn.Module, target: Target, found: Plan | None, prescription: Prescription | None, last: Check
     ) -> Shrunk:
         """Verifies a model against the original; `last` is the check of what was promised."""
-        checks = with_accuracy(self.tested, Fidelity(), Costs(), last)
+        checks = with_accuracy(self.parts.verified, Fidelity(), Costs(), last)
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
-        evidence = verify(model, self.original, self.tested, checks, about, **context)
-        samples = _samples(self.tested, self.class_names)
-        return Shrunk(model, prescription, evidence, found, target, self.diagnosis, samples, self.class_names)
+        evidence = verify(model, self.original, self.parts.verified, checks, about, **context)
+        samples = _samples(self.parts.verified, self.class_names)
+        return Shrunk(
+            model, prescription, evidence, found, target, self.diagnosis, samples, self.class_names, self.parts
+        )
 
     @cached_property
     def fitted_classes(self) -> dict[str, list[int]]:
@@ -168,12 +172,12 @@ class ShrinkRun:
         # By prediction and not by label, as the check does: data without labels have classes, too.
         if not isinstance(output_kind_of(self.original), Logits):
             return {}
-        return {"classes": _classes(self.original, own_images(self.fitted))}
+        return {"classes": _classes(self.original, own_images(self.parts.planned))}
 
     def size_conditions(self) -> dict[str, Any]:
         """Returns what the evidence of a size of this call states, besides its target."""
-        about = {"reference": model_fingerprint(self.original), "data": self.tested.fingerprint, "seed": self.seed}
-        return {**about, **self.about}
+        reference, data = model_fingerprint(self.original), self.parts.verified.fingerprint
+        return {"reference": reference, "data": data, "seed": self.seed, **self.about}
 
     def timing_record(self) -> dict[str, Any]:
         """Returns the conditions of the latency of the sizes, as JSON-ready values."""
@@ -252,10 +256,10 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
     return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
 
 
-def _splits_of(model: nn.Module, data: Any, columns: Columns | None) -> Splits:
+def _splits_of(model: nn.Module, data: Any, columns: Columns | None, limit: int, seed: int) -> Splits:
     if isinstance(data, str | Path):
         data = adapt_preprocessing(load_data(str(data), columns=columns, **input_options(model)), model)
-    return splits_for(model, data)
+    return splits_for(model, data, limit=limit, seed=seed)
 
 
 def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:

@@ -11,7 +11,8 @@ from torch import nn
 from attnrx.api import export, save, verify
 from attnrx.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.costs import Conditions
-from attnrx.data import ImageData, ImageSet, Splits, three_parts
+from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
+from attnrx.data.fixed import ONE_DRAW
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence
@@ -37,7 +38,8 @@ class Shrunk:
 
     It unpacks as `model, prescription, evidence`. Without `prescription` and `plan` it is the unchanged model, which
     meets the target by its kernels alone. For the report there are the `diagnosis` of the original, and in `samples` a
-    few normalized test images with their classes; for the exported file the `class_names` of the data.
+    few normalized test images with their classes; for the exported file the `class_names` of the data, and in `images`
+    those that it was planned and verified on.
     """
 
     model: nn.Module
@@ -48,13 +50,15 @@ class Shrunk:
     diagnosis: Diagnosis | None = None
     samples: tuple[ImageBatch, tuple[str, ...]] | None = None
     class_names: tuple[str, ...] = ()
+    images: Parts | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
 
     def summary(self) -> str:
-        """Returns the result in one sentence."""
-        return summary_of(self.evidence)
+        """Returns the result in one sentence, and a note on images that were a draw of random ones."""
+        draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
+        return "; ".join((summary_of(self.evidence), *draws))
 
     def __repr__(self) -> str:
         return f"Shrunk({self.summary()})"
@@ -84,7 +88,7 @@ class Shrunk:
         folder: Path | str,
         to: str,
         original: nn.Module,
-        data: ImageData | Splits,
+        data: ImageData | Splits | None = None,
         *,
         batch: int = 32,
         threads: int | None = None,
@@ -93,10 +97,11 @@ class Shrunk:
 
         `to` is a format of `export`, e.g. "int8" or "openvino(precision=bf16)"; the files are named after it:
         model-int8.onnx and evidence-int8.json. It is calibrated on the images that the plan was made on, and verified
-        on those that neither has seen. Its speed is that of `batch` images in the runtime of the format, relative to
-        the original in its own library at the precision of the file, which is the model's own or else float32. The
-        original's file of the same format is timed in turns with it, so that the speed is divided into what the format
-        gave and what the compression gave.
+        on those that neither has seen: those of the call of `shrink`, or without `images` those of `data`, divided in
+        the same way. Its speed is that of `batch` images in the runtime of the format, relative to the original in its
+        own library at the precision of the file, which is the model's own or else float32. The original's file of the
+        same format is timed in turns with it, so that the speed is divided into what the format gave and what the
+        compression gave.
 
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
@@ -105,8 +110,9 @@ class Shrunk:
         # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
         path, evidence_path = exported_paths(Path(folder), form)
         require_own_export(path, evidence_path, form, self.model)
-        # Divided as by `shrink`, so that calibration and verification keep to the same images as the plan.
-        planned, _, tested = three_parts(splits_for(original, data))
+        if self.images is None and data is None:
+            raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
+        planned, _, tested = self.images or three_parts(splits_for(original, data))
         calibration = planned.take(min(form.wanted, len(planned)))
         names = fitting_names(self.model, self.class_names)
         precision = precision_for(self.model, form)

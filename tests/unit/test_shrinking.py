@@ -31,9 +31,9 @@ from planned import CONFIG, original
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def images(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def images(count: int, seed: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of a user's own."""
-    return [(batch.images, batch.labels) for batch in pixels(CONFIG, count).batches(8)]
+    return [(batch.images, batch.labels) for batch in pixels(CONFIG, count, seed).batches(8)]
 
 
 def objects(value: Any, depth: int = 8) -> Iterator[Any]:
@@ -69,8 +69,12 @@ def test_images_of_the_plan_are_not_those_of_the_evidence() -> None:
     parts = three_parts(splits_for(original(), images(48)))
     seen = [{tuple(row.flatten().tolist()) for batch in part.batches(8) for row in batch.images} for part in parts]
     assert sum(map(len, seen)) == len(set().union(*seen)) and min(map(len, seen)) >= 15
-    two = three_parts(splits_for(original(), {"train": images(24), "test": images(16)}))
+    two = three_parts(splits_for(original(), {"train": images(24), "test": images(16, seed=4)}))
     assert [len(part) for part in two] == [12, 12, 16]
+    # Images of the test are not planned on: the first 16 of these 24 are the same.
+    two = three_parts(splits_for(original(), {"train": images(24), "test": images(16)}))
+    assert [len(part) for part in two] == [4, 4, 16]
+    assert any("train: 16 of 24 images occur before or in test" in note for note in two.notes)
     with pytest.raises(DataError, match="at least 6"):
         three_parts(splits_for(original(), images(5)))
 
@@ -109,8 +113,8 @@ def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
 
 def test_images_of_a_second_dataset_are_for_calibration_alone(tmp_path: Path) -> None:
     """They are planned on and fitted to; the classes of the calibration are those of the own images."""
-    splits = splits_for(original(), {"train": images(24), "test": images(16)})
-    mixed = rx.data.mix_data(splits, splits)
+    splits = splits_for(original(), {"train": images(24), "test": images(16, seed=4)})
+    mixed = rx.data.mix_data(splits, splits_for(original(), {"train": images(24, seed=5)}))
     found = rx.shrink(original(), mixed, macs=0.8, folder=tmp_path)
     assert found.prescription is not None and found.prescription.about["realized"]["calibration_images"] == 24
     assert "+" in found.evidence.about["planned_on"] and found.evidence.about["images"] == 16

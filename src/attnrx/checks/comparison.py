@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet, require_labelled
+from attnrx.data.fixed import start_hint
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
 from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
@@ -161,21 +162,7 @@ def _require_valid(role: str, outputs: Tensor, labels: Tensor | None, kind: Outp
     if int(labels.max()) >= classes:
         raise DataError(
             f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
-            "verify on the dataset that the model was trained for."
-        )
-
-
-def require_same_order(first: Int[Tensor, "images"], again: Int[Tensor, "again"]) -> None:
-    """Raises DataError where a second pass had other images than the first, by the labels of both.
-
-    A user's iterable, or the sampler of a loader, may draw a new order in every pass; outputs of models that ran in
-    different passes would then be paired with those of other images.
-    """
-    if not torch.equal(first, again):
-        raise DataError(
-            "the data gave other images, or another order, when it was read again, so that the answers of several "
-            "models cannot be paired by image: give a dataset with an index, or one whose iteration always yields the "
-            "same images in the same order."
+            f"verify on the dataset that the model was trained for.{start_hint(labels, classes)}"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, Predictions, predict, require_same_order
+from attnrx.checks.comparison import Comparison, Predictions, predict
 from attnrx.checks.fidelity import discrepancy, squared_distances
 from attnrx.checks.statistics import estimate, resampled_means
 from attnrx.evidence import Finding
@@ -47,7 +47,6 @@ class Controls(Check):
             for prescription in draws:
                 # Not cached: a model per draw would stay in memory.
                 control = predict({kind: self.realize(prescription)}, comparison)
-                require_same_order(predictions.labels, control.labels)
                 models.append(tallied(control, kind, predictions))
             findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
         return tuple(findings)

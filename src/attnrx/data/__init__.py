@@ -8,9 +8,11 @@ Small images are decoded once, kept in memory as uint8 and augmented in batches 
 that do not fit stream. Decoded copies are kept in the user's cache folder and may be deleted at any time.
 """
 
-from attnrx.data.adapters import ImageData, image_set
+from attnrx.data.adapters import ImageData, image_set, training_set
 from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.cluttered_digits import object_patches
+from attnrx.data.division import Parts, three_parts
+from attnrx.data.fixed import MOST_IMAGES, FixedImages
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import (
     Relabelled,
@@ -25,20 +27,23 @@ from attnrx.data.loading import load_data
 from attnrx.data.mixing import mix_data, own_images
 from attnrx.data.pixels import Augmentation
 from attnrx.data.sets import MemoryImages, from_tensors
-from attnrx.data.splits import Splits, three_parts
+from attnrx.data.splits import Splits
 from attnrx.data.tables import Columns
 from attnrx.preprocessing import Normalization
 
 __all__ = [
     "DATASETS",
+    "MOST_IMAGES",
     "Augmentation",
     "Batch",
     "Columns",
     "DatasetCard",
+    "FixedImages",
     "ImageData",
     "ImageSet",
     "MemoryImages",
     "Normalization",
+    "Parts",
     "Relabelled",
     "Splits",
     "fit_labels",
@@ -54,4 +59,5 @@ __all__ = [
     "require_labelled",
     "require_labels",
     "three_parts",
+    "training_set",
 ]

@@ -1,28 +1,41 @@
 """A user's own data as an ImageSet: a DataLoader, a dataset, a list of batches, tensors or a Hugging Face dataset.
 
-Data with a length and an index (`torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a
-dataset with its default sampler) become an `IndexedImages`: any rows in any order, so a training run can be resumed
-exactly. Everything else is an iterable that can be iterated again and becomes an `IteratedImages`: one order, its own.
+`image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed`). Of data with a length and an index
+(`torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset) it reads rows, each
+once; a sampler states which rows there are. Other iterables it iterates once. Training reads such rows anew in every
+epoch, in any order, so that a run can be resumed exactly (`training_set`).
 
 An item, and a batch, is an image alone, a pair (image, label), or a mapping with an image under one of IMAGE_KEYS and a
 label under one of LABEL_KEYS. Images are float tensors on the scale that the model reads; a dataset whose images are
 PIL pictures is preprocessed as the model's library does it (`Family.preprocessing`).
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from attnrx.data.images import Batch, ImageSet, Pass, RowImages, digest, evenly_spaced, require_held, rows_of_part
-from attnrx.data.labels import UNLABELLED
-from attnrx.errors import DataError, InvalidInput
+from attnrx.data.fixed import (
+    DTYPES,
+    MOST_IMAGES,
+    MOST_SECONDS,
+    MOST_UNCOUNTED,
+    ONE_DRAW,
+    FixedImages,
+    content_hashes,
+    fix,
+    require_classes,
+    require_no_augmentation,
+    seeded_draws,
+)
+from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass, RowImages, by_turns, digest, evenly_spaced
+from attnrx.errors import AttnrxError, DataError, InvalidInput
 from attnrx.preprocessing import Normalization
 from attnrx.shapes import Float, Int, Tensor
 
@@ -38,19 +51,57 @@ NUMBERS = "give one class number (an integer) for each image, e.g. the argmax of
 
 Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 
+# Images per batch of data without batches of their own.
+BATCH = 32
+# Rows whose labels are read to choose a few rows of all classes, and the most that a sampler is asked for.
+CANDIDATES = 1_000_000
+# Images that are read twice, to find data that differ between readings.
+READ_TWICE = 6
+# An iterable whose first batch is larger is not read again.
+MOST_READ_TWICE = 256
 
-def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet:
-    """Returns the data as an ImageSet; an ImageSet is returned unchanged.
+
+def image_set(
+    data: ImageData,
+    preprocess: Preprocess | None = None,
+    argument: str = "data",
+    *,
+    normalization: Normalization | None = None,
+    limit: int = MOST_IMAGES,
+    seed: int = 0,
+) -> ImageSet:
+    """Returns the data as an ImageSet, read in one pass; an ImageSet is returned unchanged.
 
     `preprocess` turns a PIL picture into a float tensor [channels, height, width]. Labels are integers; without any,
-    the set has a `label_problem`, and functions that need labels raise DataError.
+    the set has a `label_problem`, and functions that need labels raise DataError. At most `limit` images are read: of
+    more rows, some that are evenly spread, or of all classes where the dataset lists its labels. `seed` is that of the
+    random transforms and samplers of the data. If these give other images in another reading, the set is one draw, and
+    its `notes` state it.
 
     Raises:
         InvalidInput: The data is of another type, or an item has no image.
-        DataError: The data is empty.
+        DataError: The data is empty, or code of the user raised an error, which is the cause of this one.
     """
     if isinstance(data, ImageSet):
         return data
+    with seeded_draws(seed):
+        return _source_of(data, preprocess, argument).fixed(limit, normalization)
+
+
+def training_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet | None:
+    """Returns the data as an ImageSet whose rows are read anew in every pass, in any order, with fresh augmentation;
+    None for data that can only be iterated, or whose sampler states other rows than those of the dataset.
+    """
+    if isinstance(data, ImageSet):
+        return data
+    with seeded_draws(0):  # a sampler may draw its rows
+        source = _source_of(data, preprocess, argument)
+    if not isinstance(source, _Source) or not source.is_whole:
+        return None
+    return IndexedImages(source.reading.name, source, torch.arange(len(source.rows)))
+
+
+def _source_of(data: Any, preprocess: Preprocess | None, argument: str) -> "_Source | _Stream":
     if isinstance(data, Tensor):
         return _of_tensors((data,), argument)
     # A pair of tensors is (images, labels); a list of tensors is a list of batches.
@@ -68,11 +119,39 @@ def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: s
         )
     # Before the check for an index, which a list has too: its items are batches, or single items in the list's order.
     if isinstance(data, list | tuple):
-        return IteratedImages(data, _Reading("batches", argument))
+        return _Stream(data, _Reading("batches", argument), is_list=True)
     reading = _Reading(type(data).__name__, argument, preprocess)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _indexed(data, reading)
-    return IteratedImages(data, reading)
+    length = _length(data, argument) if hasattr(data, "__getitem__") else None
+    return _Stream(data, reading) if length is None else _Source(data, reading, rows=range(length))
+
+
+def _length(data: Any, argument: str) -> int | None:
+    """Returns the length of a user's data; None for data without one."""
+    try:
+        return len(data)
+    except TypeError:  # of an iterable
+        return None
+    except Exception as error:  # e.g. a negative number
+        raise DataError(
+            f"the length of {argument} ({type(data).__name__}) cannot be read: {_reason(error)}; its __len__ must "
+            "return the number of its items."
+        ) from error
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Raises errors of a user's code as a DataError that names `what` and has the error as its cause."""
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        raise DataError(f"{what} cannot be read: {_reason(error)}; its own traceback is above.") from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0][:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class _Rows(TensorDataset):
@@ -83,29 +162,46 @@ class _Rows(TensorDataset):
         return self.tensors[1] if len(self.tensors) > 1 else None
 
 
-def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "IndexedImages":
+def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "_Source":
+    for tensor in tensors:
+        if not tensor.ndim:
+            raise InvalidInput(f"{argument} has a tensor of one number; give images and one label for each.")
     counts = [len(tensor) for tensor in tensors]
     if len(set(counts)) > 1:
         raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
-    return _indexed(_Rows(*tensors), _Reading("tensor" if len(tensors) == 1 else "tensors", argument))
+    reading = _Reading("tensor" if len(tensors) == 1 else "tensors", argument)
+    reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
+    # Labels may be on another device, and are read by row.
+    rows = _Rows(tensors[0].detach(), *(labels.detach().cpu() for labels in tensors[1:]))
+    return _Source(rows, reading, rows=range(counts[0]))
 
 
-def _of_loader(loader: DataLoader[Any], argument: str) -> ImageSet:
+def _of_loader(loader: DataLoader[Any], argument: str) -> "_Source | _Stream":
     reading = _Reading(type(loader.dataset).__name__, argument)
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
-    indexed = hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")
-    ordered = isinstance(loader.sampler, SequentialSampler)
-    shuffled = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
-    # Another sampler may draw other images, or repeat some: the order is known only from iterating.
-    if not indexed or loader.batch_size is None or not (ordered or shuffled):
-        return IteratedImages(loader, reading)
-    return _indexed(loader.dataset, reading, loader)
-
-
-def _indexed(dataset: Any, reading: "_Reading", loader: DataLoader[Any] | None = None) -> "IndexedImages":
-    if not len(dataset):
-        raise DataError(f"{reading.argument} is empty; give at least one image.")
-    return IndexedImages(reading.name, _Source(dataset, reading, loader), torch.arange(len(dataset)))
+    length = _length(loader.dataset, argument) if hasattr(loader.dataset, "__getitem__") else None
+    if length is None or loader.batch_sampler is None:
+        return _Stream(loader, reading)
+    sampler = loader.sampler
+    has_own_batches = type(loader.batch_sampler) is not BatchSampler
+    if isinstance(sampler, SequentialSampler) and not has_own_batches:
+        return _Source(loader.dataset, reading, loader, range(len(sampler)))
+    if isinstance(sampler, RandomSampler) and not (has_own_batches or sampler.replacement) and len(sampler) == length:
+        return _Source(loader.dataset, reading, loader, range(length))
+    with _naming(f"the sampler of {argument}"):
+        drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
+        found = list(islice(drawn, CANDIDATES))
+    # A sampler may draw anything that its dataset takes as an index.
+    if not all(hasattr(row, "__index__") for row in found):
+        return _Stream(loader, reading)
+    # Each row once: with random transforms another reading of a row would be another image of the same picture.
+    rows = list(dict.fromkeys(int(row) for row in found))
+    note = None
+    if len(rows) < len(found):
+        note = (
+            f"{argument}: its sampler draws {len(found):,} images, {len(rows):,} of them different; each is used once"
+        )
+    return _Source(loader.dataset, reading, loader, rows, note, is_whole=False)
 
 
 @dataclass(frozen=True)
@@ -142,7 +238,7 @@ class _Reading:
     def batch(self, given: Any) -> Batch:
         """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
         images, labels = self.fields(given)
-        images = self._require_images(images, 4)
+        images = self.require_images(images, 4)
         # On the CPU, on whatever device the user's loader puts the batch; `_pass` moves it to the device of the pass.
         numbers = torch.full((len(images),), UNLABELLED) if labels is None else self._numbers(labels)
         # Floats (soft labels, targets of a regression) would be cut to class numbers without an error.
@@ -151,8 +247,12 @@ class _Reading:
                 f"the labels of {self.argument} are {numbers.dtype} {list(numbers.shape)} for {len(images)} images; "
                 f"{NUMBERS}."
             )
-        self.require_classes(numbers)
-        return Batch(images.detach().cpu(), numbers.long(), torch.arange(len(images)))
+        if numbers.dtype == torch.uint64 and bool((numbers.long() < 0).any()):
+            raise InvalidInput(f"the labels of {self.argument} have numbers above 2**63; {NUMBERS}.")
+        numbers = numbers.long()
+        if self.num_classes is not None:
+            require_classes(numbers, self.num_classes, self.argument)
+        return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
 
     def collated(self, items: Sequence[Any]) -> Batch:
         """Returns single items as one batch; PIL pictures are preprocessed."""
@@ -168,7 +268,7 @@ class _Reading:
 
     def _image(self, image: Any) -> Tensor:
         if isinstance(image, Tensor) or not hasattr(image, "convert"):  # which PIL pictures have
-            return self._require_images(image, 3)
+            return self.require_images(image, 3)
         if self.preprocess is None:
             raise InvalidInput(
                 f"{self.argument} holds PIL pictures, and this model states no preprocessing: give the dataset a "
@@ -189,19 +289,7 @@ class _Reading:
             raise InvalidInput(f"a label of {self.argument} is {_described(label)}; {NUMBERS}.")
         return int(number)
 
-    def require_classes(self, labels: Int[Tensor, "images"]) -> None:
-        """Raises DataError for labels that are no class of the model, if they are limited to its classes."""
-        wrong = labels if self.num_classes is None else labels[(labels < 0) | (labels >= self.num_classes)]
-        if self.num_classes is None or not len(wrong):
-            return
-        label = int(wrong[0])
-        found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
-        raise DataError(
-            f"{self.argument} has {found}, and the model has the classes 0 to {self.num_classes - 1}; give every image "
-            "one of them; where no loss reads labels, the images can be given without any."
-        )
-
-    def _require_images(self, images: Any, dimensions: int) -> Tensor:
+    def require_images(self, images: Any, dimensions: int) -> Tensor:
         if not isinstance(images, Tensor) or images.ndim != dimensions:
             description = f"of type {type(images).__name__}"
             if isinstance(images, Tensor):
@@ -211,19 +299,18 @@ class _Reading:
                 f"the images of {self.argument} are {description}; give float tensors [{', '.join(shape)}] on the "
                 "model's scale."
             )
-        if not images.is_floating_point():
+        if images.layout != torch.strided or images.is_meta or images.is_nested or images.is_quantized:
+            kind = "on the meta device" if images.is_meta else str(images.layout).removeprefix("torch.")
+            raise InvalidInput(
+                f"the images of {self.argument} are a tensor without plain values ({kind}); give dense tensors, e.g. "
+                "images.to_dense()."
+            )
+        if images.dtype not in DTYPES:
             raise InvalidInput(
                 f"the images of {self.argument} are {images.dtype}; give floats on the scale that the model was "
                 "trained with: divided by 255, minus the mean, divided by the standard deviation."
             )
         return images
-
-    def require_no_augmentation(self, order: Pass) -> None:
-        if order.augmentation is not None:
-            raise InvalidInput(
-                f"{self.argument} is augmented by its own transforms; attnrx augments only the datasets that it loads "
-                "itself."
-            )
 
 
 def _described(label: Any) -> str:
@@ -234,19 +321,64 @@ def _described(label: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """A dataset with an index, and the DataLoader that it came with."""
+    """Rows of a dataset with an index, and the DataLoader that it came with.
+
+    `is_whole` if the rows are those of the dataset, each once, and not what a sampler draws; `note` is about that.
+    """
 
     dataset: Any
     reading: _Reading
     loader: DataLoader[Any] | None = None
+    rows: Sequence[int] = ()
+    note: str | None = None
+    is_whole: bool = True
+
+    def __post_init__(self):
+        if not len(self.rows):
+            raise DataError(f"{self.reading.argument} is empty; give at least one image.")
+
+    def fixed(self, limit: int, normalization: Normalization | None) -> FixedImages:
+        """Reads the rows once, or `limit` of them."""
+        rows, notes = self._chosen(limit)
+        size = (self.loader.batch_size if self.loader else None) or BATCH
+        batches = self.batches([list(rows[first : first + size]) for first in range(0, len(rows), size)])
+        images = fix(batches, self.reading.name, total=len(rows), normalization=normalization)
+        again = evenly_spaced(len(images), READ_TWICE)
+        # A collate function that drops items leaves no way to compare rows.
+        if not isinstance(self.dataset, _Rows) and len(images) == len(rows):
+            batch = self.batch([rows[position] for position in again])
+            if not torch.equal(content_hashes(batch.images), images.hashes[again]):
+                notes.append(_one_draw(self.reading.argument, len(images)))
+        return replace(images, notes=(*notes, *images.notes))
+
+    def _chosen(self, limit: int) -> tuple[Sequence[int], list[str]]:
+        """Returns at most `limit` rows, and notes."""
+        notes = [] if self.note is None else [self.note]
+        count = len(self.rows)
+        if count <= limit:
+            return self.rows, notes
+        # A dataset may be sorted by class, and may have more rows than labels fit into memory.
+        few = [self.rows[position * count // CANDIDATES] for position in range(CANDIDATES)]
+        candidates = self.rows if count <= CANDIDATES else few
+        labels = self.labels_of(candidates)
+        positions = torch.arange(limit) * len(candidates) // limit if labels is None else by_turns(labels)[:limit]
+        how = "evenly spread" if labels is None else "as many of each class"
+        notes.append(f"{self.reading.argument}: {limit:,} of its {count:,} images are used, {how}")
+        return [candidates[position] for position in positions.sort().values.tolist()], notes
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        items = [self.dataset[row] for row in rows]
+        argument, items = self.reading.argument, []
+        for row in rows:
+            with _naming(f"item {row} of {argument} ({len(self.rows):,} items)"):
+                items.append(self.dataset[row])
         if self.loader is None:
-            batch = self.reading.collated(items)
+            with _naming(f"an image of the items {rows[0]} to {rows[-1]} of {argument}"):
+                batch = self.reading.collated(items)
         else:
-            batch = self.reading.batch(self.loader.collate_fn(items))
-        return replace(batch, index=torch.tensor(rows))
+            with _naming(f"the batch that collate_fn of {argument} makes of the items {rows[0]} to {rows[-1]}"):
+                collated = self.loader.collate_fn(items)
+            batch = self.reading.batch(collated)
+        return _with_rows(batch, rows)
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """Reads batches of rows in this order, with the worker processes of the DataLoader."""
@@ -263,85 +395,71 @@ class _Source:
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
             worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            timeout=loader.timeout,
         )
-        for batch_rows, batch in zip(rows, row_loader, strict=True):
-            yield replace(self.reading.batch(batch), index=torch.tensor(batch_rows))
+        parts = iter(row_loader)
+        for number, batch_rows in enumerate(rows):
+            what = f"batch {number} of {self.reading.argument} (items {batch_rows[0]} to {batch_rows[-1]})"
+            with _naming(what):
+                batch = next(parts)
+            yield _with_rows(self.reading.batch(batch), batch_rows)
 
     @property
     def labels(self) -> Int[Tensor, "images"] | None:
-        """The labels of all rows, if the dataset lists them, as torchvision's datasets do."""
+        """The labels of all rows, if the dataset lists them."""
+        return self.labels_of(self.rows)
+
+    def labels_of(self, rows: Sequence[int]) -> Int[Tensor, "rows"] | None:
+        """Returns the labels of some rows, if the dataset lists them, as torchvision's datasets do."""
         # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
         # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
         for name in ("targets", "labels", "_labels"):
             values = getattr(self.dataset, name, None)
-            if isinstance(values, Tensor | list | tuple) and len(values) == len(self.dataset):
-                return _as_labels(values)
+            if isinstance(values, Tensor | list | tuple | np.ndarray) and len(values) == len(self.dataset):
+                return _as_labels(values, rows)
         names = getattr(self.dataset, "column_names", None) or ()  # of a Hugging Face dataset
         column = next((key for key in LABEL_KEYS if key in names), None)
-        return None if column is None else _as_labels(list(self.dataset[column]))
+        if column is None:
+            return None
+        # Without the user's transform, which need not take a column alone.
+        plain = self.dataset.with_format(None) if hasattr(self.dataset, "with_format") else self.dataset
+        return _as_labels(list(plain[column]), rows)
 
 
-def _as_labels(found: Any) -> Int[Tensor, "images"] | None:
+def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Returns a batch with the row of every image; they are unknown if the collate function drops items."""
+    return replace(batch, index=torch.tensor(rows)) if len(batch) == len(rows) else batch
+
+
+def _one_draw(argument: str, count: int) -> str:
+    return (
+        f"{argument} gives other images at every reading (random augmentation or shuffling): {ONE_DRAW} of {count:,} "
+        "images is used for everything"
+    )
+
+
+def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
     try:
-        labels = torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError):  # names of classes, or nested lists
+        if isinstance(found, Tensor | np.ndarray):
+            labels = torch.as_tensor(found[torch.as_tensor(rows) if isinstance(rows, list) else slice(len(rows))])
+        else:
+            labels = torch.as_tensor([found[row] for row in rows])
+    except (TypeError, ValueError, RuntimeError, IndexError):  # names of classes, or nested lists
         return None
-    # Negative numbers stand for missing labels, and `bincount`, which counts the classes, does not take them.
-    usable = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.min()) >= 0
-    return labels.long() if usable else None
+    # Negative numbers stand for missing labels, which are no class.
+    usable = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex() and len(labels)
+    labels = labels.long().cpu()
+    return labels if usable and int(labels.min()) >= 0 else None
 
 
 @dataclass(frozen=True, eq=False)
-class IndexedImages(RowImages):
-    """Some rows of a dataset with an index, on the scale and with the transforms of the dataset itself."""
-
-    store: _Source
-
-    @property
-    def has_labels(self) -> bool:
-        # By the first image: the labels of all of them are known only after all items are read.
-        return int(self.store.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
-
-    @property
-    def fingerprint(self) -> str:
-        """Hashes up to 64 images and their labels, spread over the rows."""
-        rows = self.rows[evenly_spaced(len(self))].tolist()
-        batches = [self.store.batch([row]) for row in rows]
-        contents = [batch.images.contiguous().numpy().tobytes() for batch in batches]
-        contents += [batch.labels.numpy().tobytes() for batch in batches]
-        # The rows stand for the labels, of which only those of the sampled images are read.
-        return digest(self.name, self.rows, contents)
-
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        """Returns the set itself: the user's own transforms decide the scale."""
-        return self
-
-    def limited_to(self, num_classes: int) -> "IndexedImages":
-        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
-        store = replace(self.store, reading=replace(self.store.reading, num_classes=num_classes))
-        if store.labels is not None:  # known before the images are read
-            store.reading.require_classes(store.labels[self.rows])
-        return replace(self, store=store)
-
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        self.store.reading.require_no_augmentation(order)  # so that every step's random numbers are None
-        steps = [self.rows[positions].tolist() for positions, _ in order.steps(len(self))]
-        for batch in self.store.batches(steps):
-            yield _on_device(batch, order.device)
-
-
-@dataclass(frozen=True, eq=False)
-class IteratedImages(ImageSet):
-    """An iterable of batches, or of single items, that every pass iterates from its beginning.
-
-    The length is counted in a first pass. The batches are those of the iterable; single items are collated. A part has
-    the images from `first` up to `stop`.
-    """
+class _Stream:
+    """An iterable of batches, or of single items; a list has its items in memory and yields each once."""
 
     source: Iterable[Any]
     reading: _Reading
-    first: int = 0
-    stop: int | None = None
+    is_list: bool = False
 
     def __post_init__(self):
         if isinstance(self.source, Iterator):
@@ -350,76 +468,39 @@ class IteratedImages(ImageSet):
                 "give a list, a DataLoader, or an object whose __iter__ begins anew."
             )
 
-    def __len__(self) -> int:
-        return self._counted[0]
-
-    @property
-    def fingerprint(self) -> str:
-        """Hashes the labels of all images, and of each batch the first image."""
-        return self._counted[1]
-
-    @property
-    def has_labels(self) -> bool:
-        return self._counted[2]
-
-    @cached_property
-    def _counted(self) -> tuple[int, str, bool]:
-        """The number of images, the fingerprint, and whether there are labels; from one pass, the first time."""
-        labels, contents = [torch.empty(0, dtype=torch.long)], []
-        # Only the labels and a hash per batch are held, because the images may not fit in memory.
-        for batch in self._batches(64):
-            labels.append(batch.labels)
-            contents.append(hashlib.sha256(batch.images[0].contiguous().numpy().tobytes()).digest())
-        all_labels = torch.cat(labels)
-        if not len(all_labels):
+    def fixed(self, limit: int, normalization: Normalization | None) -> FixedImages:
+        """Reads the images once, at most `limit`, each image once."""
+        batches = self._batches()
+        first = next(batches, None)
+        if first is None:
             raise DataError(f"{self.reading.argument} yielded no image; give at least one.")
-        return len(all_labels), digest(self.reading.name, all_labels, contents), bool((all_labels != UNLABELLED).all())
+        # A length counts batches or items, so it only shows that there is an end.
+        is_endless = _length(self.source, self.reading.argument) is None
+        images = fix(
+            chain([first], batches),
+            self.reading.name,
+            normalization=normalization,
+            limit=min(limit, MOST_UNCOUNTED) if is_endless else limit,
+            seconds=MOST_SECONDS if is_endless else math.inf,
+            # Workers that read the same items, or a sampler, may yield an image twice; a list has what its user put in.
+            distinct=not self.is_list,
+        )
+        if not self.is_list and len(first) <= MOST_READ_TWICE:
+            again = next(self._batches(), None)
+            hashes = [None if batch is None else content_hashes(batch.images).tolist() for batch in (first, again)]
+            if hashes[0] != hashes[1]:
+                return replace(images, notes=(_one_draw(self.reading.argument, len(images)), *images.notes))
+        return images
 
-    def take(self, count: int) -> ImageSet:
-        require_held(count, len(self))
-        return self._cut(slice(0, count))
+    def _batches(self) -> Iterator[Batch]:
+        """Yields batches on the CPU, with the position of every image."""
+        count = 0
+        for batch in self._as_given():
+            yield replace(batch, index=torch.arange(count, count + len(batch)))
+            count += len(batch)
 
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        return self._cut(rows_of_part(len(self), process, processes, batch_size))
-
-    def _cut(self, rows: slice) -> ImageSet:
-        return replace(self, first=self.first + rows.start, stop=self.first + rows.stop)
-
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        """Returns the set itself: the user's own transforms decide the scale."""
-        return self
-
-    def limited_to(self, num_classes: int) -> "IteratedImages":
-        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
-        return replace(self, reading=replace(self.reading, num_classes=num_classes))
-
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        self.reading.require_no_augmentation(order)
-        if order.seed is not None or order.start or order.shard != (0, 1):
-            raise InvalidInput(
-                f"{self.reading.argument} can only be iterated in its own order, and training draws a new order for "
-                "every epoch so that a run can be resumed: give a dataset with a length and an index, or a DataLoader "
-                "over one."
-            )
-        for batch in self._batches(order.batch_size):
-            yield _on_device(batch, order.device)
-
-    def _batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yields the batches on the CPU, with the row of every image, cut to the own rows."""
-        num_read = 0
-        for batch in self._as_given(batch_size):
-            stop = len(batch) if self.stop is None else min(len(batch), self.stop - num_read)
-            part = slice(max(self.first - num_read, 0), stop)
-            if part.start < part.stop:
-                # Rows are counted from the beginning of the iterable, so an image has the same row in every part.
-                index = torch.arange(num_read, num_read + len(batch))
-                yield Batch(batch.images[part], batch.labels[part], index[part])
-            num_read += len(batch)
-            if self.stop is not None and num_read >= self.stop:
-                return
-
-    def _as_given(self, batch_size: int) -> Iterator[Batch]:
-        parts = iter(self.source)
+    def _as_given(self) -> Iterator[Batch]:
+        parts = self._items()
         first = next(parts, None)
         if first is None:
             return
@@ -429,9 +510,63 @@ class IteratedImages(ImageSet):
         if isinstance(image, Tensor) and image.ndim == 4:
             yield from map(self.reading.batch, parts)
         else:
-            while items := list(islice(parts, batch_size)):
+            while items := list(islice(parts, BATCH)):
                 yield self.reading.collated(items)
 
+    def _items(self) -> Iterator[Any]:
+        with _naming(f"the first item of {self.reading.argument}"):
+            items = iter(self.source)
+        number = 0
+        while True:
+            with _naming(f"item {number} of {self.reading.argument}"):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+            number += 1
 
-def _on_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(batch.images.to(device), batch.labels.to(device), batch.index.to(device))
+
+@dataclass(frozen=True, eq=False)
+class IndexedImages(RowImages):
+    """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, for training."""
+
+    store: _Source
+
+    @property
+    def has_labels(self) -> bool:
+        # By the first image: the labels of all of them are known only after all items are read.
+        with seeded_draws(0):
+            return int(self.store.batch(self._rows(self.rows[:1])).labels[0]) != UNLABELLED
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes up to 64 images and their labels, spread over the rows."""
+        rows = self._rows(self.rows[evenly_spaced(len(self))])
+        with seeded_draws(0):  # the same in every call, whatever random transforms there are
+            batches = [self.store.batch([row]) for row in rows]
+        contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
+        contents += [batch.labels.numpy().tobytes() for batch in batches]
+        # The rows stand for the labels, of which only those of the sampled images are read.
+        return digest(self.name, self.rows, contents)
+
+    def _rows(self, positions: Int[Tensor, "chosen"]) -> list[int]:
+        return [self.store.rows[position] for position in positions.tolist()]
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        """Returns the set itself: the user's own transforms decide the scale."""
+        return self
+
+    def limited_to(self, num_classes: int) -> "IndexedImages":
+        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
+        store = replace(self.store, reading=replace(self.store.reading, num_classes=num_classes))
+        if store.labels is not None:  # known before the images are read
+            require_classes(store.labels[self.rows], num_classes, store.reading.argument)
+        return replace(self, store=store)
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        require_no_augmentation(order, self.store.reading.argument)  # so that every step's random numbers are None
+        steps = [self._rows(self.rows[positions]) for positions, _ in order.steps(len(self))]
+        for batch in self.store.batches(steps):
+            device = order.device
+            yield Batch(batch.images.to(device), batch.labels.to(device), batch.index.to(device))

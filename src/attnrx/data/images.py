@@ -20,6 +20,7 @@ from attnrx.errors import DataError, InvalidInput
 from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Bool, Float, Int, Tensor, UInt8
 
+UNLABELLED = -1  # no class number, so it cannot equal an answer
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
 NO_LABELS = (
     "the data has no labels, and this needs them: give pairs (images, labels), or mappings with a key such as 'label'."
@@ -131,7 +132,12 @@ class Pass:
 
 
 class ImageSet(ABC):
-    """One split. It is never consumed: every call of `batches` begins a new pass."""
+    """One split. It is never consumed: every call of `batches` begins a new pass.
+
+    `notes` are what evidence has to state about the reading of the images.
+    """
+
+    notes: tuple[str, ...] = ()
 
     @property
     def has_labels(self) -> bool:
@@ -270,6 +276,8 @@ def turns(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Te
 
 def by_turns(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
     """Returns all positions going round the classes: the first image of each class, then the second, and so on."""
+    # By the rank of a class, because a class number can be of any size.
+    labels = labels.unique(return_inverse=True)[1]
     # Sorted by turn, and within a turn by class.
     turn = turns(labels, torch.arange(len(labels)))
     return (turn * len(labels.bincount()) + labels).argsort(stable=True)

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.data.images import Batch, ImageSet, Pass
+from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass
 from attnrx.data.splits import Splits
 from attnrx.errors import DataError, UnknownName
 from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Int, Tensor
 
-UNLABELLED = -1  # no class number, so it cannot equal an answer
 IMAGENET_1K = 1000
 # How ImageNet's classes, and their folders, are named, e.g. n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from attnrx.data.images import Batch, ImageSet, Pass
-from attnrx.data.labels import UNLABELLED
+from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass
 from attnrx.data.loading import load_data
 from attnrx.data.splits import Splits
 from attnrx.errors import DataError, InvalidInput

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -250,25 +249,3 @@ def check_trained(labels: Mapping[str, Collection[int]], class_names: tuple[str,
                 f"label mismatch between the splits of {source}: class {class_names[min(strange)]!r} occurs in {split} "
                 "but never in train; check that both count the same classes."
             )
-
-
-def three_parts(splits: Splits) -> tuple[ImageSet, ImageSet, ImageSet]:
-    """Returns disjoint images: to plan on, to measure predictions on, and to verify on."""
-    sets = []
-    for name in ("train", "validation", "test"):
-        with suppress(DataError):
-            len(getattr(splits, name))  # raises for a split that the data does not have
-            sets.append(getattr(splits, name))
-    # Without a test split the validation images are both (`splits_for`).
-    distinct = [images for index, images in enumerate(sets) if images is not sets[index - 1] or not index]
-    if len(distinct) == 3:
-        return distinct[0], distinct[1], distinct[2]
-    *first, last = distinct
-    if first:  # two sets: the first is divided
-        # Parts are consecutive rows, and a dataset may be sorted by class: `take` mixes the classes first.
-        every = first[0].take(len(first[0]))  # going round the classes
-        return every.part(0, 2, 1), every.part(1, 2, 1), last
-    if len(last) < 6:
-        raise DataError(f"{len(last)} images: give at least 6, which are divided into three parts.")
-    every = last.take(len(last))
-    return every.part(0, 3, 1), every.part(1, 3, 1), every.part(2, 3, 1)

@@ -186,7 +186,8 @@ def export(
             f"{reduction.policy} gives every image its own number of tokens, and an exported graph has fixed shapes; "
             "export a policy of fixed numbers, e.g. ward:0.7@4,7,10."
         )
-    images = None if calibration is None else images_for(model, calibration, "calibration")
+    wanted = max(form.wanted, batch if isinstance(batch, int) else AT_ONCE)  # as many as are calibrated on
+    images = None if calibration is None else images_for(model, calibration, "calibration", limit=wanted)
     subject = ExportSubject.of(model, form, batch, precision, images)
     if class_names:
         classes = num_classes(model)
@@ -226,7 +227,8 @@ def compare_with_original(
     The original has the attention of its own library. Both run in the same runtime with this number of CPU threads, in
     turns: batches of the file's size, or of each of TIMED.
     """
-    images = None if calibration is None else images_for(original, calibration, "calibration")
+    wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
+    images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
     size, precision = exported.images.batch, exported.images.precision
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)

@@ -66,7 +66,7 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
 
 def _moments(model: nn.Module, calibration: ImageData) -> list[RowMoments]:
     family = family_of(model)
-    image_set = images_for(model, calibration, "calibration")
+    image_set = images_for(model, calibration, "calibration", limit=OBSERVED)
     images = image_set.take(min(OBSERVED, len(image_set)))
     if not len(images):
         raise DataError("the calibration data are empty; give a few images, e.g. splits.train.take(256).")

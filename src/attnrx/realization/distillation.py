@@ -74,7 +74,8 @@ def distill(
         InvalidInput: The models return outputs of different widths, or there are too few images.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
     """
-    knobs, images = settings or Distill(), images_for(reference, calibration, "calibration")
+    knobs = settings or Distill()
+    images = images_for(reference, calibration, "calibration", seed=knobs.seed)
     if len(images) < 2 * HELD_OUT:
         raise InvalidInput(f"distill was given {len(images)} images; give at least {2 * HELD_OUT}, better 2,000.")
     weight = next(candidate.parameters())
@@ -131,7 +132,7 @@ class _OutputFit:
         for batch in self.images.batches(self.batch, device=weight.device):
             yield batch.images.to(weight.dtype) if validation is None else validation.take(batch.images)
         if validation is not None:
-            self.notes, self.is_validated = validation.notes(), True
+            self.notes, self.is_validated = [*self.images.notes, *validation.notes()], True
 
     def _divergence(self, pixels: Tensor) -> Float[Tensor, "images"]:
         with torch.no_grad():

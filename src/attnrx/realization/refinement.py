@@ -22,6 +22,9 @@ from attnrx.realization.descent import descend_
 from attnrx.runtime.module_copies import copied
 from attnrx.shapes import Float, Tensor
 
+# At most so many images of a user's data are read.
+MOST_REFINED = 4096
+
 
 @dataclass(frozen=True)
 class Refinement:
@@ -69,7 +72,8 @@ def refine(
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
     """
     knobs = refinement or Refinement()
-    result, images = Refined(copied(candidate)), images_for(reference, calibration, "calibration")
+    images = images_for(reference, calibration, "calibration", limit=MOST_REFINED, seed=knobs.seed)
+    result = Refined(copied(candidate))
     pairs = list(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )
@@ -82,7 +86,7 @@ def refine(
             if result.before:  # the first layer has warned
                 warnings.simplefilter("ignore", ScaleWarning)
             inputs, positions = _layer_inputs(reference, teacher, images, input_validation)
-            result.notes = input_validation.notes()
+            result.notes = [*images.notes, *input_validation.notes()]
         before, after = _refine_layer_(student, teacher, inputs, positions, knobs)
         result.before.append(before)
         result.after.append(after)

@@ -24,6 +24,8 @@ from attnrx.shapes import Float, Tensor
 # The importance of tokens is measured on so many images, and this share of it is the same for all tokens, because the
 # outputs of a class-token model do not depend on the patches of its last block, while its dense features do.
 IMPORTANCE_IMAGES, EVEN = 64, 0.1
+# At most so many images of a user's data are read.
+MOST_REPAIRED = 4096
 # Images of a forward pass of one block.
 CHUNK = 32
 
@@ -88,7 +90,8 @@ def repair(
         NotSupported: The candidate prunes or merges tokens, or its MLPs are not two linear maps.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
     """
-    knobs, images = settings or Repair(), images_for(reference, calibration, "calibration")
+    knobs = settings or Repair()
+    images = images_for(reference, calibration, "calibration", limit=MOST_REPAIRED, seed=knobs.seed)
     for model, what in ((candidate, "repair"), (reference, "repair a candidate of")):
         require_all_tokens(model, what)
     result = Repaired(copied(candidate))
@@ -97,7 +100,8 @@ def repair(
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
         weights = _importance(reference, images)
-        base, result.notes = _first_tokens(reference, images)
+        base, notes = _first_tokens(reference, images)
+        result.notes = [*images.notes, *notes]
         tokens, _ = _first_tokens(result.model, images)
         layers = zip(_blocks(reference, images), _blocks(result.model, images), weights, strict=True)
         for original, block, weight in track(list(layers), "repairing blocks"):

@@ -55,7 +55,7 @@ def realize_tokens_(
                 f"{tokens.policy} gives every image its own number of tokens by thresholds that are found on data: "
                 "pass calibration images, e.g. calibration=splits.train.take(256)."
             )
-        _calibrate_(model, reduction, images_for(model, calibration, "calibration"))
+        _calibrate_(model, reduction, images_for(model, calibration, "calibration", limit=CALIBRATED))
     if tokens.predictors is not None:
         _load_(reduction, tokens.predictors)
 

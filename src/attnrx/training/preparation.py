@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from attnrx.data import ImageSet, Splits, require_labels
-from attnrx.data.adapters import IndexedImages, IteratedImages
+from attnrx.data import FixedImages, ImageSet, Splits, require_labels
+from attnrx.data.adapters import IndexedImages
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.losses import TeacherSource
 from attnrx.model_data import normalization_of, num_classes
@@ -163,7 +163,7 @@ def _limited(images: ImageSet, classes: int) -> ImageSet:
 
     The labels are checked on the CPU, because on a GPU a label out of range ends the process.
     """
-    return images.limited_to(classes) if isinstance(images, IndexedImages | IteratedImages) else images
+    return images.limited_to(classes) if isinstance(images, IndexedImages | FixedImages) else images
 
 
 def measurable(images: ImageSet, classes: int) -> ImageSet | None:

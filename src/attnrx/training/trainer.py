@@ -74,7 +74,7 @@ def train(
     (`accelerate launch`) every process calls this. Ctrl-C writes a checkpoint and raises TrainingInterrupted; NaN
     raises TrainingDiverged.
     """
-    folder, splits = Path(folder), splits_for(model, data)
+    folder, splits = Path(folder), splits_for(model, data, training=True)
     splits = require_fit(model, splits, config)
     teachers = load_teachers(config.losses)
     requested = identity(model, splits, config, teachers)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, require_same_order
+from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import mean_change, mean_share
 from attnrx.data import ImageSet, own_labels, require_labelled
 from attnrx.data.images import generator
@@ -75,11 +75,10 @@ class Transfer(Check):
         # `take` goes round the classes. The new head has the classes of the dataset, so labels that were mapped to
         # those of the model's head are mapped back.
         training = own_labels(self.training if self.per_class is None else self.training.take(count))
-        before, labels = self._probed("reference", comparison.reference, training, comparison)
+        before = self._probed("reference", comparison.reference, training, comparison)
         findings = {}
         for name, model in candidates.items():
-            after, labels_again = self._probed(name, model, training, comparison)
-            require_same_order(labels, labels_again)
+            after = self._probed(name, model, training, comparison)
             # The mean over the seeds first: the results of several heads for one image are not independent samples.
             change = mean_change(after.mean(0) - before.mean(0), comparison.seed)
             finding = change_of_accuracy(self.name, " of a fresh head", change, self.most_drop, before.shape[1])
@@ -100,8 +99,8 @@ class Transfer(Check):
 
     def _probed(
         self, role: str, model: nn.Module, training: ImageSet, comparison: Comparison
-    ) -> tuple[Float[Tensor, "seeds images"], Int[Tensor, "images"]]:
-        """Returns 1 for every seed and test image that is classified as labelled, else 0, and the labels."""
+    ) -> Float[Tensor, "seeds images"]:
+        """Returns 1 for every seed and test image that is classified as labelled, else 0."""
         rows, labels = _features(role, model, training, comparison)
         test_rows, test_labels = _features(role, model, own_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
@@ -113,7 +112,7 @@ class Transfer(Check):
             )
         heads = [self._head(rows, labels, seed) for seed in self.seeds]
         right = torch.stack([(head(test_rows).argmax(-1) == test_labels).double() for head in heads])
-        return right.cpu(), test_labels.cpu()
+        return right.cpu()
 
     # The caller may have disabled gradients.
     @torch.enable_grad()

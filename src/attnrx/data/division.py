@@ -1,0 +1,147 @@
+"""Division of a dataset into disjoint images: to plan and fit on, to measure predictions on, and to verify on."""
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from attnrx.data.fixed import MOST_IMAGES, FixedImages, fix
+from attnrx.data.images import ImageSet, by_turns
+from attnrx.data.mixing import MixedImages
+from attnrx.data.splits import NAMES, Splits
+from attnrx.errors import DataError
+from attnrx.preprocessing import Normalization
+
+BATCH = 64  # images that are decoded at once
+SECOND = "the second dataset"
+
+
+class Parts(NamedTuple):
+    """Images by their use; no two parts have images of the same pixels."""
+
+    planned: ImageSet
+    predicted: ImageSet
+    verified: FixedImages
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the images were read and divided."""
+        return self.verified.notes
+
+
+def three_parts(
+    splits: Splits, planned: int = MOST_IMAGES, predicted: int = MOST_IMAGES, verified: int = MOST_IMAGES
+) -> Parts:
+    """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
+
+    Of three splits each is a part, of two the first is divided, and of one all images are: a third at most to plan on
+    and to predict on, and the others to verify on. At most so many images are used of each part. Images are compared by
+    content: one that occurs several times is used once, to verify on rather than to predict on, and to predict on
+    rather than to plan on.
+
+    Raises:
+        DataError: There are too few different images.
+    """
+    sets = _distinct_sets(splits)
+    mosaics, times = {}, 0
+    if isinstance(mixed := next(iter(sets.values())), MixedImages):
+        # A second dataset is planned on, and its images are beside those that are divided.
+        sets[next(iter(sets))], times = mixed.own, mixed.times
+        planned, predicted = (-(-count // (1 + times)) for count in (planned, predicted))
+        mosaics = {SECOND: mixed.others}
+    wanted = [planned, predicted, verified]
+    wanted = [sum(wanted[: 4 - len(sets)]), *wanted[4 - len(sets) :]]
+    if times:
+        wanted.insert(0, times * (planned + predicted))
+    sets = {**mosaics, **sets}
+    fixed = {
+        name: fixed_images(images, splits.normalization, most)
+        for (name, images), most in zip(sets.items(), wanted, strict=True)
+    }
+    notes = [*dict.fromkeys(note for images in fixed.values() for note in images.notes)]
+    different = _without_repeats(fixed, notes)
+    composed = different.pop(SECOND, None)
+    *others, last = different.values()
+    if not others:
+        if len(last) < 6:
+            raise DataError(f"{len(last)} different images: give at least 6, which are divided into three parts.")
+        first = min(planned, len(last) // 3)
+        second = min(predicted, (len(last) - first) // 2)
+        parts = _cut(last, first, second, len(last) - first - second)
+    elif len(others) == 1:
+        if len(others[0]) < 2:
+            raise DataError(
+                f"{splits.name} has {len(others[0])} images to plan on that are not among those to verify on; give at "
+                "least 2."
+            )
+        second = min(predicted, len(others[0]) // 2)
+        parts = [*_cut(others[0], len(others[0]) - second, second), last]
+    else:
+        parts = [*others, last]
+    for name, part in zip(Parts._fields, parts, strict=True):
+        if not len(part):
+            raise DataError(f"{splits.name} has no images left for the part that is {name}: all occur in other splits.")
+    parts = [replace(part, notes=tuple(notes)) for part in parts]
+    if composed is None:
+        return Parts(*parts)
+    # Of three splits the second is that of the dataset alone.
+    planned_on = _mixed(parts[0], composed, 0, times)
+    predicted_on = parts[1] if len(others) == 2 else _mixed(parts[1], composed, len(parts[0]), times)
+    return Parts(planned_on, predicted_on, parts[2])
+
+
+def _mixed(own: FixedImages, composed: FixedImages, skipped: int, times: int) -> ImageSet:
+    """Returns the images, each followed by `times` of the second dataset, if it has as many after the skipped ones."""
+    count = min(len(own), len(composed) // times - skipped)
+    if count < 1:
+        return own
+    rows = slice(times * skipped, times * (skipped + count))
+    return MixedImages(own.at(slice(0, count)), composed.at(rows), times)
+
+
+def fixed_images(images: ImageSet, normalization: Normalization | None = None, most: int = MOST_IMAGES) -> FixedImages:
+    """Returns at most so many of the images, read once."""
+    chosen = images if len(images) <= most else images.take(most)
+    if isinstance(chosen, FixedImages):
+        return chosen
+    name = chosen.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
+    batches, problem = chosen.batches(BATCH), chosen.label_problem
+    found = fix(batches, name, normalization=normalization, total=len(chosen), problem=problem)
+    return replace(found, notes=(*chosen.notes, *found.notes))
+
+
+def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
+    """Returns the splits that the data have; without a test split the validation images are both (`splits_for`)."""
+    sets: dict[str, ImageSet] = {}
+    for name in NAMES:
+        with suppress(DataError):
+            images = getattr(splits, name)
+            len(images)  # raises for a split that the data does not have
+            if not any(images is other for other in sets.values()):
+                sets[name] = images
+    if not sets:
+        raise DataError(f"{splits.name} has no images.")
+    return sets
+
+
+def _without_repeats(sets: dict[str, FixedImages], notes: list[str]) -> dict[str, FixedImages]:
+    """Returns the sets without images that occur before in the same one, or in a later one; adds notes."""
+    seen = set[int]()
+    different: dict[str, FixedImages] = {}
+    # From the last: an image of the test is not planned on.
+    for name, images in reversed(sets.items()):
+        new = [position for position, each in enumerate(images.hashes.tolist()) if not (each in seen or seen.add(each))]
+        if len(new) < len(images):
+            where = " or ".join(("occur before", *(f"in {later}" for later in reversed(different))))
+            notes.append(f"{name}: {len(images) - len(new):,} of {len(images):,} images {where}; each is used once")
+        different[name] = images.at(torch.tensor(new, dtype=torch.long))
+    return {name: different[name] for name in sets}
+
+
+def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:
+    """Returns consecutive parts of so many images, after ordering them so that each part is of all classes."""
+    labels = images.store.labels
+    # A dataset may be sorted by class: without labels the order is that of the hashes, which is as good as random.
+    order = images.hashes.argsort() if labels is None else by_turns(labels[images.rows])
+    return [images.at(part) for part in order.split(list(counts))]

@@ -1,0 +1,333 @@
+"""Images that were read once from their source and are the same in every pass.
+
+A user's data may give other images at every reading: random crops, samplers with replacement, iterables that shuffle.
+What compares two models, or divides images into those to plan on and those to verify on, needs the same ones each time.
+So every source is read in one pass into an `ImageStore`, and everything afterwards reads that store.
+"""
+
+import hashlib
+import math
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnrx.data.images import NO_LABELS, UNLABELLED, Batch, ImageSet, Pass, RowImages, digest
+from attnrx.display import Displayed
+from attnrx.errors import DataError, InvalidInput
+from attnrx.preprocessing import Normalization
+from attnrx.progress import track
+from attnrx.runtime.hardware import cache_folder
+from attnrx.shapes import Float, ImageBatch, Int, Tensor, UInt8
+
+MEMORY = 2 * 2**30  # bytes of images that are held in memory; more are held in a file
+MOST_IMAGES = 50_000  # the size of ImageNet's validation set; where a call needs fewer, it reads fewer
+MOST_UNCOUNTED = 10_000  # of an iterable without a length, which may be endless
+MOST_SECONDS = 600.0  # of reading such an iterable
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LEVELS = 256
+ONE_DRAW = "one fixed draw"  # in the notes on images that another reading would not repeat
+
+
+@contextmanager
+def seeded_draws(seed: int) -> Iterator[None]:
+    """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards.
+
+    Random transforms of a user's dataset draw from these, so one reading can be repeated and leaves no trace.
+    """
+    states = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which seeds other devices too
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
+    """Returns a hash of the values of every image: equal for images that are equal bit by bit."""
+    # 8 bytes: among 50,000 images two different ones share a hash with a probability of 1e-10.
+    rows = images.contiguous().view(torch.uint8).flatten(1).numpy() if images.numel() else [b""] * len(images)
+    digests = [hashlib.blake2b(row, digest_size=8).digest() for row in rows]
+    return torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImageStore(Displayed):
+    """Images as they were read, with the label (-1 without one), the row in the source and the hash of each.
+
+    `values` are the images in the dtype of the source, or 8-bit codes of them: indices into `levels`, which has the
+    value of every pixel level by channel.
+    """
+
+    values: Float[Tensor, "stored channels height width"] | UInt8[Tensor, "stored channels height width"]
+    levels: Float[Tensor, "channels 256"] | None
+    numbers: Int[Tensor, "stored"]
+    sources: Int[Tensor, "stored"]
+    hashes: Int[Tensor, "stored"]
+
+    @property
+    def labels(self) -> Int[Tensor, "stored"] | None:
+        """The labels, by which `take` goes round the classes; None if an image has none."""
+        return self.numbers if bool((self.numbers >= 0).all()) else None
+
+    def images(self, rows: Int[Tensor, "batch"]) -> ImageBatch:
+        values = self.values[rows]
+        return values if self.levels is None else _decoded(values, self.levels)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FixedImages(Displayed, RowImages):
+    """Some rows of a store of images; `notes` state how they were read, `problem` why labels cannot be compared."""
+
+    store: ImageStore
+    notes: tuple[str, ...] = ()
+    problem: str | None = None
+
+    @property
+    def has_labels(self) -> bool:
+        return bool((self.store.numbers[self.rows] >= 0).any())
+
+    @property
+    def label_problem(self) -> str | None:
+        return self.problem if self.problem is not None or self.has_labels else NO_LABELS
+
+    @property
+    def hashes(self) -> Int[Tensor, "images"]:
+        return self.store.hashes[self.rows]
+
+    @property
+    def fingerprint(self) -> str:
+        """The name, the number of images, and a hash of all labels and contents, which is independent of the name."""
+        return self.name + digest("", self.store.numbers[self.rows], [self.hashes.numpy().tobytes()])
+
+    def at(self, positions: Int[Tensor, "chosen"] | slice) -> "FixedImages":
+        """Returns the images at these positions."""
+        return replace(self, rows=self.rows[positions])
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        """Returns the set itself: the scale is that of the source."""
+        return self
+
+    def limited_to(self, num_classes: int) -> "FixedImages":
+        """Returns the set itself; raises DataError for an image without a label below `num_classes`."""
+        require_classes(self.store.numbers[self.rows], num_classes, self.name)
+        return self
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        require_no_augmentation(order, self.name)
+        for positions, _ in order.steps(len(self)):
+            rows, store, device = self.rows[positions], self.store, order.device
+            yield Batch(store.images(rows).to(device), store.numbers[rows].to(device), store.sources[rows].to(device))
+
+
+def require_no_augmentation(order: Pass, name: str) -> None:
+    if order.augmentation is not None:
+        raise InvalidInput(
+            f"{name} is augmented by its own transforms; attnrx augments only the datasets that it loads itself."
+        )
+
+
+def require_classes(labels: Int[Tensor, "images"], num_classes: int, name: str) -> None:
+    """Raises DataError for labels that are no class of a model."""
+    wrong = labels[(labels < 0) | (labels >= num_classes)]
+    if not len(wrong):
+        return
+    label = int(wrong[0])
+    found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
+    raise DataError(
+        f"{name} has {found}, and the model has the classes 0 to {num_classes - 1}; give every image one of them; "
+        f"where no loss reads labels, the images can be given without any.{start_hint(labels, num_classes)}"
+    )
+
+
+def start_hint(labels: Int[Tensor, "images"], num_classes: int) -> str:
+    """Returns a question for labels that count from 1, else an empty text."""
+    counts_from_one = len(labels) and int(labels.min()) >= 1 and int(labels.max()) == num_classes
+    return f" Do they start at 1? Then subtract 1 from each: they count from 0 to {num_classes - 1}." * counts_from_one
+
+
+def fix(
+    batches: Iterable[Batch],
+    name: str,
+    *,
+    normalization: Normalization | None = None,
+    total: int | None = None,
+    limit: int = MOST_IMAGES,
+    seconds: float = math.inf,
+    distinct: bool = False,
+    problem: str | None = None,
+) -> FixedImages:
+    """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
+
+    At most `limit` images are read, for at most about so many `seconds`; `total` is their number, if it is known. With
+    `distinct` an image that was read before is left out. Images that are made of 8-bit pixels by `normalization` need
+    one byte per value.
+
+    Raises:
+        DataError: There is no image, or the file cannot be written.
+        InvalidInput: The images have several shapes or dtypes.
+    """
+    writer, parts, known = _Writer(normalization), [], set[int]()
+    count, end, reason = 0, time.monotonic() + seconds, None
+    for batch in track(batches, f"reading the images of {name}", total):
+        if count + len(batch) > limit:
+            reason = f"the limit is {limit:,}"
+        if reason is not None and count >= limit:
+            break
+        rows = torch.arange(min(len(batch), limit - count))
+        hashes = content_hashes(batch.images[rows])
+        count += len(rows)
+        if distinct:
+            new = [row for row, each in enumerate(hashes.tolist()) if not (each in known or known.add(each))]
+            rows = torch.tensor(new, dtype=torch.long)
+        if len(rows):
+            writer.add(batch.images[rows])
+            parts.append((batch.labels[rows], batch.index[rows], hashes[rows]))
+        reason = reason or writer.full()
+        if reason is None and time.monotonic() > end:
+            reason = f"it has no length, and reading took {seconds:.0f} s"
+        if reason is not None:
+            break
+    if not parts:
+        raise DataError(f"{name} yielded no image; give at least one.")
+    labels, sources, hashes = (torch.cat(each) for each in zip(*parts, strict=True))
+    notes = [] if reason is None else [f"{name}: only the first {count:,} images are used: {reason}"]
+    if len(labels) < count:
+        repeated = count - len(labels)
+        notes.append(f"{name}: {repeated:,} of {count:,} images were yielded more than once and are used once")
+    if writer.file is not None:
+        size = f"{writer.bytes / 2**30:.1f} GiB"
+        notes.append(f"{name}: the images take {size} and are in a temporary file in {cache_folder()}")
+    store = ImageStore(*writer.finished(), labels, sources, hashes)
+    return FixedImages(name, store, torch.arange(len(labels)), tuple(notes), problem)
+
+
+def _decoded(
+    codes: UInt8[Tensor, "batch channels height width"], levels: Float[Tensor, "channels 256"]
+) -> Float[Tensor, "batch channels height width"]:
+    return levels.flatten()[_flat(codes)]
+
+
+def _flat(codes: Tensor) -> Tensor:
+    """Returns the index of every value in the flattened levels."""
+    return codes.long() + (LEVELS * torch.arange(codes.shape[1]))[:, None, None]
+
+
+class _Levels:
+    """A code without loss for images that were 8-bit pixels: the value of every level by channel, as it occurs.
+
+    Resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel. The levels
+    are numbered by the normalization of the model, and their values are those of the images: a pipeline that rounds in
+    another way has others.
+    """
+
+    def __init__(self, normalization: Normalization, dtype: torch.dtype):
+        self.normalization = normalization
+        self.values = torch.full((len(normalization.mean), LEVELS), torch.nan, dtype=dtype)
+
+    def encoded(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
+        """Returns the codes; None for images that have other values."""
+        if images.shape[1] != len(self.values):
+            return None
+        pixels = 255 * self.normalization.invert(images.to(torch.promote_types(images.dtype, torch.float32)))
+        if not bool(((pixels > -0.5) & (pixels < LEVELS - 0.5)).all()):  # also false for NaN
+            return None
+        codes = pixels.round().to(torch.uint8)
+        flat, values = _flat(codes), self.values.clone()
+        values.flatten()[flat] = images
+        values = torch.where(self.values.isnan(), values, self.values)
+        if not torch.equal(values.flatten()[flat], images):
+            return None
+        self.values = values
+        return codes
+
+
+class _Writer:
+    """Collects images in memory, and beyond MEMORY bytes in a temporary file."""
+
+    def __init__(self, normalization: Normalization | None):
+        self.normalization, self.levels = normalization, None
+        self.blocks: list[Tensor] = []
+        self.file: Any = None
+        self.bytes, self.count = 0, 0
+        self.shape: tuple[int, ...] = ()
+        self.dtype: torch.dtype | None = None
+
+    def add(self, images: ImageBatch) -> None:
+        if self.dtype is None:
+            self.shape, self.dtype = tuple(images.shape[1:]), images.dtype
+            self.levels = _Levels(self.normalization, images.dtype) if self.normalization else None
+        if (tuple(images.shape[1:]), images.dtype) != (self.shape, self.dtype):
+            raise InvalidInput(
+                f"the data have images of the shapes {self.shape} ({self.dtype}) and {tuple(images.shape[1:])} "
+                f"({images.dtype}); resize them to one, of one dtype."
+            )
+        codes = None if self.levels is None else self.levels.encoded(images)
+        if self.levels is not None and codes is None:
+            self._use_floats()
+        self._append(images.clone() if codes is None else codes)
+
+    def _use_floats(self) -> None:
+        """Decodes the images so far: a later one has other values."""
+        if not self.count:
+            self.levels = None
+            return
+        values, levels = self.finished()
+        others = _Writer(None)
+        for part in values.split(64):
+            others.add(part if levels is None else _decoded(part, levels))
+        self.__dict__.update(others.__dict__)
+
+    def _append(self, block: Tensor) -> None:
+        block = block.contiguous()
+        self.count += len(block)
+        self.bytes += block.nbytes
+        if self.file is None and self.bytes <= MEMORY:
+            self.blocks.append(block)
+            return
+        try:
+            if self.file is None:
+                cache_folder().mkdir(parents=True, exist_ok=True)
+                self.file = tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="images-")
+            for each in (*self.blocks, block):
+                self.file.write(each.view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise DataError(
+                f"cannot write the images to a file in {cache_folder()}: {error.strerror or error}. Give fewer images, "
+                "or name a folder with more space in ATTNRX_CACHE."
+            ) from error
+        self.blocks = []
+
+    def full(self) -> str | None:
+        """Returns a reason to stop before the disk is full."""
+        if self.file is None or shutil.disk_usage(cache_folder()).free > MEMORY:
+            return None
+        return f"the disk of {cache_folder()} is almost full"
+
+    def finished(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the images and the levels of their codes."""
+        levels = None if self.levels is None else self.levels.values
+        if self.file is None:
+            values, first = self.blocks[0].new_empty((self.count, *self.shape)), 0
+            while self.blocks:  # one block after the other is copied and released
+                block = self.blocks.pop(0)
+                values[first : first + len(block)] = block
+                first += len(block)
+            return values, levels
+        self.file.flush()
+        stored = torch.from_file(self.file.name, shared=False, size=self.bytes, dtype=torch.uint8)
+        self.file.close()  # which deletes the file; its content lives as long as it is mapped
+        dtype = torch.uint8 if levels is not None else self.dtype
+        return stored.view(dtype or torch.uint8).view(self.count, *self.shape), levels

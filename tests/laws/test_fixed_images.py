@@ -1,0 +1,440 @@
+"""A user's data are read once: every pass has the same images, and no two parts of a division share an image."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import attnrx as rx
+from attnrx.data import FixedImages, Normalization, fixed, from_tensors, three_parts
+from attnrx.data.division import fixed_images
+from attnrx.data.fixed import ONE_DRAW, content_hashes
+from attnrx.errors import AttnrxError, DataError, InvalidInput
+from attnrx.model_data import images_for, splits_for
+from attnrx.realization.repair import Repair
+from attnrx.runtime.hardware import cache_folder
+from comparisons import pixels
+from planned import CONFIG, original
+
+COUNT = 40
+MEAN, STD = CONFIG.mean[0], CONFIG.std[0]
+
+
+def clean(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = next(pixels(CONFIG, COUNT, seed).batches(COUNT))
+    return batch.images, batch.labels
+
+
+IMAGES, LABELS = clean()
+SIZE = IMAGES.shape[-1]
+
+
+class Rows(Dataset[Any]):
+    """Pictures with an index, transformed at every reading."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda image: image):
+        self.change = change
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, row: int) -> Any:
+        return self.change(IMAGES[row]), int(LABELS[row])
+
+
+def crop(image: torch.Tensor) -> torch.Tensor:
+    """A random crop of an enlarged picture, by torch's generator."""
+    top, left = torch.randint(SIZE, (2,)).tolist()
+    return torch.cat([image, image], -1).repeat(1, 2, 1)[:, top : top + SIZE, left : left + SIZE]
+
+
+def crop_by_numpy(image: torch.Tensor) -> torch.Tensor:
+    return image.roll(int(np.random.randint(SIZE)), -1)
+
+
+def crop_by_python(image: torch.Tensor) -> torch.Tensor:
+    return image.roll(random.randrange(SIZE), -1)
+
+
+class Shuffling(IterableDataset[Any]):
+    """Yields another order in every pass, by a generator of its own; every worker yields everything."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.generator.permutation(COUNT).tolist():
+            yield IMAGES[row], int(LABELS[row])
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for row in count():
+            yield IMAGES[row % COUNT], int(LABELS[row % COUNT])
+
+
+class Shrinking(Shuffling):
+    """Yields fewer images in every pass."""
+
+    left = COUNT
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left -= 5
+        yield from zip(IMAGES[: self.left], LABELS[: self.left].tolist(), strict=True)
+
+
+def weighted(dataset: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(
+        dataset, 8, sampler=WeightedRandomSampler([1 + row % 3 for row in range(COUNT)], 2 * COUNT), **options
+    )
+
+
+# By form: the data, and whether another reading gives other images.
+FORMS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "loader": (lambda: DataLoader(Rows(), 8), False),
+    "shuffled": (lambda: DataLoader(Rows(), 8, shuffle=True), False),
+    "random crops": (lambda: DataLoader(Rows(crop), 8, shuffle=True, drop_last=True), True),
+    "random crops by NumPy": (lambda: DataLoader(Rows(crop_by_numpy), 8, shuffle=True), True),
+    "random crops of a dataset": (lambda: Rows(crop_by_python), True),
+    "random crops by workers": (lambda: DataLoader(Rows(crop), 8, shuffle=True, num_workers=2), True),
+    "weighted sampler": (lambda: weighted(Rows()), False),
+    "weighted sampler, random crops": (lambda: weighted(Rows(crop)), True),
+    "subset sampler": (lambda: DataLoader(Rows(), 8, sampler=SubsetRandomSampler(range(0, COUNT, 2))), False),
+    "replacement": (lambda: DataLoader(Rows(), 8, sampler=RandomSampler(Rows(), True, COUNT)), False),
+    "own batches": (lambda: DataLoader(Rows(), batch_sampler=Batches()), False),
+    "shuffling iterable": (Shuffling, True),
+    "loader of an iterable": (lambda: DataLoader(Shuffling(), 8), True),
+    "two workers that yield everything": (lambda: DataLoader(Shuffling(), 8, num_workers=2), False),
+    "endless": (Endless, False),
+    "shrinking": (Shrinking, True),
+    "repeated tensors": (lambda: (torch.cat([IMAGES, IMAGES]), torch.cat([LABELS, LABELS])), False),
+    "repeated batches": (lambda: [(IMAGES, LABELS), (IMAGES, LABELS)], False),
+    "no labels": (lambda: IMAGES, False),
+    "splits that overlap": (lambda: {"train": (IMAGES[:30], LABELS[:30]), "test": (IMAGES[10:], LABELS[10:])}, False),
+    "three that overlap": (
+        lambda: {name: (IMAGES[first:], LABELS[first:]) for name, first in (("train", 0), ("val", 9), ("test", 25))},
+        False,
+    ),
+    "named": (lambda: splits_of(pixels(CONFIG, COUNT)), False),
+}
+
+
+class Batches(BatchSampler):
+    """Batches of random rows, some of them twice."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from torch.randint(COUNT, (10, 8)).tolist()
+
+
+def splits_of(images: Any) -> rx.data.Splits:
+    return rx.data.Splits("named", images, images, images.take(20), (), 1, SIZE, Normalization((MEAN,), (STD,)), None)
+
+
+@pytest.fixture(autouse=True)
+def few_of_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnrx.data.adapters.MOST_UNCOUNTED", 100)
+
+
+def states() -> list[Any]:
+    # Not Python's, from which the checks of annotations in the tests draw.
+    return [np.random.get_state(legacy=False)["state"]["key"].tolist(), torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_have_no_image_in_common(form: str) -> None:
+    """Of pixels, and of rows of the source: two crops of one picture are in one part."""
+    make, _ = FORMS[form]
+    splits = splits_for(original(), make())
+    parts = three_parts(splits)
+    batches = [next(part.batches(10 * COUNT)) for part in parts]
+    hashes = [set(content_hashes(batch.images).tolist()) for batch in batches]
+    assert sum(map(len, hashes)) == sum(map(len, batches)) == len(set.union(*hashes)), "every image is used once"
+    assert all(hashes)
+    if "overlap" not in form and form != "named":  # rows of one source
+        rows = [row for batch in batches for row in batch.index.tolist()]
+        assert len(rows) == len(set(rows))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "overlap" not in form and form != "named"])
+def test_every_pass_has_the_images_of_one_reading(form: str) -> None:
+    make, differs = FORMS[form]
+    before = states()
+    data = images_for(original(), make(), seed=5)
+    assert states() == before, "the random numbers of the caller are those without the reading"
+    first, again = (next(data.batches(10 * COUNT)) for _ in range(2))
+    assert torch.equal(first.images, again.images) and torch.equal(first.labels, again.labels)
+    assert any(ONE_DRAW in note for note in data.notes) == differs
+    if form not in ("shrinking", "two workers that yield everything"):
+        torch.manual_seed(7)
+        repeated = images_for(original(), make(), seed=5)
+        assert repeated.fingerprint == data.fingerprint, "one seed gives one draw"
+
+
+def test_paths_and_loaders_of_the_same_images_are_the_same_set() -> None:
+    named = pixels(CONFIG, COUNT)
+    parts = three_parts(splits_of(named))
+    batch = next(named.batches(COUNT))
+    loaded = three_parts(
+        splits_for(
+            original(),
+            {
+                "train": DataLoader(TensorDataset(batch.images, batch.labels), 7),
+                "test": DataLoader(TensorDataset(*vars_of(named.take(20))), 3),
+            },
+        )
+    )
+    hashed = [[part.fingerprint.rpartition(":")[2] for part in found] for found in (parts, loaded)]
+    assert hashed[0] == hashed[1]
+
+
+def vars_of(images: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = next(images.batches(COUNT))
+    return batch.images, batch.labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["pictures", "noise", "some noise"])
+def test_a_store_has_the_values_that_were_read(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory and in a file; pictures need a byte per value."""
+    images = IMAGES.to(dtype).clone()
+    if kind != "pictures":
+        images[0 if kind == "noise" else 30] = torch.randn(images[0].shape).to(dtype)
+    for memory in (fixed.MEMORY, 5 * images[0].nbytes // 8):
+        monkeypatch.setattr(fixed, "MEMORY", memory)
+        data = images_for(original(), DataLoader(TensorDataset(images, LABELS), 6))
+        assert isinstance(data, FixedImages)
+        read = next(data.batches(COUNT))
+        assert torch.equal(read.images, images) and read.images.dtype == dtype
+        assert (data.store.values.dtype == torch.uint8) == (kind == "pictures")
+        assert any("temporary file" in note for note in data.notes) == (memory < 2**30)
+        assert sorted(next(data.take(7).batches(7)).index.tolist())[-1] < COUNT
+    assert not list(cache_folder().glob("images-*")), "the file goes with the images"
+
+
+@pytest.mark.slow
+def test_a_smaller_model_from_data_that_differ_between_readings() -> None:
+    """The draw is noted in the evidence, in the summary and in the log."""
+    loader = DataLoader(Rows(crop), 8, shuffle=True)
+    lines: list[str] = []
+    found = rx.shrink(original(), loader, macs=0.8, log=lines.append)
+    assert found.images is not None and [len(part) for part in found.images] == [13, 13, 14]
+    assert ONE_DRAW in found.summary()
+    assert any(ONE_DRAW in note for note in found.evidence.about["notes"])
+    assert any(ONE_DRAW in line for line in lines)
+    clean_found = rx.shrink(original(), DataLoader(Rows(), 8), macs=0.8)
+    assert ONE_DRAW not in clean_found.summary()
+
+
+@pytest.mark.parametrize("form", ["random crops", "shuffling iterable", "weighted sampler, random crops"])
+def test_repair_compares_models_on_the_same_images(form: str) -> None:
+    """The repaired model is nearer to the original, on images that it was not repaired on."""
+    vit, test = original(), clean(seed=11)[0].double()
+    slim = rx.realize(vit, rx.prescribe(rx.diagnose(vit, IMAGES, moments=True), "hidden=uniform_rank:0.5"))
+    settings = Repair(steps=20)
+    repaired = rx.repair(slim, vit, FORMS[form][0](), settings)
+    assert all(after <= before for before, after in zip(repaired.before, repaired.after, strict=True))
+    distances = [(model(test) - vit(test)).square().mean() for model in (slim, repaired.model)]
+    assert distances[1] < distances[0]
+    assert any(ONE_DRAW in note for note in repaired.notes)
+
+
+def test_an_endless_iterable_ends() -> None:
+    diagnosis = rx.diagnose(original(), Endless())
+    assert diagnosis.about["data"]["images"] == COUNT, "which it yields again and again"
+    assert any("only the first 100 images" in note for note in diagnosis.about["notes"])
+
+
+class Listed(Dataset[Any]):
+    """A dataset of many rows that lists its labels."""
+
+    def __init__(self, targets: Any):
+        self.targets, self.rows = targets, []
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, row: int) -> Any:
+        self.rows.append(row)
+        return IMAGES[row % COUNT] + row, int(self.targets[row])
+
+
+def test_of_many_rows_only_some_are_read() -> None:
+    data = Listed(torch.arange(1000) // 100)
+    found = images_for(original(), data, limit=20)
+    assert next(found.batches(20)).labels.bincount().tolist() == [2] * 10
+    assert len(set(data.rows)) == 20 and any("20 of its 1,000 images" in note for note in found.notes)
+    # 8 bytes for every row would be 8 GB.
+    huge = Listed(range(10**9))
+    huge.targets = type("Targets", (), {"__len__": lambda self: 10**9, "__getitem__": lambda self, row: row % 7})()
+    assert len(images_for(original(), huge, limit=8)) == 8 and max(huge.rows) > 8 * 10**8
+
+
+class Raising(Rows):
+    def __init__(self, error: BaseException, at: int = 17):
+        super().__init__()
+        self.error, self.at = error, at
+
+    def __getitem__(self, row: int) -> Any:
+        if row == self.at:
+            raise self.error
+        return super().__getitem__(row)
+
+
+class Dying(Rows):
+    def __getitem__(self, row: int) -> Any:
+        import os
+
+        os._exit(3)
+
+
+class Breaking(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(IMAGES[:9], LABELS[:9].tolist(), strict=True)
+        raise OSError("the connection was lost")
+
+
+class Long(Rows):
+    def __init__(self, length: int):
+        super().__init__()
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def collate(items: list[Any]) -> Any:
+    raise KeyError("pixel_values")
+
+
+# By kind: the data, the text that names what failed, and the cause.
+FAULTS: dict[str, tuple[Callable[[], Any], str, type[BaseException]]] = {
+    "item": (
+        lambda: Raising(ValueError("bad file")),
+        r"item 17 of data \(40 items\) .*ValueError: bad file",
+        ValueError,
+    ),
+    "item of a loader": (lambda: DataLoader(Raising(ZeroDivisionError()), 8), "item 17 of data", ZeroDivisionError),
+    "item of a worker": (
+        lambda: DataLoader(Raising(ValueError("bad file")), 8, num_workers=2),
+        r"batch 2 of data \(items 16 to 23\)",
+        ValueError,
+    ),
+    "a worker that dies": (lambda: DataLoader(Dying(), 8, num_workers=1), "batch 0 of data", RuntimeError),
+    "collate_fn": (lambda: DataLoader(Rows(), 8, collate_fn=collate), "collate_fn of data", KeyError),
+    "iterable": (Breaking, "item 9 of data cannot be read: OSError: the connection was lost", OSError),
+    "loader of an iterable": (lambda: DataLoader(Breaking(), 4), "item 2 of data", OSError),
+    "negative length": (lambda: Long(-1), "the length of data", ValueError),
+    "huge length": (lambda: Long(2**70), "the length of data", OverflowError),
+    "length that is too large": (lambda: Long(50), "item 40 of data", IndexError),
+    "sampler": (lambda: DataLoader(Rows(), 8, sampler=[0, 1, 99]), "item 99 of data", IndexError),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=pytest.mark.slow) if "worker" in fault else fault for fault in FAULTS]
+)
+def test_errors_of_a_users_code_are_named(fault: str) -> None:
+    make, text, cause = FAULTS[fault]
+    with pytest.raises(DataError, match=text) as caught:
+        rx.diagnose(original(), make())
+    assert isinstance(caught.value.__cause__, cause)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: IMAGES.to_sparse(), "sparse"),
+    "meta": (lambda: IMAGES.to("meta"), "meta device"),
+    "complex": (lambda: IMAGES.to(torch.complex64), "complex64"),
+    "float8": (lambda: IMAGES.to(torch.float8_e5m2), "float8"),
+    "items of sparse": (lambda: [(IMAGES[:4].to_sparse(), LABELS[:4])], "sparse"),
+    "several dtypes": (lambda: [(IMAGES[:4], LABELS[:4]), (IMAGES[4:].half(), LABELS[4:])], "one dtype"),
+    "several shapes": (lambda: [(IMAGES[:4], LABELS[:4]), (IMAGES[4:, :, 1:], LABELS[4:])], "resize them"),
+    "a scalar": (lambda: torch.tensor(1.0), "one number"),
+    "labels above 2**63": (
+        lambda: [(IMAGES, torch.full((COUNT,), 2**63, dtype=torch.uint64))],
+        r"above 2\*\*63",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_images_and_labels_without_a_meaning_are_refused(kind: str) -> None:
+    make, text = REFUSED[kind]
+    with pytest.raises(AttnrxError, match=text) as caught:
+        rx.diagnose(original(), make())
+    assert isinstance(caught.value, InvalidInput)
+
+
+@pytest.mark.parametrize("kind", [torch.uint64, torch.int8, torch.uint8, np.uint16, np.int64])
+def test_labels_of_every_integer_type(kind: Any) -> None:
+    labels = LABELS.to(kind) if isinstance(kind, torch.dtype) else LABELS.numpy().astype(kind)
+    batches = images_for(original(), [(IMAGES, labels)])
+    items = images_for(original(), [(image, label) for image, label in zip(IMAGES, labels, strict=True)])
+    for data in (batches, items):
+        assert torch.equal(next(data.batches(COUNT)).labels, LABELS)
+
+
+def test_labels_that_start_at_one() -> None:
+    vit = original()
+    slim = rx.realize(vit, rx.prescribe(rx.diagnose(vit, IMAGES), "total_rank:0.5"))
+    labels = torch.arange(COUNT) % CONFIG.classes + 1
+    with pytest.raises(DataError, match="Do they start at 1"):
+        rx.verify(slim, vit, (IMAGES, labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_and_images(dtype: torch.dtype, single_precision: None) -> None:
+    vit = rx.models.build_model("svda:digits", depth=1).to(dtype)
+    images = torch.rand(8, *rx.models.family_of(vit).input_shape(vit)).to(dtype)
+    data = DataLoader(TensorDataset(images, torch.arange(8)), 4)
+    diagnosis = rx.diagnose(vit, data)
+    slim = rx.realize(vit, rx.prescribe(diagnosis, "total_rank:0.5"))
+    assert rx.verify(slim, vit, data).findings
+
+
+def test_named_images_are_coded_without_loss() -> None:
+    raw = torch.randint(256, (20, 3, 9, 9), dtype=torch.uint8)
+    scale = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    data = from_tensors("made", raw, torch.arange(20), scale)
+    read = fixed_images(data, scale)
+    assert read.store.values.dtype == torch.uint8
+    assert torch.equal(next(read.batches(20)).images, next(data.batches(20)).images)
+
+
+def test_random_numbers_of_the_caller_go_on() -> None:
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = drawn()
+    for seed in (0, 0, 2**40):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        inside = []
+        with suppress(KeyError), fixed.seeded_draws(seed):
+            inside += drawn()
+            raise KeyError
+        assert drawn() == expected != inside
