@@ -853,12 +853,12 @@ def other_prescription() -> rx.Prescription:
 
 # Values of wrong types are passed on purpose, which is what `type: ignore` is for here.
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "load(None)": (lambda: rx.load(None), "load(None)"),  # type: ignore[arg-type]
-    "load(3)": (lambda: rx.load(3), "load(3)"),  # type: ignore[arg-type]
-    "load of an empty text": (lambda: rx.load(""), "load('')"),
+    "load(None)": (lambda: rx.load(None), "load(source=None)"),  # type: ignore[arg-type]
+    "load(3)": (lambda: rx.load(3), "load(source=3)"),  # type: ignore[arg-type]
+    "load of an empty text": (lambda: rx.load(""), "load(source='')"),
     "load of a linear map": (lambda: rx.load(torch.nn.Linear(2, 2)), "Linear"),
-    "load_data(None)": (lambda: rx.load_data(None), "load_data(None)"),  # type: ignore[arg-type]
-    "load_data of an empty text": (lambda: rx.load_data(""), "load_data('')"),
+    "load_data(None)": (lambda: rx.load_data(None), "load_data(name_or_path=None)"),  # type: ignore[arg-type]
+    "load_data of an empty text": (lambda: rx.load_data(""), "load_data(name_or_path='')"),
     "image_size": (lambda: rx.load_data("digits", image_size=-1), "image_size=-1"),
     "seed of a config": (lambda: rx.TrainingConfig(seed=-1), "seed"),
     "learning rate": (lambda: rx.TrainingConfig(learning_rate=NAN), "learning_rate"),
@@ -870,27 +870,27 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "budget as text": (lambda: rx.Budget("0.5"), "macs='0.5'"),  # type: ignore[arg-type]
     "share in place of a budget": (
         lambda: rx.prescribe_within(small_model(), small_model(), "tokens=tome:{share}@2", 0.5),  # type: ignore[arg-type]
-        "budget=0.5: give a Budget",
+        "budget=0.5): give a Budget",
     ),
     "share as text": (lambda: rx.load("elastic", macs="0.5"), "macs='0.5'"),  # type: ignore[arg-type]
     "speed as text": (lambda: rx.load("elastic", faster="1.5"), "faster='1.5'"),  # type: ignore[arg-type]
     "one budget for several sizes": (
         lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=0.5),  # type: ignore[arg-type]
-        "macs=0.5: give budgets, e.g. macs=(0.5,)",
+        "elastic(macs=0.5): give budgets",
     ),
     "budgets as texts": (
         lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=["0.5"]),  # type: ignore[arg-type, list-item]
-        "macs='0.5'",
+        "elastic(macs=('0.5')): give budgets",
     ),
-    "verify a path": (lambda: verify(reference="runs/cifar10"), "the reference is 'runs/cifar10': give a model"),
+    "verify a path": (lambda: verify(reference="runs/cifar10"), "verify(reference='runs/cifar10'): give a model"),
     "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
     "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),
     "verify with a seed": (lambda: verify(seed=-1), "seed=-1"),
     "verify by another prescription": (lambda: verify(prescription=other_prescription()), "was made for the model"),
-    "verify by a file": (lambda: verify(prescription="plan.json"), "prescription='plan.json': give a Prescription"),
-    "verify by a folder": (lambda: verify(diagnosis="runs"), "diagnosis='runs': give a Diagnosis"),
+    "verify by a file": (lambda: verify(prescription="plan.json"), "prescription='plan.json'): give a Prescription"),
+    "verify by a folder": (lambda: verify(diagnosis="runs"), "diagnosis='runs'): give a Diagnosis"),
     "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
-    "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "epochs must be a whole number"),  # type: ignore[arg-type]
+    "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "TrainingConfig(epochs=1.5): give a whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
     "search without a seed": (lambda: Search(seed=None), "seed=None"),  # type: ignore[arg-type]

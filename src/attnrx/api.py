@@ -1,5 +1,6 @@
 """The public functions of the workflow: load -> diagnose -> prescribe -> realize -> verify -> save."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.arguments import (
+    ANY,
+    BATCH,
+    DEVICE,
+    FASTER,
+    FLAG,
+    FUNCTION,
+    MODEL,
+    PATH,
+    SEED,
+    TEXT,
+    Kind,
+    checked,
+    described,
+    either,
+    instance,
+    number,
+    optional,
+)
 from attnrx.checks import Check, Comparison, possible_checks, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
@@ -47,7 +67,7 @@ from attnrx.realization.refinement import refine
 from attnrx.realization.repair import repair
 from attnrx.reports import completed_card, is_unedited, model_card
 from attnrx.result_folder import require_no_sizes
-from attnrx.rules import RulesLike, control_prescriptions, parse_rules
+from attnrx.rules import Rule, RulesLike, control_prescriptions, parse_rules, require_remainder
 from attnrx.rules import prescribe_maps as prescribe_with
 from attnrx.serialization.hub import upload
 from attnrx.serialization.storage import CARD_KIND, file_kind, write_text
@@ -74,6 +94,29 @@ __all__ = [
 ]
 
 
+RULES = instance(
+    "rules: a text such as 'qk=total_rank:0.5', a Rule, or a mapping from maps to them", str, Rule, Mapping
+)
+# A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.
+BUDGET = optional(number(0.0, expected="a positive number"))
+PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
+EVIDENCE = optional(instance("an Evidence, e.g. Evidence.load(FILE)", Evidence))
+DIAGNOSIS = instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)
+OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)))
+
+
+@checked(
+    source=either("a folder, a name such as svda:cifar10, or a model", PATH, MODEL),
+    seed=SEED,
+    weights=optional(PATH),
+    pretrained=optional(FLAG),
+    trust=FLAG,
+    macs=BUDGET,
+    params=BUDGET,
+    faster=optional(FASTER),
+    reader=optional(instance("an attnrx.Reader with the paths of the model's parts", Reader)),
+    factory=optional(FUNCTION),
+)
 @verb
 def load(
     source: str | Path | nn.Module,
@@ -106,8 +149,6 @@ def load(
     - a file written by `export`: the returned module runs it with its runtime. A .pt2 file (formats program and
       aotinductor) can run code of its author and needs `trust=True`.
     """
-    if not isinstance(source, str | Path | nn.Module) or source == "":
-        raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
     # Files of a runtime first: they are no folders, and have no configuration.
     if isinstance(source, str | Path) and is_exported(source):
         return load_exported(source, trust)
@@ -133,10 +174,14 @@ def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[
                 raise InvalidInput(f"{elastic}\nGive macs=0.6, params=0.7 or faster=1.4, or the folder of one size.")
             return elastic, target
     if target is not None:
-        raise InvalidInput(f"load({str(source)[:200]!r}) with the budget {target}: it is not an elastic model.")
+        raise InvalidInput(f"load({described(source)}) with the budget {target}: it is not an elastic model.")
     return None
 
 
+@checked(
+    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images), or a model", Diagnosis, nn.Module),
+    rules=RULES,
+)
 @verb
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
     """Applies pruning rules to a diagnosis and returns the prescription.
@@ -147,11 +192,30 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
     `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token prescription
     with trained predictors (`prescribed_tokens`). A prescription of tokens alone accepts the model instead of a
     diagnosis.
+
+    Raises:
+        NoOpPrescription: The rules keep everything.
+        InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
     """
     read, tokens = parse_rules(rules)
-    return prescribe_with(diagnosis_or_spectra(diagnosis, *read.values()), {**read, "tokens": tokens})
+    prescription = prescribe_with(diagnosis_or_spectra(diagnosis, *read.values()), {**read, "tokens": tokens})
+    return require_remainder(prescription)
 
 
+@checked(
+    candidate=MODEL,
+    reference=MODEL,
+    data=ANY,
+    checks=optional(instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)]", Iterable, Check, type)),
+    about=optional(instance("a dictionary", Mapping)),
+    masked=optional(MODEL),
+    prescription=PRESCRIPTION,
+    diagnosis=optional(DIAGNOSIS),
+    seed=SEED,
+    batch_size=BATCH,
+    device=DEVICE,
+    together=FLAG,
+)
 @verb
 def verify(
     candidate: nn.Module,
@@ -170,9 +234,7 @@ def verify(
     to zero), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
     """
     # Before any measurement, which may take long.
-    for role, model in (("candidate", candidate), ("reference", reference)):
-        if not isinstance(model, nn.Module):
-            raise InvalidInput(f"the {role} is {model!r:.80}: give a model, e.g. attnrx.load(FOLDER).")
+    for model in (candidate, reference):
         require_ordinary_weights(model)
     context.setdefault("device", next(reference.parameters()).device)
     # In place of the TypeError of the constructor, which names neither `verify` nor the fields.
@@ -251,7 +313,9 @@ def _in_runtime(
     return {"runtime": runtime, "unchanged": unchanged}
 
 
-def _required_checks(checks: Iterable[Check]) -> tuple[Check, ...]:
+def _required_checks(checks: Any) -> tuple[Check, ...]:
+    if isinstance(checks, str) or not isinstance(checks, Iterable):
+        checks = (checks,)
     checks = tuple(checks)
     wrong = [check for check in checks if not isinstance(check, Check)]
     if wrong:
@@ -286,6 +350,7 @@ def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[s
     )
 
 
+@checked(model=MODEL, folder=PATH, prescription=PRESCRIPTION, evidence=EVIDENCE)
 @verb
 def save(
     model: nn.Module,
@@ -339,11 +404,12 @@ def _kept_card(folder: Path) -> str:
         f"{card} was edited and is kept; what it states of the earlier model may not be true of the new one. Delete it "
         "to have one written.",
         CardWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
     return text
 
 
+@checked(folder=PATH, repository=OWNER_NAME, license=optional(TEXT), base_model=optional(OWNER_NAME), private=FLAG)
 def push_to_hub(
     folder: Path | str,
     repository: str,

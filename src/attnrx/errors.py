@@ -48,6 +48,12 @@ class DataError(AttnrxError):
     """A dataset that is missing, unreadable or invalid."""
 
 
+class UserCodeError(AttnrxError):
+    """Code of the caller (a log callback, a factory, a dataset, a collate function) raised the exception that is the
+    `__cause__`.
+    """
+
+
 class ScaleWarning(UserWarning):
     """Images whose values do not seem to be normalized as in the model's training."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from attnrx.arguments import MODEL, checked, instance, optional
 from attnrx.data import MOST_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
 from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
@@ -132,6 +133,11 @@ def input_options(model: nn.Module) -> dict[str, Any]:
     return {"image_size": height if height == width else (height, width)}
 
 
+@checked(
+    splits=instance("Splits, e.g. attnrx.load_data('cifar10')", Splits),
+    model=MODEL,
+    label_map=optional(instance("a dictionary from class names to class numbers", Mapping)),
+)
 def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the splits with the model's preprocessing and with labels as class indices of the model.
 

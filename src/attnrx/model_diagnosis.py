@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.arguments import ANY, BATCH, COUNT, FLAG, MODEL, SEED, TEXT, checked, each, instance, optional
 from attnrx.attention import Attention, Positions
 from attnrx.data import MOST_IMAGES, Batch, ImageData
 from attnrx.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
@@ -58,6 +59,20 @@ from attnrx.shapes import Bool, Float, Int, Tensor
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
+@checked(
+    model=MODEL,
+    data=ANY,
+    diagnostics=optional(
+        each(
+            instance("a diagnostic", Diagnostic),  # type: ignore[type-abstract]
+            "several instances of attnrx.diagnostics, e.g. (attnrx.diagnostics.Sparsity(),)",
+        )
+    ),
+    moments=FLAG,
+    images=optional(COUNT),
+    batch_size=BATCH,
+    seed=SEED,
+)
 @verb
 def diagnose(
     model: nn.Module,
@@ -168,6 +183,13 @@ class _RotationWatch:
         return [{COHERENCE: self.sums[index] / self.images} if index in self.sums else {} for index in layers]
 
 
+@checked(
+    model=MODEL,
+    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images)", Diagnosis),
+    images=ANY,
+    metric=TEXT,
+    batch_size=BATCH,
+)
 @verb
 def measure_divergence(
     model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8

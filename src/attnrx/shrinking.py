@@ -1,21 +1,39 @@
 """The whole workflow in one call: plans, realizes and verifies a smaller model for a target."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from attnrx.api import save
+from attnrx.arguments import (
+    ANY,
+    BATCH,
+    CALLBACK,
+    FASTER,
+    FLAG,
+    PATH,
+    SEED,
+    TEXT,
+    THREADS,
+    checked,
+    each,
+    instance,
+    number,
+    one_of,
+    optional,
+)
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.errors import InvalidInput, TargetMet
 from attnrx.evidence import Evidence
 from attnrx.models import model_fingerprint
 from attnrx.models.verbs import verb
 from attnrx.planning import Target
+from attnrx.planning.effort import EFFORTS
 from attnrx.planning.target import DROP, target_of
 from attnrx.progress import Log, no_log
 from attnrx.realization.elastic import ORIGINAL, Elastic
@@ -27,6 +45,35 @@ from attnrx.shrunk import Shrunk
 SIZE = re.compile(r"(faster|macs|params)-[\w.+-]+")  # the names of the folders of sizes
 
 
+MODEL_OR_NAME = instance("a model, a folder or a name, e.g. 'timm:vit_tiny_patch16_224'", nn.Module, str, Path)
+# What `shrink` and `elastic` have in common.
+SHARED = {
+    "model": MODEL_OR_NAME,
+    "data": ANY,
+    "batch": BATCH,
+    "threads": optional(THREADS),
+    "effort": one_of(*EFFORTS),
+    "weights": optional(PATH),
+    "columns": optional(instance("Columns, e.g. attnrx.data.Columns(image_column='image')", Columns)),
+    "seed": SEED,
+    "log": CALLBACK,
+}
+BELOW_ONE = number(0.0, math.nextafter(1.0, 0.0), "a share of the original's above 0 and below 1, e.g. 0.6")
+SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
+SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
+POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=False)
+
+
+@checked(
+    **SHARED,
+    faster=optional(FASTER),
+    macs=optional(BELOW_ONE),
+    params=optional(BELOW_ONE),
+    max_drop=optional(POINTS),
+    by_image=FLAG,
+    to=optional(TEXT),
+    folder=optional(PATH),
+)
 @verb
 def shrink(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
@@ -98,6 +145,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     return result
 
 
+@checked(**SHARED, folder=PATH, faster=SPEEDS, macs=SHARES, params=SHARES)
 @verb
 def elastic(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
@@ -131,9 +179,6 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         NotSupported: No plan reaches a budget.
     """
     kinds = {"faster": faster, "macs": macs, "params": params}
-    for name, values in kinds.items():
-        if isinstance(values, str | Real):
-            raise InvalidInput(f"{name}={values!r}: give budgets, e.g. {name}=({values},).")
     given = {name: tuple(values) for name, values in kinds.items() if values}
     if len(given) != 1:
         raise InvalidInput(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from attnrx.api import export, save, verify
+from attnrx.arguments import ANY, BATCH, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
 from attnrx.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.costs import Conditions
 from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
@@ -63,6 +64,7 @@ class Shrunk:
     def __repr__(self) -> str:
         return f"Shrunk({self.summary()})"
 
+    @checked(folder=PATH, onnx=FLAG)
     def save(self, folder: Path | str, onnx: bool = True) -> Path:
         """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
 
@@ -83,6 +85,7 @@ class Shrunk:
             export(self.model, folder / "model.onnx", to=form, precision=precision, class_names=names)
         return folder
 
+    @checked(folder=PATH, to=TEXT, original=MODEL, data=ANY, batch=BATCH, threads=optional(THREADS))
     def save_exported(
         self,
         folder: Path | str,

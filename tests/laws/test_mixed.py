@@ -178,7 +178,7 @@ def test_no_heads_and_no_directions_are_realized() -> None:
     layers = tuple(cases.with_heads(layer, own) for layer, own in zip(prescription.layers, stays, strict=True))
     masked, small = (rx.realize(mixed(), replace(prescription, layers=layers), by=by) for by in ("mask", "compress"))
     agree(logits(masked, IMAGES), logits(small, IMAGES))
-    none = rx.realize(mixed(), rx.prescribe(rx.diagnose(mixed(), IMAGES, batch_size=8), "top_rank:0"))
+    none = rx.realize(mixed(), prescribe_maps(rx.diagnose(mixed(), IMAGES, batch_size=8), "top_rank:0"))
     assert family_of(none).costs(none).params == count_params(none)
 
 

@@ -121,7 +121,7 @@ def test_what_cannot_be_repaired_is_refused(own: tuple[nn.Module, Tensor]) -> No
     with pytest.raises(InvalidInput, match="MLPs of two linear maps"):
         other = cases.model(cases.CONFIGS["svda-deep"])
         repair(other, model, images)
-    with pytest.raises(InvalidInput, match="negative"):
+    with pytest.raises(InvalidInput, match="steps=-1"):
         Repair(steps=-1)
     merged = rx.realize(model, rx.prescribe(model, "tokens=tome:0.5@2"))
     with pytest.raises(NotSupported, match="token policy last"):

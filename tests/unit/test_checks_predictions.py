@@ -182,7 +182,7 @@ def test_models_and_data_that_do_not_fit_are_refused(setting: Setting):
     more = cases.model(replace(setting.reference.config, classes=4))
     with pytest.raises(InvalidInput, match="different numbers of classes"):
         _ = setting.comparison(more).predictions
-    with pytest.raises(DataError, match="batches of 0"):
+    with pytest.raises(InvalidInput, match=r"batch_size=0.*positive whole number"):
         setting.comparison(setting.reference, batch_size=0)
 
 

@@ -93,7 +93,7 @@ def test_a_card_without_evidence_promises_no_metric() -> None:
         (("push", "{saved}", "slim"), "OWNER/NAME"),
         (("push", "{saved}/none", "me/slim"), "not a folder"),
         (("push", "{saved}", "me/slim", "--license", "My Own!"), "apache-2.0"),
-        (("push", "{saved}", "me/slim", "--base-model", "vit"), "base_model 'vit'"),
+        (("push", "{saved}", "me/slim", "--base-model", "vit"), "base_model='vit'"),
         (("costs", "hub:me/other"), "404 for me/other"),
         (("costs", "hub:other"), "OWNER/NAME"),
     ],

@@ -587,7 +587,7 @@ def test_a_limit_that_cannot_be_missed_is_no_claim(model: VisionTransformer) -> 
         ("latency=1.2x", "below 1"),
         ("latency=0.6pt", "wrong unit"),
         ("max-drop=1x", "wrong unit"),
-        ("speed=2x", "choose from latency"),
+        ("speed=2x", "one of latency"),
         ("macs=0..5x", "no number"),
         ("max-drop=200pt", "percentage points"),
     ],

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import attnrx
+import cases
+import comparisons
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.diagnostics import Moments, suited_diagnostics
 from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx.prescription import OutputDecision, Prescription
 from attnrx.rules import (
@@ -337,3 +341,22 @@ def test_heads_without_directions_are_fine() -> None:
 def test_prescribe_refuses_what_is_no_rule_and_no_diagnosis() -> None:
     with pytest.raises(InvalidInput, match="without layers"):
         prescribe_maps(Diagnosis((), "f", {}), TopRank(1))
+
+
+EMPTY = {
+    "qk": ("top_rank:0", "uniform_rank:0", "shrinkage:1000", "threshold:1000"),
+    "vo": ("uniform_rank:0", "top_rank:0"),
+    "hidden": ("uniform_rank:0", "top_rank:0"),
+}
+
+
+@pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, rules in EMPTY.items() for rule in rules])
+def test_a_rule_that_leaves_nothing_of_a_map_is_refused_unless_it_is_meant(name: str, rule: str) -> None:
+    model = cases.model(cases.CONFIGS["svda"])
+    readings = (*suited_diagnostics(()), Moments())
+    diagnosis = attnrx.diagnose(model, comparisons.pixels(cases.CONFIGS["svda"], 8), diagnostics=readings)
+    with pytest.raises(InvalidRule, match=f"{name}=.* removes all of {name} in every layer"):
+        attnrx.prescribe(diagnosis, f"{name}={rule}")
+    # On purpose, for comparisons with a model without the map; and in one layer, as a rule may find it.
+    assert prescribe_maps(diagnosis, f"{name}={rule}").rules
+    assert attnrx.prescribe(diagnosis, f"{name}=by_layer({rule}; top_rank:1)").rules

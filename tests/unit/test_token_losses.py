@@ -225,7 +225,7 @@ def test_a_head_scores_its_own_share_of_the_features() -> None:
         (lambda: PolicyGradient(baseline="none"), "choose baseline"),
         (lambda: PolicyGradient(saving=-1.0), "negative"),
         (lambda: PolicyGradient(penalty=float("nan")), "finite"),
-        (lambda: HaltingPrior(depth=float("nan")), "number of layers"),
+        (lambda: HaltingPrior(depth=float("nan")), "depth=nan"),
         (lambda: HaltingPrior(depth=0.0), "number of layers"),
         (lambda: HaltingPrior(depth=3.5)(context_of(reducing(HaltingScores()))), "3 layers at most"),
         (lambda: MultiExit(distilled=1.5), "a share"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.arguments import MODEL, checked, instance
 from attnrx.attention.attention import Attention
 from attnrx.attention.backends.auto import Auto, Fused, Native
 from attnrx.attention.backends.backend import Backend, Eager
@@ -206,6 +207,7 @@ def backend_of(name: str) -> Backend:
     return BACKENDS[name]()
 
 
+@checked(model=MODEL, backend=instance("the name of a backend, e.g. 'auto', or a Backend", str, Backend))
 def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
     """Sets the backend of every layer of the model, in place, and returns the model.
 

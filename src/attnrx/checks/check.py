@@ -1,11 +1,11 @@
 """The base class of checks, which map a comparison to findings, and their text form."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
+from attnrx.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
 from attnrx.checks.comparison import Comparison
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
@@ -40,11 +40,9 @@ class Check(ABC):
     """Whether the check times the models; of an exported file then the unchanged model's file is needed too."""
 
     def __post_init__(self):
-        for knob, kind in knobs_of(type(self)).items():
-            value, least = getattr(self, knob), 1 if kind is int else 0  # counts, else shares and limits
-            # Not infinity: JSON has none, so that evidence with such a limit could not be read again.
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                raise InvalidInput(f"{self.name}({knob}={value}): give a number, {least} or more.")
+        # Counts, and shares and limits. Not infinity: JSON has none, so evidence with it could not be read again.
+        kinds = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
+        require_fields(self, **{name: kinds[hint] for name, hint in knobs_of(type(self)).items() if hint in kinds})
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from attnrx.arguments import BATCH, DEVICE, FLAG, MODEL, SEED, instance, optional, require_fields
 from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet, require_labelled
 from attnrx.data.fixed import start_hint
@@ -67,14 +68,19 @@ class Comparison:
     _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # outputs and labels
 
     def __post_init__(self):
-        if len(self.data) == 0 or self.batch_size < 1:
-            raise DataError(f"{len(self.data)} images in batches of {self.batch_size}: give at least one image.")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise InvalidInput(f"seed={self.seed!r}: give a whole number, 0 or more.")
-        for name, cls in (("prescription", Prescription), ("diagnosis", Diagnosis)):
-            value = getattr(self, name)
-            if not isinstance(value, cls | None):
-                raise InvalidInput(f"{name}={value!r:.80}: give a {cls.__name__}, e.g. {cls.__name__}.load(FILE).")
+        if len(self.data) == 0:
+            raise DataError("there is no image to compare the models on; give at least one.")
+        require_fields(
+            self,
+            **dict.fromkeys(("candidate", "reference"), MODEL),
+            masked=optional(MODEL),
+            prescription=optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription)),
+            diagnosis=optional(instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)),
+            seed=SEED,
+            batch_size=BATCH,
+            device=DEVICE,
+            together=FLAG,
+        )
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attnrx.arguments import DEVICE, FLAG, THREADS, one_of, optional, require_fields
 from attnrx.errors import InvalidInput
 from attnrx.runtime.hardware import device_name
 from attnrx.runtime.module_copies import copied
@@ -32,12 +33,14 @@ class Conditions:
     graphs: bool = False
 
     def __post_init__(self):
-        if self.precision not in PRECISIONS:
-            raise InvalidInput(f"precision={self.precision!r}: choose from {', '.join(PRECISIONS)}.")
-        if self.threads is not None and self.threads < 1:
-            raise InvalidInput(f"threads={self.threads}: give at least one, or None for the current number.")
-        if self.on_cuda and not torch.cuda.is_available():
-            raise InvalidInput(f"device={self.device!r}: torch finds no CUDA device here; measure on the CPU.")
+        require_fields(
+            self,
+            device=DEVICE,
+            precision=one_of(*PRECISIONS),
+            threads=optional(THREADS),
+            compiled=FLAG,
+            graphs=FLAG,
+        )
         if self.graphs and not self.on_cuda:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 

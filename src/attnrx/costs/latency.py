@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from attnrx.arguments import COUNT, one_of, optional, require_fields, whole
 from attnrx.costs.conditions import Conditions
 from attnrx.costs.memory import profiled
 from attnrx.errors import InvalidInput, UnknownName
@@ -200,11 +201,8 @@ class LatencyProtocol:
     kernels: bool = True
 
     def __post_init__(self):
-        if self.rounds < 2 or self.warmup < 1:
-            raise InvalidInput(
-                f"rounds={self.rounds}, warmup={self.warmup}: an interval needs at least two rounds, "
-                "and the first pass is never typical, so warm up at least once."
-            )
+        # An interval needs two rounds, and the first pass is never typical.
+        require_fields(self, rounds=whole(2), warmup=COUNT, clock=optional(one_of(*CLOCKS)))
 
 
 def compare_latency(

@@ -110,7 +110,9 @@ def _source_of(data: Any, preprocess: Preprocess | None, argument: str) -> "_Sou
     if isinstance(data, DataLoader):
         return _of_loader(data, argument)
     # Texts and mappings can be iterated too, but their items are characters and keys.
-    if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
+    if isinstance(data, str | bytes | Mapping | np.generic) or not (
+        hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+    ):
         named = f"the text {data!r}" if isinstance(data, str) else f"of the type {type(data).__name__}"
         raise InvalidInput(
             f"{argument} is {named}: give a DataLoader, a dataset, a list of batches, a tensor [images, "

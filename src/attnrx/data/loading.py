@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from attnrx.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, one_of, optional
 from attnrx.data.images import ImageSet, evenly_spaced
 from attnrx.data.labels import Unlabelled
 from attnrx.data.locating import DatasetLocation, locate
@@ -68,6 +69,18 @@ class Encoded:
     photos: bool
 
 
+SIDES = each(SIDE, "(height, width)", least=1, most=2)
+
+
+@checked(
+    name_or_path=Kind("the name of a dataset, a file or a folder", PATH.accepts),
+    image_size=optional(either("the side of the model's input in pixels, or (height, width)", SIDE, SIDES)),
+    geometry=optional(instance("an ImageGeometry", ImageGeometry)),
+    on_corrupt=one_of(*get_args(Policy)),
+    validation_share=RATE,
+    seed=SEED,
+    columns=optional(instance("Columns, e.g. attnrx.data.Columns(image_column='image')", Columns)),
+)
 def load_data(
     name_or_path: str | Path,
     *,
@@ -88,14 +101,6 @@ def load_data(
     Pictures are fitted as the catalogue states, or as a guess from a few of them, to `image_size` (a side, or height
     and width); `geometry` states it in full. `adapt_preprocessing` changes it to what a model states.
     """
-    sides = (image_size,) if isinstance(image_size, int) else image_size
-    if sides is not None and not (len(sides) in (1, 2) and all(isinstance(side, int) and side > 0 for side in sides)):
-        raise InvalidInput(f"image_size={image_size}: give the side of the model's input, or (height, width).")
-    if not 0 < validation_share < 1:
-        raise InvalidInput(
-            f"validation_share={validation_share}: it is a share of the training images, between 0 and 1."
-        )
-    CorruptImages(on_corrupt)  # checks the policy before anything is read
     loading = _Loading(locate(name_or_path, columns), image_size, geometry, on_corrupt, validation_share, seed)
     reader = loading.location.reader
     return loading.read(reader) if isinstance(reader, DatasetReader) else loading.shards(reader())

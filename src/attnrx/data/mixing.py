@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from attnrx.arguments import COUNT, checked, instance
 from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass
 from attnrx.data.loading import load_data
 from attnrx.data.splits import Splits
-from attnrx.errors import DataError, InvalidInput
+from attnrx.errors import DataError
 from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.shapes import Float, Int, Tensor
 
@@ -21,6 +22,11 @@ MOST_ENLARGED = 2
 NO_LABELS = "some of these images are of other classes and have no labels, and this needs labels: omit the other data."
 
 
+@checked(
+    splits=instance("Splits, e.g. attnrx.load_data('cifar10')", Splits),
+    others=instance("Splits, or what load_data takes", Splits, str, Path),
+    times=COUNT,
+)
 def mix_data(splits: Splits, others: Splits | Path | str, times: int = 1) -> Splits:
     """Returns the splits with every training image followed by `times` of those of `others`, for calibration.
 
@@ -33,8 +39,6 @@ def mix_data(splits: Splits, others: Splits | Path | str, times: int = 1) -> Spl
         DataError: The channels differ, `others` has larger images, or fewer than `times` mosaics.
         InvalidInput: `times` is not a positive whole number.
     """
-    if not isinstance(times, int) or times < 1:
-        raise InvalidInput(f"times={times!r}: give a positive whole number, the images of the other data per image.")
     if not isinstance(others, Splits):
         others = _loaded(others, _side(splits))
     if others.channels != splits.channels:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from attnrx.arguments import require_fields, whole
 from attnrx.errors import DataError, InvalidInput
 from attnrx.optional import required_module
 from attnrx.pictures import open_picture, pixels_of
@@ -140,9 +141,8 @@ class Augmentation:
     area: tuple[float, float] | None = None
 
     def __post_init__(self):
-        if self.padding < 0:
-            raise InvalidInput(f"Augmentation(padding={self.padding}): padding counts pixels and cannot be negative.")
-        if self.area is not None and not 0 < self.area[0] <= self.area[1] <= 1:
+        require_fields(self, padding=whole(0, 65_536))
+        if self.area is not None and (len(self.area) != 2 or not 0 < self.area[0] <= self.area[1] <= 1):
             raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
 
     def draw(self, count: int, generator: torch.Generator) -> Draws:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from attnrx.arguments import TEXT, optional, require_fields
 from attnrx.data.files import group_by_split, stamp
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages, numbered_classes
 from attnrx.errors import DataError, nearest
@@ -38,6 +39,11 @@ class Columns:
     label_column: str | None = None
     split_column: str = "split"
     test_column: str | None = None
+
+    def __post_init__(self):
+        require_fields(
+            self, image_column=TEXT, label_column=optional(TEXT), split_column=TEXT, test_column=optional(TEXT)
+        )
 
     def fits(self, names: Collection[str], *, labelled: bool) -> bool:
         """Whether a table of these columns has the image and, with `labelled`, the label."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from attnrx.arguments import require_fields
 from attnrx.observation import Observation
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
@@ -28,6 +29,9 @@ class Diagnostic(ABC):
     Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
     readings, and observing images in any batches equals observing them at once.
     """
+
+    def __post_init__(self):
+        require_fields(self)
 
     @abstractmethod
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:

@@ -1,14 +1,13 @@
 """Perturbation response: the change of attention under a small change of the images."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from attnrx.arguments import COUNT, POSITIVE, one_of, optional, require_fields
 from attnrx.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
-from attnrx.errors import InvalidInput
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
@@ -32,8 +31,7 @@ class PerturbationResponse(Diagnostic):
     images: int | None = None
 
     def __post_init__(self):
-        if self.kind not in KINDS or not 0 < self.size < math.inf or (self.images is not None and self.images < 1):
-            raise InvalidInput(f"{self}: give a kind of {', '.join(KINDS)}, a positive size, and at least one image.")
+        require_fields(self, kind=one_of(*KINDS), size=POSITIVE, images=optional(COUNT))
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
         return Averages(len(spectra), self.measure)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.arguments import BATCH, FLAG, IMAGES, MODEL, PATH, TEXT, checked, each, either, instance, one_of, optional
 from attnrx.attention import Attention, Eager, Fused, using
 from attnrx.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.costs.conditions import PRECISIONS as TIMED_PRECISIONS
@@ -90,12 +91,6 @@ class ExportSubject:
         """Copies a model of a known family, converts it to `precision`, and collects its facts."""
         family = family_of(model)
         require_ordinary_weights(model)
-        if precision is not None and precision not in PRECISIONS:
-            raise InvalidInput(f"precision={precision!r}: choose from {', '.join(PRECISIONS)}, or None for its own.")
-        if batch != DYNAMIC and (not isinstance(batch, int) or batch < 1):
-            raise InvalidInput(
-                f"batch={batch!r}: give the number of images that the file takes at once, or {DYNAMIC!r}."
-            )
         # The caller's model keeps its mode, device and precision.
         converted = copied(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
@@ -148,6 +143,16 @@ class ExportSubject:
         return [each.to(self.images.device, self.images.dtype) for each in noise]
 
 
+@checked(
+    model=MODEL,
+    path=PATH,
+    to=instance("a format, e.g. 'onnx' or 'openvino(precision=bf16)'", str, Format),
+    batch=either(f"the number of images that the file takes at once, or {DYNAMIC!r}", BATCH, one_of(DYNAMIC)),
+    precision=optional(one_of(*PRECISIONS)),
+    calibration=optional(IMAGES),
+    class_names=each(TEXT, "a list with the name of every class"),
+    features=FLAG,
+)
 @verb
 def export(
     model: nn.Module,

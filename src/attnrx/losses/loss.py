@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.arguments import require_fields
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import TokenReduction, TokenRun, reduction_of
 from attnrx.shapes import Float, Int, Tensor
@@ -71,6 +72,7 @@ class Loss(ABC):
     weight: float
 
     def __post_init__(self):
+        require_fields(self)
         if not 0 < self.weight < float("inf"):
             raise InvalidInput(f"{self}: weight must be positive and finite; omit the loss to disable it.")
 

@@ -56,7 +56,7 @@ class InputValidation:
         )
         if not self._warned:
             self._warned = True
-            warnings.warn(note, ScaleWarning, stacklevel=4)
+            warnings.warn(note, ScaleWarning, stacklevel=5)
         return note
 
 

@@ -3,26 +3,27 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from numbers import Real
 
 from torch import nn
 
+from attnrx.arguments import MODEL, checked, instance, number, one_of, require_fields
 from attnrx.costs import ModelCosts
 from attnrx.costs.conventions import ATTENTION
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported
 from attnrx.maps import COST_PARTS, LINEAR_MAPS, TOKENS
 from attnrx.model_diagnosis import diagnosis_or_spectra
 from attnrx.models import family_of, hidden_units, model_fingerprint, rank_of, require_all_tokens
 from attnrx.models.verbs import verb
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
-from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps
+from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps, require_remainder
 from attnrx.tokens import parse_policy
 
 # Shares are multiples of 1 / GRID: finer than one direction of any layer, and exact in binary.
 GRID = 4096
 
+MACS = number(0.0, 1.0, "a share of the original's MACs above 0, at most 1, e.g. 0.7")
 # The scopes of a budget: groups of cost parts per layer. "model" is the whole model, with one share for all layers.
 PARTS: Mapping[str, tuple[str, ...]] = {**COST_PARTS, "attention": ATTENTION}
 SCOPES = ("model", *PARTS)
@@ -41,10 +42,7 @@ class Budget:
     of: str = "model"
 
     def __post_init__(self):
-        if not isinstance(self.macs, Real) or not 0 < self.macs <= 1:
-            raise InvalidInput(f"macs={self.macs!r}: give a share of the original's MACs in (0, 1], e.g. 0.7.")
-        if self.of not in SCOPES:
-            raise UnknownName("part of a model", self.of, SCOPES)
+        require_fields(self, macs=MACS, of=one_of(*SCOPES))
 
 
 def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
@@ -108,6 +106,12 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
     return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
 
 
+@checked(
+    model=MODEL,
+    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images), or a model", Diagnosis, nn.Module),
+    template=instance("rules with {share}, e.g. 'qk=total_rank:{share}'", str, Template),
+    budget=instance("a Budget, e.g. attnrx.Budget(0.7)", Budget),
+)
 @verb
 def prescribe_within(
     model: nn.Module, diagnosis: Diagnosis | nn.Module, template: Template | str, budget: Budget
@@ -125,8 +129,6 @@ def prescribe_within(
         NotSupported: Even the smallest share exceeds the budget.
         NoOpPrescription: The budget allows the unchanged model.
     """
-    if not isinstance(budget, Budget):
-        raise InvalidInput(f"budget={budget!r:.80}: give a Budget, e.g. attnrx.Budget(0.7).")
     template = Template.parse(template) if isinstance(template, str) else template
     template.require_varying()
     if template.has_token_share and budget.of != "model":
@@ -141,7 +143,7 @@ def prescribe_within(
     shares = search.shares()
     rules_of_layers = [parse_rules(template.at(share))[0] for share in shares]
     rules = {name: by_layer([layer_rules[name] for layer_rules in rules_of_layers]) for name in rules_of_layers[0]}
-    prescription = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)})
+    prescription = require_remainder(prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)}))
     spent = _amounts(prescribed_costs(model, prescription), budget.of)
     record = {
         "macs": budget.macs,

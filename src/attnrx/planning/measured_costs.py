@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from attnrx.arguments import BATCH, FLAG, each, instance, one_of, require_fields, whole
 from attnrx.costs import Conditions, LatencyProtocol, compare_latencies, interleave
 from attnrx.costs.conditions import PRECISIONS
-from attnrx.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.costs.latency import CLOCKS
+from attnrx.errors import AttnrxError, NotSupported
 from attnrx.kernels.compilation import kernel_version
 from attnrx.models import TokenReduction, TokenRun, attach_tokens_, block_names, family_of
 from attnrx.optional import installed_versions
@@ -58,8 +60,15 @@ class TimingSettings:
     timed: tuple[int, ...] = ALL_LEVELS
 
     def __post_init__(self):
-        if self.batch < 1 or self.rounds < 2:
-            raise InvalidInput(f"batches of {self.batch}, {self.rounds} rounds: give an image and two rounds or more.")
+        require_fields(
+            self,
+            batch=BATCH,
+            conditions=instance("attnrx.costs.Conditions", Conditions),
+            name=one_of(*CLOCKS),
+            rounds=whole(2),
+            in_subprocess=FLAG,
+            timed=each(whole(0, max(ALL_LEVELS)), f"indices of levels from 0 to {max(ALL_LEVELS)}", least=1),
+        )
 
     def protocol(self, rounds: int) -> LatencyProtocol:
         """Returns the protocol for whole models."""

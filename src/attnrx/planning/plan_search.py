@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from attnrx.arguments import COUNT, NATURAL, SEED, TEXT, optional, require_fields
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.optional import required_module
 from attnrx.planning.allocation import Step, even_weights
@@ -60,12 +61,7 @@ class Search:
     variations: int = 8
 
     def __post_init__(self):
-        if self.trials < 0:
-            raise InvalidInput(f"{self.trials} trials: give 0, for the closed form alone, or more.")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise InvalidInput(f"seed={self.seed!r}: give a whole number, 0 or more.")
-        if self.variations < 1:
-            raise InvalidInput(f"variations={self.variations}: give 1 or more.")
+        require_fields(self, trials=NATURAL, seed=SEED, storage=optional(TEXT), variations=COUNT)
         # Before the measurements, which take longer than the search.
         if self.storage is not None and "://" not in self.storage and not Path(self.storage).absolute().parent.is_dir():
             raise InvalidInput(f"storage={self.storage!r}: the folder of the file does not exist; make it, or omit it.")

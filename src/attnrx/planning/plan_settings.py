@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from attnrx.arguments import BATCH, CALLBACK, TEXT, each, instance, optional, require_fields
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule, MissingMoments, NotSupported
 from attnrx.exporting import parse_format
@@ -48,7 +49,20 @@ class PlanSettings:
     to: str | None = None
 
     def __post_init__(self):
-        # Both raise before the work.
+        require_fields(
+            self,
+            axes=optional(each(TEXT, f"some of {', '.join(AXES)}")),
+            reducer=optional(TEXT),
+            search=instance("a Search, e.g. attnrx.planning.Search(trials=32)", Search),
+            timing=instance("TimingSettings, e.g. attnrx.planning.TimingSettings(batch=32)", TimingSettings),
+            batch_size=BATCH,
+            log=CALLBACK,
+            effort=instance("an Effort of attnrx.planning.effort.EFFORTS", Effort),
+            to=optional(TEXT),
+        )
+        # These raise before the work.
+        if self.reducer is not None:
+            parse_reducer(self.reducer)
         if self.axes is not None:
             require_axes(self.axes)
         if self.to is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.arguments import ANY, MODEL, checked, instance, optional
 from attnrx.checks.promises import limits_of
 from attnrx.data import ImageData, require_labels
 from attnrx.diagnosis import Diagnosis
@@ -39,6 +40,12 @@ LARGEST = 0.99
 HALVINGS = 6
 
 
+TARGET = instance("a Target, or its text, e.g. 'macs=0.5x' or 'faster=1.6'", Target, str)
+SETTINGS = optional(instance("a PlanSettings, e.g. attnrx.planning.PlanSettings.of('quick')", PlanSettings))
+DIAGNOSIS = instance("a Diagnosis, e.g. attnrx.diagnose(model, images, moments=True)", Diagnosis)
+
+
+@checked(model=MODEL, diagnosis=DIAGNOSIS, target=TARGET, images=ANY, others=ANY, settings=SETTINGS)
 @verb
 def plan(
     model: nn.Module,
@@ -82,8 +89,6 @@ def plan_each(
     """
     parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
-    if not isinstance(diagnosis, Diagnosis):
-        raise InvalidInput(f"plan was given the diagnosis {diagnosis!r:.80}: give that of attnrx.diagnose(model, ...).")
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")

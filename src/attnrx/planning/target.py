@@ -2,8 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from numbers import Real
 
+from attnrx.arguments import FASTER, NOT_NEGATIVE, one_of, require_fields
 from attnrx.errors import InvalidInput
 from attnrx.serialization.text_parsing import share
 
@@ -35,10 +35,7 @@ class Target:
     spend: str = ""
 
     def __post_init__(self):
-        if self.of not in (*COSTS, DROP):
-            raise InvalidInput(f"a target for {self.of!r}: choose from {', '.join((*COSTS, DROP))}, e.g. {EXAMPLES}.")
-        if not isinstance(self.most, Real):
-            raise InvalidInput(f"{self.of}={self.most!r}: give a number, or a text to Target.parse, e.g. {EXAMPLES}.")
+        require_fields(self, of=one_of(*COSTS, DROP), most=NOT_NEGATIVE, spend=one_of("", *COSTS))
         if self.of in COSTS and not 0 < self.most < 1:
             raise InvalidInput(
                 f"{self.of}={self.most:g}x: give a share of the original's below 1, e.g. {self.of}=0.6x."
@@ -88,7 +85,6 @@ def target_of(
         )
     ((name, value),) = named.items()
     if name == "faster":
-        if not isinstance(value, Real) or not value > 1:
-            raise InvalidInput(f"faster={value!r}: give a number above 1, e.g. 1.6 for 1.6 times the speed.")
+        value = FASTER.checked(value, "Target", name)
         return Target("latency", 1 / value)
     return Target("max-drop" if name == "max_drop" else name, value)

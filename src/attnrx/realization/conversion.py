@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from attnrx.arguments import ANY, MODEL, checked
 from attnrx.attention import Attention
 from attnrx.data import ImageData
 from attnrx.errors import DataError, NotSupported
@@ -32,6 +33,7 @@ class RowMoments:
     key_mean: Float[Tensor, "heads directions"]
 
 
+@checked(model=MODEL, calibration=ANY)
 @verb
 def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
     """Returns a copy of the model whose dense attention has the form of SVDA (Eqs. 1-5): unit rows and a strength per

@@ -8,6 +8,7 @@ from itertools import chain, repeat
 import torch
 from torch import nn
 
+from attnrx.arguments import ANY, COUNT, MODEL, RATE, SEED, checked, each, instance, optional, require_fields, whole
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput
 from attnrx.model_data import images_for
@@ -36,11 +37,8 @@ class Distill:
     seed: int = 0
 
     def __post_init__(self):
-        rates = self.learning_rates
-        if self.epochs < 1 or self.batch < HELD_OUT or not rates or not all(0 < rate < 1 for rate in rates):
-            raise InvalidInput(
-                f"{self}: give at least one epoch, {HELD_OUT} images a step, and learning rates between 0 and 1."
-            )
+        rates = each(RATE, "learning rates between 0 and 1, e.g. (2e-4, 1e-3)", least=1)
+        require_fields(self, epochs=COUNT, learning_rates=rates, batch=whole(HELD_OUT), seed=SEED)
 
 
 @dataclass
@@ -59,6 +57,12 @@ class Distilled:
     notes: list[str] = field(default_factory=list)
 
 
+@checked(
+    candidate=MODEL,
+    reference=MODEL,
+    calibration=ANY,
+    settings=optional(instance("a Distill, e.g. attnrx.realization.distillation.Distill(epochs=2)", Distill)),
+)
 @verb
 def distill(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Distill | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.arguments import IMAGES, MODEL, checked, instance, one_of, optional
 from attnrx.attention import Attention
 from attnrx.data import ImageData
 from attnrx.errors import InvalidInput, NotSupported
@@ -37,6 +38,13 @@ from attnrx.realization.token_policies import realize_tokens_
 from attnrx.runtime.module_copies import copied
 
 
+@checked(
+    model=MODEL,
+    prescription=instance("a Prescription, e.g. attnrx.prescribe(diagnosis, rules)", Prescription),
+    by=one_of(*REALIZATIONS),
+    norms=one_of(*REALIZED_NORMS),
+    calibration=optional(IMAGES),
+)
 @verb
 def realize(
     model: nn.Module,
@@ -68,9 +76,6 @@ def realize(
     """
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")
-    if by not in REALIZATIONS or norms not in REALIZED_NORMS:
-        choices = f"{', '.join(REALIZATIONS)} and from {', '.join(REALIZED_NORMS)}"
-        raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {choices}.")
     _require_shapes(model, prescription)
     if by == "mask" or norms != "refit":
         return _realized(model, prescription, prescription.layers, by, norms, calibration)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.arguments import ANY, COUNT, MODEL, RATE, SEED, checked, instance, optional, require_fields
 from attnrx.attention import Attention, AttentionContext, Eager, Positions
 from attnrx.attention.backends.backend import scores
 from attnrx.data import ImageData, ImageSet
@@ -39,10 +40,7 @@ class Refinement:
     seed: int = 0
 
     def __post_init__(self):
-        if self.steps < 1 or self.batch < 1 or not 0 < self.learning_rate < 1:
-            raise InvalidInput(
-                f"{self}: give at least one step and one image a step, and a learning rate between 0 and 1."
-            )
+        require_fields(self, steps=COUNT, learning_rate=RATE, batch=COUNT, seed=SEED)
 
 
 @dataclass
@@ -57,6 +55,12 @@ class Refined:
     notes: list[str] = field(default_factory=list)
 
 
+@checked(
+    candidate=MODEL,
+    reference=MODEL,
+    calibration=ANY,
+    refinement=optional(instance("a Refinement, e.g. attnrx.realization.refinement.Refinement(steps=200)", Refinement)),
+)
 @verb
 def refine(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, refinement: Refinement | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.arguments import ANY, COUNT, MODEL, NATURAL, RATE, SEED, checked, instance, number, optional, require_fields
 from attnrx.data import ImageData, ImageSet
 from attnrx.decompositions.hidden_units import RIDGE
 from attnrx.errors import InvalidInput, NotSupported, ScaleWarning
@@ -49,11 +50,9 @@ class Repair:
     seed: int = 0
 
     def __post_init__(self):
-        if self.steps < 0 or min(self.images, self.tokens) < 1 or not 0 < self.learning_rate < 1 or not self.ridge > 0:
-            raise InvalidInput(
-                f"{self}: give no negative number of steps, at least one image and one token a step, a learning rate "
-                "between 0 and 1 and a positive ridge."
-            )
+        require_fields(
+            self, steps=NATURAL, learning_rate=RATE, images=COUNT, tokens=COUNT, ridge=number(0.0), seed=SEED
+        )
 
 
 @dataclass
@@ -70,6 +69,12 @@ class Repaired:
     notes: list[str] = field(default_factory=list)
 
 
+@checked(
+    candidate=MODEL,
+    reference=MODEL,
+    calibration=ANY,
+    settings=optional(instance("a Repair, e.g. attnrx.realization.repair.Repair(steps=300)", Repair)),
+)
 @verb
 def repair(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Repair | None = None

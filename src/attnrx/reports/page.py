@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from attnrx.arguments import PATH, checked, instance, optional
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence
@@ -46,6 +47,13 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
 )
 
 
+@checked(
+    path=PATH,
+    content=optional(instance("a ReportContent", ReportContent)),
+    evidence=optional(instance("an Evidence, e.g. Evidence.load(FILE)", Evidence)),
+    prescription=optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription)),
+    diagnosis=optional(instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)),
+)
 def write_report(
     path: Path | str,
     content: ReportContent | None = None,

@@ -19,7 +19,7 @@ from attnrx.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx.rules.metrics import METRICS, rewritten
 from attnrx.rules.outputs import OUTPUT_METRICS
 from attnrx.rules.parsing import RULES, SHARE, RulesLike, Template, by_layer, parse_rule, parse_rules
-from attnrx.rules.prescribing import prescribe_maps
+from attnrx.rules.prescribing import prescribe_maps, require_remainder
 from attnrx.rules.rule import And, ByLayer, Or, Rule, in_metric
 from attnrx.rules.shared import FusionOwner, FusionRank, SharedRank
 
@@ -59,6 +59,7 @@ __all__ = [
     "parse_rule",
     "parse_rules",
     "prescribe_maps",
+    "require_remainder",
     "rewritten",
     "score_bound",
 ]

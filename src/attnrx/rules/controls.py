@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from attnrx.arguments import NATURAL, checked, each, instance, one_of, optional, whole
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.maps import HEADS, TOKENS
@@ -20,6 +21,13 @@ from attnrx.tokens.soft import Soft
 CONTROLS = ("random", "largest", "uniform")
 
 
+@checked(
+    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images)", Diagnosis),
+    prescription=instance("a Prescription, e.g. attnrx.prescribe(diagnosis, rules)", Prescription),
+    kinds=optional(each(one_of(*CONTROLS), f"some of {', '.join(CONTROLS)}")),
+    draws=whole(1, 1000),
+    seed=NATURAL,
+)
 def control_prescriptions(
     diagnosis: Diagnosis, prescription: Prescription, kinds: Sequence[str] | None = None, draws: int = 10, seed: int = 0
 ) -> dict[str, tuple[Prescription, ...]]:
@@ -39,14 +47,10 @@ def control_prescriptions(
     where it equals the prescription, as for fc1 and fc2 alone.
 
     Raises:
-        InvalidInput: Unknown kinds, or fewer than one draw.
+        InvalidInput: Unknown kinds, or no draw, or more than 1000.
         NotSupported: A requested kind does not exist.
     """
     requested_kinds = CONTROLS if kinds is None else tuple(kinds)
-    if set(requested_kinds) - set(CONTROLS) or draws < 1:
-        raise InvalidInput(
-            f"kinds={requested_kinds}, draws={draws}: choose kinds from {CONTROLS}, and draws of 1 or more."
-        )
     controls_by_kind: dict[str, tuple[Prescription, ...]] = {}
     for kind in requested_kinds:
         try:

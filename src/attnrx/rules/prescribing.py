@@ -48,6 +48,9 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     of "hidden" in one of HIDDEN_METRICS. "tokens" needs
     no reading, because tokens are selected for every image at run time. The prescription records the rules with their
     metrics, and all information of the diagnosis about its model and data.
+
+    A rule may remove all directions of a map, e.g. to compare with a model without it; `attnrx.prescribe` refuses that
+    (`require_remainder`).
     """
     rules_by_map, tokens = parse_rules(rules)
     if not diagnosis.layers:
@@ -81,6 +84,38 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
         raise NoOpPrescription(_no_op_message(spectra, scores, rules_by_map, tokens))
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
+
+
+def require_remainder(prescription: Prescription) -> Prescription:
+    """Returns the prescription; raises InvalidRule if it removes a map as a whole, in all layers and heads."""
+    for name in prescription.rules:
+        kept = [_num_kept(layer, name) for layer in prescription.layers]
+        if None not in kept and not any(kept):
+            raise InvalidRule(
+                f"{name}={prescription.rules[name]} removes all of {name} in every layer: {_WITHOUT[name]}. Keep more, "
+                "or make such a model on purpose with attnrx.rules.prescribe_maps."
+            )
+    return prescription
+
+
+# What is left of a model without one of its maps.
+_WITHOUT = {
+    "qk": "every token would attend to all tokens equally",
+    "vo": "the attention would add the same vector to every token",
+    HEADS: "no head would be left",
+    **dict.fromkeys((*LINEAR_MAPS, HIDDEN), "the MLPs would add the same vector to every token"),
+}
+
+
+def _num_kept(layer: LayerPrescription, name: str) -> int | None:
+    """Returns how many directions or units of a map a layer keeps; None if they all stay, without a decision."""
+    if name == "qk":
+        return int(layer.qk.keep.sum())
+    if name == HEADS:
+        return int(layer.heads.sum())
+    if name == HIDDEN:
+        return None if layer.hidden is None else int(layer.hidden.keep.sum())
+    return sum(layer.outputs[name].ranks) if name in layer.outputs else None
 
 
 def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None]) -> Diagnosis:

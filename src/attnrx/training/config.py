@@ -8,6 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnrx.arguments import (
+    COUNT,
+    FLAG,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RATE,
+    SEED,
+    SHARE,
+    TEXT,
+    each,
+    instance,
+    number,
+    one_of,
+    optional,
+    require_fields,
+)
 from attnrx.data import Augmentation, Batch
 from attnrx.errors import InvalidInput
 from attnrx.losses import LOSSES, Loss, Task
@@ -42,10 +58,9 @@ class Mixing:
     chance: float = 1.0
 
     def __post_init__(self):
-        if not (0 <= self.mixup < float("inf") and 0 <= self.cutmix < float("inf") and self.mixup + self.cutmix > 0):
+        require_fields(self, mixup=NOT_NEGATIVE, cutmix=NOT_NEGATIVE, chance=SHARE)
+        if not self.mixup + self.cutmix > 0:
             raise InvalidInput(f"{self}: give mixup and cutmix of 0 or more, at least one above 0; or omit mixing.")
-        if not 0 < self.chance <= 1:
-            raise InvalidInput(f"{self}: chance is a share of the batches and must lie in (0, 1].")
 
     def apply(self, batch: Batch, seed: int) -> Mixed:
         draw = np.random.default_rng(seed)
@@ -153,29 +168,35 @@ class TrainingConfig:
     checkpoint_every: int = 500
 
     def __post_init__(self):
-        for name in ("epochs", "batch_size", "accumulate", "checkpoint_every", "seed"):
-            self._require(name, isinstance(getattr(self, name), int), "must be a whole number")
-        for name in ("epochs", "batch_size", "accumulate", "learning_rate", "checkpoint_every"):
-            self._require(name, 0 < getattr(self, name) < float("inf"), "must be positive and finite")
-        for name in ("weight_decay", "strength_decay", "strength_learning_rate", "predictor_learning_rate", "seed"):
-            self._require(name, 0 <= getattr(self, name) < float("inf"), "must be finite and may not be negative")
-        positive = all(0 < value < float("inf") for value in self.temperatures)
-        self._require("temperatures", positive, "are two positive numbers, at the first step and at the last")
+        require_fields(
+            self,
+            **dict.fromkeys(("epochs", "batch_size", "accumulate", "checkpoint_every"), COUNT),
+            learning_rate=POSITIVE,
+            **dict.fromkeys(("weight_decay", "strength_decay", "strength_learning_rate"), NOT_NEGATIVE),
+            **dict.fromkeys(("min_learning_rate", "warmup_learning_rate", "predictor_learning_rate"), NOT_NEGATIVE),
+            warmup_epochs=optional(NOT_NEGATIVE),
+            **dict.fromkeys(("gradient_clip", "strength_init"), optional(POSITIVE)),
+            losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.losses.Task(),)", least=1),
+            augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
+            mixing=optional(instance("a Mixing, e.g. attnrx.training.Mixing()", Mixing)),
+            frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
+            layer_decay=SHARE,
+            joining=number(0.0, 1.0, "a share of the run, at least 0 and below 1", above=False),
+            **dict.fromkeys(("nonnegative_fusion", "compile"), FLAG),
+            temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
+            precision=one_of(*PRECISIONS),
+            ema=optional(RATE),
+            parallel=one_of(*PARALLEL),
+            seed=SEED,
+        )
         for name in ("min_learning_rate", "warmup_learning_rate"):
             self._require(name, 0 <= getattr(self, name) <= self.learning_rate, "lies between 0 and learning_rate")
-        self._require("layer_decay", 0 < self.layer_decay <= 1, "is a factor above 0, at most 1")
-        self._require("joining", 0 <= self.joining < 1, "is a share of the run, at least 0 and below 1")
+        self._require("joining", self.joining < 1, "is a share of the run, at least 0 and below 1")
         self._require(
             "accumulate", self.batch_size % max(1, self.accumulate) == 0, f"must divide batch_size={self.batch_size}"
         )
         warmup = self.warmup_epochs
         self._require("warmup_epochs", warmup is None or 0 <= warmup < self.epochs, "must be less than epochs, or None")
-        for name in ("gradient_clip", "strength_init"):
-            value = getattr(self, name)
-            self._require(name, value is None or 0 < value < float("inf"), "must be positive and finite, or None")
-        self._require("ema", self.ema is None or 0 < self.ema < 1, "is a decay between 0 and 1, or None")
-        self._require("precision", self.precision in PRECISIONS, f"must be one of {', '.join(PRECISIONS)}")
-        self._require("parallel", self.parallel in PARALLEL, f"must be one of {', '.join(PARALLEL)}")
         names = [loss.name for loss in self.losses]
         self._require(
             "losses", names and len(names) == len(set(names)), "must hold one loss or more, of different kinds"

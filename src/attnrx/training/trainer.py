@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from attnrx.arguments import ANY, FLAG, MODEL, PATH, checked, instance, optional
 from attnrx.data import Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.losses import load_teachers
@@ -58,6 +59,14 @@ class TrainingRun:
     record: Mapping[str, Any]
 
 
+@checked(
+    model=MODEL,
+    data=ANY,
+    config=instance("a TrainingConfig, e.g. attnrx.TrainingConfig(epochs=10)", TrainingConfig),
+    folder=PATH,
+    resume=FLAG,
+    reporter=optional(instance("a Reporter of attnrx.training", Reporter)),
+)
 def train(
     model: nn.Module,
     data: Any,
