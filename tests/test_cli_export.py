@@ -7,10 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import attnrx as rx
 import pretrained
@@ -56,9 +54,7 @@ def test_the_script_beside_the_file_classifies_an_image(made: SimpleNamespace) -
     done = subprocess.run([sys.executable, str(script), str(picture)], capture_output=True, text=True, check=True)
     words = done.stdout.split()
     reference = rx.load(made.run).float()
-    _, height, width = rx.models.family_of(reference).input_shape(reference)
-    image = Image.open(picture).convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-    pixels = torch.from_numpy(np.asarray(image, np.float32) / 255 * 2 - 1).permute(2, 0, 1)[None]
+    pixels = rx.model_data.preprocessing_of(reference)(picture.read_bytes())[None].float()
     with torch.no_grad():
         shares = reference(pixels).softmax(-1)[0]
     assert int(words[0]) == int(shares.argmax()) and float(words[1]) == pytest.approx(float(shares.max()), abs=2e-3)

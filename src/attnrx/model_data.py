@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.arguments import MODEL, checked, instance, optional
 from attnrx.data import MOST_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
+from attnrx.data.adapters import LABEL_KEYS
 from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.errors import DataError, InvalidInput
@@ -111,7 +112,8 @@ def splits_for(
     channels, *size = family.input_shape(model)
     # Without names of its classes a model has their numbers; one of embeddings has none. One logit distinguishes two
     # classes, of which a configuration may name one.
-    classes, names = tuple(map(str, range(num_classes(model)))), family.class_names(model)
+    classes = tuple(map(str, range(num_classes(model))))
+    names = family.class_names(model) or _fitting(dataset_classes(*by_split.values()), len(classes))
     return Splits(
         name=argument,
         **{**missing, **sets},
@@ -122,6 +124,29 @@ def splits_for(
         augmentation=None,
         notes=notes,
     )
+
+
+def dataset_classes(*data: Any) -> tuple[str, ...]:
+    """Returns the class names of a user's dataset, a part of it or a DataLoader over it; () where it states none.
+
+    They are its attribute `classes`, as torchvision's datasets have it, or the names of a Hugging Face dataset's label.
+    """
+    for each in data:
+        # A DataLoader and a Subset hold the dataset that they read from.
+        for _ in range(8):
+            if getattr(each, "classes", None) is not None or not hasattr(each, "dataset"):
+                break
+            each = each.dataset
+        features = getattr(each, "features", None)
+        label = next((features[key] for key in LABEL_KEYS if key in features), None) if features else None
+        names = getattr(each, "classes", None) or getattr(label, "names", None)
+        if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return ()
+
+
+def _fitting(names: tuple[str, ...], classes: int) -> tuple[str, ...]:
+    return names if len(names) == classes else ()
 
 
 def input_options(model: nn.Module) -> dict[str, Any]:

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
 import attnrx as rx
+import odd_pictures
 import pretrained
 from attnrx.errors import InvalidInput
-from attnrx.exporting import Onnx, own_exports, own_script, precision_for, remove_export
+from attnrx.exporting import Onnx, own_exports, own_script, parse_format, precision_for, remove_export
 from attnrx.exporting.own_files import sealed_script
+from attnrx.model_data import preprocessing_of, splits_for
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -55,8 +57,8 @@ def test_the_script_of_one_logit_prints_the_class_on_its_side(tmp_path: Path) ->
     exported = rx.export(model, tmp_path / "one.onnx", class_names=names)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8))
     image.save(tmp_path / "image.png")
-    mean, std = (np.array(exported.facts["normalization"][name], np.float32) for name in ("mean", "std"))
-    pixels = torch.from_numpy(((np.asarray(image, np.float32) / 255 - mean) / std).transpose(2, 0, 1)[None].copy())
+    assert exported.facts["preprocessing"] == preprocessing_of(model).to_dict()
+    pixels = preprocessing_of(model)(image)[None].float()
     positive = float(model(pixels).detach().sigmoid())
     words = [sys.executable, str(tmp_path / "run_one.py"), str(tmp_path / "image.png")]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
@@ -125,3 +127,62 @@ def test_the_precision_of_a_format_is_its_own(dtype: torch.dtype, tmp_path: Path
     assert precision_for(model, rx.exporting.Program()) == ("float32" if dtype == torch.float64 else None)
     exported = rx.export(model, tmp_path / "a.onnx", precision=precision_for(model, Onnx()))
     assert exported.images.precision == "float32"
+
+
+@pytest.mark.parametrize("form", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [3, pytest.param("dynamic", marks=pytest.mark.slow)])
+def test_the_script_classifies_as_the_transform_of_timm_and_the_model_do(
+    form: str, batch: int | str, tmp_path: Path
+) -> None:
+    timm = pytest.importorskip("timm")
+    pytest.importorskip({"onnx": "onnxruntime", "openvino": "openvino"}[form])
+    source = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(32, 48), patch_size=16, depth=1, embed_dim=12, num_heads=3, num_classes=3
+    )
+    torch.nn.init.normal_(source.head.weight, std=0.3)
+    source.pretrained_cfg.update(crop_pct=0.7, interpolation="bilinear")
+    source = source.float().eval()
+    config = timm.data.resolve_model_data_config(source, {"input_size": (3, 32, 48)})
+    transform, path = timm.data.create_transform(**config), tmp_path / f"a{parse_format(form).suffix}"
+    exported = rx.export(rx.load(source), path, to=form, batch=batch, class_names=("ant", "bee", "cow"))
+    assert exported.facts["preprocessing"]["resize_to"] == [45, 68]
+    for name in ("orientation 6 png", "landscape alpha"):
+        file = tmp_path / "picture"
+        file.write_bytes(odd_pictures.ODD[name])
+        picture = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
+        shares = source(transform(picture)[None].float())[0].softmax(0)
+        words = [sys.executable, str(tmp_path / "run_a.py"), str(file)]
+        printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+        assert printed[0] == ("ant", "bee", "cow")[int(shares.argmax())]
+        assert float(printed[1]) == pytest.approx(float(shares.max()), abs=1e-3)
+
+
+def test_the_text_of_the_script_computes_what_attnrx_does(tmp_path: Path) -> None:
+    model = small()
+    text = (Onnx().example(tmp_path / "a.onnx") or "").partition("here = Path")[0].replace("import onnxruntime\n", "")
+    names: dict[str, Any] = {}
+    exec(text, names)
+    how, preprocessing = preprocessing_of(model).to_dict(), preprocessing_of(model)
+    for content in odd_pictures.ODD.values():
+        pixels = names["pixels_of"](names["open_picture"](content), how["channels"], how["alpha"])
+        found = names["normalize_pixels"](names["fit_pixels"](pixels, how), how["mean"], how["std"])
+        torch.testing.assert_close(torch.from_numpy(found).double(), preprocessing(content), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["folder", "subset", "loader"])
+def test_the_class_names_of_a_dataset_reach_the_file(given: str, tmp_path: Path) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    for name in ("ant", "bee", "cow"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(3):
+            (tmp_path / "data" / name / f"{number}.png").write_bytes(odd_pictures.ODD["square png"])
+    model = small(num_classes=3)
+    data = torchvision.datasets.ImageFolder(tmp_path / "data", preprocessing_of(model) if given == "loader" else None)
+    if given != "folder":
+        data = torch.utils.data.Subset(data, range(1, 7))
+    data = torch.utils.data.DataLoader(data, 2) if given == "loader" else data
+    exported = rx.export(model, tmp_path / "a.onnx", calibration=data)
+    assert exported.facts["class_names"] == ["ant", "bee", "cow"]
+    assert splits_for(model, data).class_names == ("ant", "bee", "cow")
+    assert rx.export(small(num_classes=5), tmp_path / "a.onnx", calibration=data).facts["class_names"] == []

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 import odd_pictures
 from attnrx.errors import InvalidInput
-from attnrx.model_data import preprocessing_of
+from attnrx.model_data import dataset_classes, preprocessing_of
 from attnrx.preprocessing import ImageGeometry, Normalization, Preprocessing
 from attnrx.shapes import Tensor
 from odd_pictures import ODD
@@ -174,3 +174,16 @@ def test_pictures_that_cannot_be_an_input_say_why() -> None:
     four = Preprocessing(ImageGeometry.of_size(8, 4, "fill"), Normalization.half(4))
     with pytest.raises(ValueError, match="1 or 3 channels, not 4"):
         four(Image.new("RGB", (8, 8)))
+
+
+def test_the_class_names_of_a_dataset_are_found_in_its_parts_and_loaders() -> None:
+    class Listed(torch.utils.data.TensorDataset):
+        classes = ("ant", "bee")
+
+    listed = Listed(torch.zeros(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
+    part = torch.utils.data.Subset(torch.utils.data.Subset(listed, range(3)), range(2))
+    for data in (listed, part, torch.utils.data.DataLoader(part, 2)):
+        assert dataset_classes(data) == ("ant", "bee")
+    nameless = torch.utils.data.TensorDataset(torch.zeros(4, 3, 8, 8))
+    assert dataset_classes(None, nameless, torch.zeros(3), [1, 2], listed) == ("ant", "bee")
+    assert dataset_classes(nameless) == ()

@@ -12,36 +12,17 @@ from typing import Any, ClassVar
 import torch
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.exporting.format import INPUT, Format, Run, library, script_path, to_numpy
+from attnrx.exporting.format import INPUT, Format, Run, library, to_numpy
+from attnrx.exporting.run_script import run_script
 from attnrx.shapes import Tensor
 
 BATCH, OPSETS = "batch", range(18, 24)
 OUTPUTS = {2: "logits", 3: "features"}  # the name of the output, by its number of axes
-# Runs beside the file that it is named after, with onnxruntime, NumPy and Pillow only.
-EXAMPLE = '''"""Classifies an image: python {script} IMAGE"""
-
-import json
-import sys
-from pathlib import Path
-
-import numpy as np
-import onnxruntime
-from PIL import Image
-
-session = onnxruntime.InferenceSession(str(Path(__file__).with_name("{file}")))
+# The statements of the script beside the file: the facts are its metadata.
+OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{file}")))
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
-channels, height, width = about["image_shape"]
-image = Image.open(sys.argv[1]).convert("RGB" if channels == 3 else "L")
-image = image.resize((width, height), Image.Resampling.BICUBIC)
-pixels = np.asarray(image, np.float32).reshape(height, width, channels) / 255
-images = ((pixels - np.array(about["mean"])) / np.array(about["std"])).transpose(2, 0, 1)[None].astype("{precision}")
-logits = session.run(None, {{"images": images}})[0][0]
-if len(logits) == 1:  # that of class 1 against class 0
-    logits = np.array([0.0, logits[0]])
-best = int(logits.argmax())
-probability = np.exp(logits[best] - np.logaddexp.reduce(logits))
-print(about["class_names"][best] if about["class_names"] else best, f"{{probability:.3f}}")
-'''
+batch = session.get_inputs()[0].shape[0]
+batch = batch if isinstance(batch, int) else 1"""
 # Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
 
@@ -99,17 +80,20 @@ class Onnx(Format):
         translated.save(str(path), external_data=size > MOST_BYTES)
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Writes image shape, normalization and class names into the metadata, as JSON, and names the output."""
+        """Writes image shape, preprocessing and class names into the metadata, as JSON, and names the output."""
         onnx = library("onnx")
         # Only the metadata change: weights in an external file are neither read nor written.
         model = onnx.load(path, load_external_data=False)
         shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
+        shown["preprocessing"] = facts["preprocessing"]
         onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in shown.items()})
         _name_output(model, facts["output"])
         onnx.save(model, path)
 
     def example(self, path: Path) -> str | None:
-        return EXAMPLE.format(script=script_path(path).name, file=path.name, precision="float32")
+        return run_script(
+            path, "onnxruntime", OPENING.format(file=path.name), f'session.run(None, {{"{INPUT}": images}})[0]'
+        )
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Starts an ONNX Runtime session on the CPU, whose idle threads sleep instead of spinning."""

@@ -10,7 +10,14 @@ import torch
 from attnrx.errors import InvalidInput
 from attnrx.exporting.format import ROUNDING, Format, Run, library, to_numpy
 from attnrx.exporting.onnx_formats import Int8
+from attnrx.exporting.run_script import run_script
 from attnrx.shapes import Tensor
+
+# The statements of the script beside the file: the facts are in the JSON file of the export.
+OPENING = """about = json.loads(here.with_name("{file}.json").read_text(encoding="utf-8"))
+batch = about["images"]["batch"] or 1
+hints = {{"INFERENCE_PRECISION_HINT": "{precision}"}}
+compiled = openvino.Core().compile_model(str(here.with_name("{file}")), "CPU", hints)"""
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,21 @@ class OpenVINO(Format):
         # By default the weights would be stored in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)
 
+    def example(self, path: Path) -> str | None:
+        return run_script(path, "openvino", OPENING.format(file=path.name, precision=self._hint), "compiled(images)[0]")
+
+    @property
+    def _hint(self) -> str:
+        # f32 has to be requested: on CPUs with bfloat16 OpenVINO computes in it by default.
+        return "bf16" if self.precision == "bf16" else "f32"
+
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Compiles the file for every number of images that occurs: up to a third faster than for any number."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "bf16" if self.precision == "bf16" else "f32",
+            "INFERENCE_PRECISION_HINT": self._hint,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        # f32 has to be requested: on CPUs with bfloat16 OpenVINO computes in it by default.
         core, compiled = library("openvino", "openvino").Core(), {}
         model = core.read_model(str(path))
 

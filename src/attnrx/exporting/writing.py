@@ -21,7 +21,7 @@ from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path
 from attnrx.exporting.format import PRECISIONS, Format, dtype_name, raising, script_path
 from attnrx.exporting.formats import parse_format
 from attnrx.exporting.own_files import own_script, remove_export, require_export_path, require_own_files, sealed_script
-from attnrx.model_data import images_for, num_classes
+from attnrx.model_data import dataset_classes, images_for, num_classes, preprocessing_of
 from attnrx.model_outputs import Logits, OutputKind, output_kind_of
 from attnrx.models import (
     TokenReduction,
@@ -109,6 +109,7 @@ class ExportSubject:
                 "tokens": described_tokens(model),
             },
             "normalization": {"mean": list(mean), "std": list(std)},
+            "preprocessing": None if images.shape[0] not in (1, 3) else preprocessing_of(model).to_dict(),
             "class_names": list(family.class_names(model)) if isinstance(outputs, Logits) else [],
             "output": "logits" if isinstance(outputs, Logits) else outputs.name,
         }
@@ -174,10 +175,11 @@ def export(
     e.g. openvino(precision=bf16). The file accepts batches of any size, or of `batch` images; `precision` defaults to
     the model's own. Its logits are compared with the model's on the calibration images (required for int8) or on noise;
     if a logit differs by more than rounding (for int8: than `most_difference`), no file is written. PATH.json contains
-    the fingerprint of the model, the shape and normalization of images, `class_names` (by default the model's, if it
-    has any), versions, and the measured parity. An ONNX file contains shape, normalization and class names too, and the
-    script run_NAME.py beside it classifies an image with onnxruntime alone. An earlier export at the path is replaced
-    with its script; other files beside it are never overwritten.
+    the fingerprint of the model, the shape and preprocessing of images, `class_names` (by default the model's, else
+    those of a calibration dataset with as many classes, e.g. an ImageFolder), versions, and the measured parity. An
+    ONNX file contains preprocessing and class names too. The script run_NAME.py beside an ONNX or OpenVINO file
+    classifies an image with the runtime, NumPy and Pillow alone, preprocessed as attnrx and the model's library do it.
+    An earlier export at the path is replaced with its script; other files beside it are never overwritten.
 
     Raises:
         NotSupported: The model cannot be written in this format, or the logits differ.
@@ -194,6 +196,7 @@ def export(
     wanted = max(form.wanted, batch if isinstance(batch, int) else AT_ONCE)  # as many as are calibrated on
     images = None if calibration is None else images_for(model, calibration, "calibration", limit=wanted)
     subject = ExportSubject.of(model, form, batch, precision, images)
+    class_names = class_names or fitting_names(model, dataset_classes(calibration))
     if class_names:
         classes = num_classes(model)
         if not classes:
@@ -258,8 +261,8 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     """
     path = Path(path)
     form.require(path, subject.images.dtype)
-    # A subject without facts is of no known family, e.g. the reference of a timing.
-    classifies = bool(subject.facts) and isinstance(subject.outputs, Logits)
+    # A subject without facts is of no known family, e.g. the reference of a timing; pictures have 1 or 3 channels.
+    classifies = subject.facts.get("preprocessing") is not None and isinstance(subject.outputs, Logits)
     example = form.example(path) if classifies else None
     require_export_path(path, form, with_script=example is not None)
     if form.calibrated and subject.calibration is None:
