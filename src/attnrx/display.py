@@ -11,6 +11,15 @@ import torch
 MOST, OF_A_VALUE, ITEMS = 1500, 160, 6
 
 
+class Sentence(str):
+    """A text that is an attribute, and may be called as a method: `evidence.summary` and `shrunk.summary()`."""
+
+    __slots__ = ()
+
+    def __call__(self) -> str:
+        return str(self)
+
+
 # A diagnosis or prescription has thousands of numbers, which the repr of a dataclass would print.
 class Displayed:
     """A dataclass (with repr=False) that is displayed in a few lines: tensors by their shape, long values cut."""

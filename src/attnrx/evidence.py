@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnrx.display import Displayed
+from attnrx.display import Displayed, Sentence
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import check_schema, read_json, write_json
+from attnrx.serialization.tables import Cell, Tabular, aligned_table
 from attnrx.serialization.validation import Invalid, below, shown, validated
 
 KIND, SCHEMA = "attnrx evidence", 2
@@ -143,8 +144,11 @@ def _rounded_up(count: float) -> int:
 
 
 @dataclass(frozen=True, repr=False)
-class Evidence(Displayed):
-    """All findings about one candidate; `about` records the models, the data, the settings and the versions."""
+class Evidence(Displayed, Tabular):
+    """All findings about one candidate; `about` records the models, the data, the settings and the versions.
+
+    Printed, it is a table of the findings; `to_csv`, `to_latex` and `to_pandas` return it in other formats.
+    """
 
     findings: tuple[Finding, ...]
     about: Mapping[str, Any]
@@ -168,11 +172,38 @@ class Evidence(Displayed):
         return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
 
     @property
-    def summary(self) -> str:
+    def summary(self) -> Sentence:
+        """The outcomes of the claims in one sentence."""
         counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in OUTCOMES}
         words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
         parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
-        return f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
+        return Sentence(f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit")
+
+    def __str__(self) -> str:
+        """Returns the table of the findings, claims first."""
+        reported = [finding for finding in self.findings if not finding.is_claim]
+        columns = ("claim", "value", "unit", "95 % interval", "limit", "outcome", "n")
+        rows = [
+            (
+                finding.claim,
+                finding.value,
+                finding.unit,
+                "" if finding.low is None or finding.high is None else f"[{finding.low:.4g}, {finding.high:.4g}]",
+                finding.limit,
+                finding.outcome_text if finding.is_claim else "",
+                finding.n,
+            )
+            for finding in (*self.claims, *reported)
+        ]
+        return aligned_table(columns, rows, f"Evidence: {self.summary}")
+
+    def to_rows(self) -> list[dict[str, Cell]]:
+        """Returns one record per finding: its claim, value, interval, limit and outcome, without `details`."""
+        names = ("check", "claim", "value", "unit", "low", "high", "limit", "outcome", "n")
+        return [
+            {**{name: getattr(finding, name) for name in names}, "quantity": finding.details.get("quantity")}
+            for finding in self.findings
+        ]
 
     def to_html(self) -> str:
         """Returns a whole HTML page of the evidence, as `write_report` writes it, e.g. for an iframe of a notebook.

@@ -15,6 +15,7 @@ from attnrx.costs import Conditions
 from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
 from attnrx.data.fixed import ONE_DRAW
 from attnrx.diagnosis import Diagnosis
+from attnrx.display import Sentence
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names, parse_format, precision_for
@@ -56,13 +57,16 @@ class Shrunk:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
 
-    def summary(self) -> str:
-        """Returns the result in one sentence, and a note on images that were a draw of random ones."""
+    @property
+    def summary(self) -> Sentence:
+        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw of
+        random ones. It may be called, too.
+        """
         draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
-        return "; ".join((summary_of(self.evidence), *draws))
+        return Sentence("; ".join((summary_of(self.evidence), *draws)))
 
     def __repr__(self) -> str:
-        return f"Shrunk({self.summary()})"
+        return f"Shrunk({self.summary})"
 
     @checked(folder=PATH, onnx=FLAG)
     def save(self, folder: Path | str, onnx: bool = True) -> Path:

@@ -3,14 +3,19 @@
 import base64
 import io
 import math
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from PIL import Image
 
+import report_content
+from attnrx.diagnosis import LayerDiagnosis
+from attnrx.reports import ReportContent
 from attnrx.reports.drawing import AxisScale, as_uri, colour, log_span, mosaic, overlay, span
 from attnrx.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap, IntervalRow, spectrum_bars
+from attnrx.reports.sections.layers import maps
 
 NASTY = "</svg><script>alert(1)</script>"
 
@@ -165,3 +170,37 @@ def test_whole_numbers_are_labelled_as_such():
 def test_values_that_differ_by_rounding_are_one_value():
     low, high = span([0.0, -1.4e-15])
     assert (low, high) == pytest.approx((-1.0, 1.0))
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize("exponent", range(-9, 10, 3))
+def test_labels_of_an_axis_fit_beside_it(exponent: int, logarithmic: bool) -> None:
+    """Long labels were cut at the edge of the picture, "0.000002" to ".000002"."""
+    for low, high in ((0.2, 1.7), (1.0, 1.3), (0.2, 4000.0), *([] if logarithmic else [(-1.7, 0.4), (-3.0, 0.0)])):
+        axis = AxisScale(low * 10.0**exponent, high * 10.0**exponent, 190, 26, logarithmic)
+        labels = axis.labels()
+        assert labels
+        for _, words in labels:
+            # At 11 pixels a digit is about 6 wide; superscripts, points, signs and gaps are narrower.
+            width = sum(3.5 if sign in "⁰¹²³⁴⁵⁶⁷⁸⁹⁻.,\N{NO-BREAK SPACE}" else 6.2 for sign in words)
+            assert width <= 48, (words, width)
+        assert len({words for _, words in labels}) == len(labels)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_open_readings_differ_between_heads(flat: bool) -> None:
+    """The effective rank of a plain dense head is the number of its directions, the same in every head."""
+    torch.manual_seed(0)
+    diagnosis = report_content.example().diagnosis
+    assert diagnosis is not None
+    spectrum = diagnosis.layers[0].spectrum
+    heads = len(spectrum.heads)
+    names = ("effective_rank_mix", "effective_rank_weights", "selectivity")
+    readings = {"effective_rank": torch.full((heads,), 64.0) if flat else torch.rand(heads)}
+    readings |= {name: torch.rand(heads) for name in names}
+    content = ReportContent("readings", diagnosis=replace(diagnosis, layers=(LayerDiagnosis(spectrum, readings),) * 2))
+    section = maps(content)
+    assert section is not None
+    titles = [figure.title for figure in section.data["main"]]
+    first = "Effective rank, mix" if flat else "Effective rank"
+    assert titles[0] == first and ("Effective rank" in titles) != flat

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import attnrx as rx
+from attnrx.serialization.tables import aligned_table
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,7 @@ def show(part: Table | str) -> None:
 
 def plain_text(table: Table) -> str:
     """Sets a table in columns of spaces, which scripts can read and files can hold."""
-    # The widths include those of the headings, so a table without rows has columns too.
-    lines = [table.columns, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join((first.ljust(widths[0]), *map(str.rjust, others, widths[1:]))).rstrip() for first, *others in lines
-    ]
-    return "\n".join([table.title, *texts] if table.title else texts)
+    return aligned_table(table.columns, table.rows, table.title)
 
 
 def _draw(table: Table) -> None:

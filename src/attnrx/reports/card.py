@@ -14,6 +14,7 @@ from attnrx.reports.headline import statements, summary_parts
 from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
 from attnrx.reports.sections.evidence import by_severity
 from attnrx.reports.sections.verdict import sentence
+from attnrx.serialization.tables import Marked, markdown, markdown_code, markdown_table
 
 COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators
 UNNAMED = "Vision Transformer"
@@ -59,10 +60,10 @@ def model_card(
         removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
     blocks = [
         _head(facts, evidence, task[0]),
-        f"# {_escaped(facts.get('name', UNNAMED))}",
-        *(f"**{_escaped(each)}.**" for each in statements(evidence)),
-        removed + _escaped(sentence(evidence)),
-        _escaped(answer),
+        f"# {markdown(facts.get('name', UNNAMED))}",
+        *(f"**{markdown(each)}.**" for each in statements(evidence)),
+        removed + markdown(sentence(evidence)),
+        markdown(answer),
         _table(("", ""), rows),
         "## How to use it",
         USE.format(outputs=task[1]),
@@ -127,8 +128,8 @@ def _prescribed(prescription: Prescription | None) -> list[str]:
     rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
     # Directions of heads of different ranks are padded to the largest number.
     of = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
-    rules = f"Rules: `{prescription}`. " if prescription.rules else ""
-    made = f"{rules}For the model with the fingerprint `{prescription.fingerprint}`."
+    rules = f"Rules: {markdown_code(prescription)}. " if prescription.rules else ""
+    made = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
     return ["## Prescription", made, _table(("layer", f"directions that each head keeps, of {of}"), rows)]
 
 
@@ -142,7 +143,7 @@ def _evidence(evidence: Evidence | None) -> list[str]:
     shown, elsewhere = by_severity(evidence)
     return [
         "## Evidence",
-        f"Measured with: {_escaped(measured)}." if measured else "",
+        f"Measured with: {markdown(measured)}." if measured else "",
         _table(columns, (_row(finding) for finding in shown)),
         f"`evidence.json` holds all of it, with {len(elsewhere)} findings for single corruptions and severities."
         if elsewhere
@@ -152,7 +153,7 @@ def _evidence(evidence: Evidence | None) -> list[str]:
 
 def _row(finding: Finding) -> tuple[str, ...]:
     return (
-        MARKS[finding.outcome].format(finding.outcome_text),
+        Marked(MARKS[finding.outcome].format(markdown(finding.outcome_text))),
         finding.check,
         finding.claim,
         quantity(finding.value, finding.unit, finding.low, finding.high),
@@ -163,12 +164,5 @@ def _row(finding: Finding) -> tuple[str, ...]:
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    body = [f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in rows]
-    if not body:
-        return ""
-    return "\n".join([f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *body])
-
-
-def _escaped(words: Any) -> str:
-    # Line breaks end table rows, pipes end cells, and brackets start links or markup.
-    return re.sub(r"([\\|<>\[\]`_])", r"\\\1", " ".join(str(words).split()))
+    body = list(rows)
+    return markdown_table(columns, body) if body else ""

@@ -16,6 +16,7 @@ from attnrx.prescription import Prescription
 from attnrx.reports.numbers import percent
 from attnrx.reports.ranks import PathwayRanks
 from attnrx.serialization.storage import check_schema, read_json
+from attnrx.serialization.tables import Cell, Tabular
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.tokens import TokenPolicy
 
@@ -158,7 +159,7 @@ class ComparedPair:
 
 
 @dataclass(frozen=True)
-class ComparisonRecord:
+class ComparisonRecord(Tabular):
     """All trials, the accuracy of the original, the measurement settings, and the differences between methods."""
 
     trials: tuple[ComparedTrial, ...]
@@ -175,6 +176,18 @@ class ComparisonRecord:
     def methods(self) -> tuple[str, ...]:
         """The names of the methods in the order of the file."""
         return tuple(dict.fromkeys(trial.method for trial in self.trials))
+
+    def to_rows(self) -> list[dict[str, Cell]]:
+        """Returns one record per trial; `low` and `high` are the ends of 95 % intervals."""
+        costs, measured = ("share", "params_share", "macs_share"), ("accuracy", "change", "agreement", "divergence")
+        rows: list[dict[str, Cell]] = []
+        for trial in self.trials:
+            row: dict[str, Cell] = {"method": trial.method, **{name: getattr(trial, name) for name in costs}}
+            for name in (*measured, "speedup"):
+                value: Measured = getattr(trial, name)
+                row |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+            rows.append({**row, "reached": trial.reached, "note": trial.note})
+        return rows
 
     @classmethod
     def load(cls, path: Path | str) -> "ComparisonRecord":

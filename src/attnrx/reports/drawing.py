@@ -75,11 +75,22 @@ class AxisScale:
         inside = [value for value in candidates if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]  # rounding
         return inside if len(inside) > 1 else [self.low, self.high]
 
+    @property
+    def power(self) -> int:
+        """The power of ten that the labels of a linear axis are in units of: 0 unless they would be too long."""
+        largest = max(abs(self.low), abs(self.high))
+        if self.logarithmic or 1e-3 <= largest < 1e5 or largest == 0:
+            return 0
+        return math.floor(math.log10(largest))
+
     def labels(self, count: int = 4) -> list[tuple[Number, str]]:
-        """Returns the ticks with their labels; on a linear axis all have the same decimals."""
+        """Returns the ticks with their labels, in units of `power`; on a linear axis all have the same decimals."""
         ticks = self.ticks(count)
         if self.logarithmic or len(ticks) < 2:
             return [(tick, short(tick)) for tick in ticks]
+        if self.power:
+            unit = 10.0**self.power
+            return [(tick, short(tick / unit, 3)) for tick in ticks]
         step = ticks[1] - ticks[0]
         decimals = next((digits for digits in range(6) if abs(round(step, digits) - step) < step * 1e-6), 6)
         return [(tick, fixed(tick, decimals)) for tick in ticks]

@@ -1,7 +1,5 @@
 """attnrx sweep: one command over seeds, datasets and rules; every number of every job in one Optuna storage."""
 
-import csv
-import io
 import os
 import sys
 from argparse import Namespace
@@ -15,6 +13,7 @@ from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.progress import Log
+from attnrx.serialization.tables import csv_text
 
 SUMMARY = "run one command over seeds, datasets and rules, and keep every number"
 EXAMPLE = "attnrx sweep run sweep.toml --store results.sqlite --workers 2"
@@ -112,11 +111,7 @@ def _results(study: Any, path: str | None) -> Outcome:
     if path is not None:
         # Jobs may have different axes, so the columns are those of any result.
         labels = dict.fromkeys(name for result in results for name in result.labels)
-        lines = io.StringIO()
-        writer = csv.DictWriter(lines, [*labels, *COLUMNS], lineterminator="\n")
-        writer.writeheader()
-        for result in results:
-            row = vars(result) | dict(result.labels)
-            writer.writerow({name: row.get(name) for name in writer.fieldnames})
-        shown.append(f"results: {rx.serialization.write_text(path, lines.getvalue())}")
+        columns, rows = [*labels, *COLUMNS], [vars(result) | dict(result.labels) for result in results]
+        table = csv_text(columns, [[row.get(name) for name in columns] for row in rows])
+        shown.append(f"results: {rx.serialization.write_text(path, table)}")
     return Outcome(record, tuple(shown))

@@ -28,6 +28,7 @@ from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
 from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
+from attnrx.serialization.tables import Cell, Tabular, markdown_table
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, Unreached, kept, points, require_points
 
@@ -101,7 +102,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Trials:
+class Trials(Tabular):
     """All trials on one model, with the accuracy of the original and the measurement settings.
 
     `differences` are those between every two methods at one budget; a method without {share} has no budget, and is
@@ -142,17 +143,16 @@ class Trials:
     def save(self, path: Path | str) -> Path:
         return write_json(path, {"kind": "attnrx comparison", "schema": 2, **asdict(self)})
 
+    def to_rows(self) -> list[dict[str, Cell]]:
+        """Returns the rows of the table by the names of their columns, as texts; the file has the numbers."""
+        return [dict(zip(self.columns, cells, strict=True)) for cells in self.rows]
+
     def to_markdown(self) -> str:
         """Returns a table of the trials, and where there are any a second one of the differences."""
         table = markdown_table(self.columns, self.rows)
         if not self.differences:
             return table
         return f"{table}\n\n{markdown_table(self.difference_columns, [each.cells for each in self.differences])}"
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in rows)))
 
 
 @dataclass(frozen=True)

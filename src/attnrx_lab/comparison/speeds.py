@@ -21,8 +21,8 @@ from attnrx.models import family_of, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
+from attnrx.serialization.tables import markdown_table
 from attnrx.shapes import Tensor
-from attnrx_lab.comparison.comparing import markdown_table
 from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, kept, points, require_points
 
 SPEED_COLUMNS = (

@@ -11,7 +11,7 @@ import torch
 from attnrx.checks.statistics import Estimate, crossed_interval, t_interval
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.serialization.storage import write_json, write_text
-from attnrx_lab.comparison.comparing import markdown_table
+from attnrx.serialization.tables import markdown_table
 from attnrx_lab.papers.experiment import Measure, Run
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 

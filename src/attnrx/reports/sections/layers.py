@@ -33,6 +33,8 @@ SHARED = "A cell across a layer is the number of directions shared by all its he
 # Captions of the readings, in the order of the page; other readings follow.
 MEANING = {
     "effective_rank": "The effective number of directions by the entropy of the energy (Eq. 24).",
+    "effective_rank_mix": "The effective number of directions on the images of the diagnosis, by the metric of plans (mix).",
+    "effective_rank_weights": "The effective number of directions of the product of query and key weights (plain SVD).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
     "entropy": "Spectral entropy in nats (Eq. 23).",
     "sparsity": "Share of directions below a tenth of the head's largest strength (Eq. 29: an absolute threshold).",
@@ -40,7 +42,9 @@ MEANING = {
     "sensitivity": "Largest strength times the scale: the bound on the change of a score (Proposition 4).",
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
 }
-MAIN = ("effective_rank", "selectivity")
+# The open figures: the first of these that differ between heads. A plain dense head has no strengths of its own, and its
+# effective rank is the number of its directions in every head.
+MAIN, OPEN_FIGURES = ("effective_rank", "effective_rank_mix", "effective_rank_weights", "selectivity"), 3
 
 Rows = Sequence[Sequence[float | None]]
 
@@ -150,17 +154,24 @@ def _rank_figure(pathway: PathwayRanks, words: list[list[str]], spectra: Collect
 
 
 def maps(content: ReportContent) -> Section | None:
-    """Returns effective rank and selectivity as open figures, and the other readings as folded ones."""
+    """Returns effective ranks and selectivity as open figures, and the other readings as folded ones."""
     if content.diagnosis is None:
         return None
     figures = _reading_figures(content.diagnosis, _spectra_of(content))
     if not figures:
         return None
-    main = [figures.pop(name) for name in MAIN if name in figures]
+    names = [name for name in MAIN if name in figures]
+    telling = [name for name in names if not _is_constant(content.diagnosis, name)]
+    main = [figures.pop(name) for name in (telling or names)[:OPEN_FIGURES]]
     dense = any(max(layer.spectrum.heads, default=0) >= DENSE - 1 for layer in content.diagnosis.layers)
     data = {"main": main, "rest": list(figures.values()), "steps": range(LEVELS), "dense": dense}
-    names = ", ".join(figure.title for figure in (*main, *figures.values()))
-    return Section("maps", "Layers and heads", data, names)
+    titles = ", ".join(figure.title for figure in (*main, *figures.values()))
+    return Section("maps", "Layers and heads", data, titles)
+
+
+def _is_constant(diagnosis: Diagnosis, name: str) -> bool:
+    values = torch.cat([layer.readings[name].double() for layer in diagnosis.layers])
+    return bool((values.amax() - values.amin()) <= 1e-6 * values.abs().amax())
 
 
 def _reading_figures(diagnosis: Diagnosis, spectra: Collection[str]) -> dict[str, Figure]:
@@ -194,12 +205,12 @@ def _reading_figure(name: str, grid: Rows, most: int, spectra: Collection[str]) 
     # Cells have space for three digits: very small or large values are shown in units of a power of ten.
     power = 0 if largest == 0 or 0.01 <= largest < 1000 else math.floor(math.log10(largest))
     decimals = max(0, (2 if dense else 3) - (1 if largest / 10**power < 2 else 2))
-    decimals = 1 if name == "effective_rank" else max(decimals, 2 if largest <= 1 else 0)
+    decimals = 1 if name.startswith("effective_rank") else max(decimals, 2 if largest <= 1 else 0)
 
     def write(value: float) -> str:
         return fixed(value / 10**power, decimals) if math.isfinite(value) else MISSING
 
-    title = name.replace("_", " ").capitalize()
+    title = name.replace("rank_", "rank, ").replace("_", " ").capitalize()
     heads = _cell_keys("qk", [len(row) for row in grid], spectra)
     picture = HeatMap(f"{title} of every head", grid, low, high, write, dense, heads=heads).draw()
     unit = f", cells in units of {number(10.0**power, 1)}" if power else ""

@@ -1,0 +1,48 @@
+"""Compares every cost that the SPOT paper prints with its closed form, without a model's weights.
+
+    python benchmarks/spot_costs.py
+
+A cell is off where the cost does not round to the printed number. Convention: `attnrx costs --convention paper`.
+"""
+
+import json
+from importlib import resources
+
+from attnrx.serialization.tables import markdown_table
+from attnrx_lab.papers.spot import outline_for, token_price
+from attnrx_lab.papers.spot_tables import RECIPES, SUBJECTS
+
+DIGITS = {"gmacs": 1, "predictors": 3}
+TABLES = ("table1", "table2", "table3", "table7", "table8", "figure5")
+
+
+def rows() -> list[tuple[str, str, str, str, str, str]]:
+    """Returns table, row, quantity, printed and computed number, and "off" where they disagree."""
+    printed = json.loads(resources.files("attnrx_lab.papers").joinpath("spot.json").read_text(encoding="utf-8"))
+    found = []
+    for table in TABLES:
+        methods = {(each.subject, each.method.name): each.method for each in RECIPES[table].protocol}
+        for row in RECIPES[table].rows:
+            expected = printed.get(table, {}).get(row.label, {})
+            method = methods.get((row.scenario, row.rule))
+            if method is None or not expected.keys() & DIGITS.keys():
+                continue
+            costs = token_price(outline_for(SUBJECTS[row.scenario].model, row.scenario), method)
+            for quantity in (name for name in DIGITS if name in expected):
+                digits = DIGITS[quantity]
+                text = f"{costs[quantity]:.{digits + 1}f}"
+                agrees = _rounds_to(costs[quantity], expected[quantity], digits)
+                found.append((table, row.label, quantity, expected[quantity], text, "" if agrees else "off"))
+    return found
+
+
+def _rounds_to(value: float, printed: str, digits: int) -> bool:
+    if printed.startswith("<"):
+        return value < float(printed[1:])
+    return abs(value - float(printed)) <= 0.5 * 10**-digits + 1e-9
+
+
+if __name__ == "__main__":
+    cells = rows()
+    print(markdown_table(("table", "row", "quantity", "printed", "closed form", ""), cells))
+    print(f"\n{sum(cell[-1] == 'off' for cell in cells)} of {len(cells)} cells are off")

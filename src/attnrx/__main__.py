@@ -1,0 +1,8 @@
+"""Runs the command line as a module: `python -m attnrx shrink ...`."""
+
+import sys
+
+from attnrx.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Hostile names of classes, methods and models are plain text in every format that is written."""
+
+import csv
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+import attnrx as rx
+import report_content
+from attnrx.evidence import Evidence, Finding
+from attnrx.reports import ComparisonRecord, ReportContent, model_card
+from attnrx.reports.content import ComparedTrial, Measured
+from attnrx.reports.page import render
+from attnrx.serialization.tables import aligned_table, csv_text, latex_table, markdown, markdown_code, markdown_table
+from attnrx_lab.sweeps import COLUMNS
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script><img src=x onerror=alert(1)>",
+    "\"'><svg onload=alert(1)>",
+    "&lt;b&gt;",
+    "a|b",
+    "line\nbreak\r\n# heading",
+    "`code` ``more``",
+    "[x](javascript:alert(1))",
+    "![x](http://example.invalid/a.png)",
+    "[x]: javascript:alert(1)",
+    "**bold** _it_ ~~no~~ $x$",
+    "=1+1",
+    "+cmd|' /C calc'!A0",
+    "-2+3",
+    "@SUM(A1)",
+    "\t=1",
+    "\r=1",
+    " =1",
+    "\n=1",
+    "\uff1d1",
+    "\\input{/etc/passwd} 50% & #1 _a ^b ~c",
+    "\x1b[31mred",
+    "lone \udcff surrogate",
+    "{{ 7*7 }}{% if 1 %}",
+]
+
+
+@pytest.fixture(params=HOSTILE, ids=ascii)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def evidence(name: str) -> Evidence:
+    finding = Finding(name, f"{name} of {name}", -0.5, name, limit=-1.0, outcome="holds", low=-0.7, high=-0.3, n=4)
+    return Evidence((finding,), {"data": name, name: name, "images": 4, "notes": [name]})
+
+
+def comparison(name: str) -> ComparisonRecord:
+    none = Measured()
+    trial = ComparedTrial(name, 0.5, 1.0, 0.6, none, Measured(-2.0, -3.0, -1.0), none, Measured(0.1), note=name)
+    return ComparisonRecord((trial,), Measured(80.0), {"methods": [{"name": name}], "data": name})
+
+
+def test_no_cell_of_a_csv_file_is_a_formula(name: str) -> None:
+    tables = [
+        evidence(name).to_csv(),
+        comparison(name).to_csv(),
+        csv_text([name, *COLUMNS], [[name, *[None] * len(COLUMNS)]]),
+    ]
+    for text in tables:
+        text.encode()
+        heading, *rows = csv.reader(io.StringIO(text, newline=""))
+        assert rows and {len(row) for row in rows} == {len(heading)}
+        for cell in (*heading, *(cell for row in rows for cell in row)):
+            number = re.fullmatch(r"-?[\d.e-]+", cell)
+            assert number or (cell.lstrip()[:1] not in {*"=+-@", "\uff1d"} and cell[:1] not in {*"\t\r\n"})
+
+
+def test_numbers_of_a_csv_file_stay_numbers() -> None:
+    assert csv_text(["a"], [[-0.5], ["-0.5"], ["+1e-3"], [None], [3]]) == 'a\n-0.5\n-0.5\n+1e-3\n""\n3\n'
+
+
+LINKS = ("href", "src")
+
+
+class Elements(HTMLParser):
+    """Counts the elements of a page, and collects the attributes that run code or load a file."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.count: dict[str, int] = {}
+        self.suspect: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.suspect += [
+            key for key, value in attrs if key.startswith("on") or (key in LINKS and "javascript:" in (value or ""))
+        ]
+
+
+def page(name: str) -> str:
+    content = report_content.example()
+    assert content.tokens is not None
+    tokens = replace(content.tokens, labels=(name,) * len(content.tokens.images))
+    parts = {"tokens": tokens, "evidence": evidence(name), "comparison": comparison(name)}
+    return render(ReportContent(name, {"model": name, name: name}, **parts))
+
+
+def test_a_page_has_the_elements_of_one_with_plain_names(name: str) -> None:
+    found, plain = Elements(page(name)), Elements(page("plain"))
+    assert found.count == plain.count and not found.suspect
+    assert "<script>" not in evidence(name)._repr_html_()
+
+
+def test_a_card_has_the_lines_of_one_with_plain_names(name: str) -> None:
+    def shape(card: str) -> list[str]:
+        # What marks a line, and the cells of a table.
+        return [line[:1] + "|" * len(re.findall(r"(?<!\\)\|", line)) for line in card.splitlines()]
+
+    def card(name: str) -> str:
+        return model_card({"name": name, name: name, "weights": name}, evidence(name))
+
+    assert shape(card(name).partition("\n---\n")[2]) == shape(card("plain").partition("\n---\n")[2])
+    body = card(name).partition("\n---\n")[2].replace("<!-- attnrx", "")
+    assert not re.search(r"(?<!\\)<[a-z/!]", body) and not re.search(r"(?<!\\)\]\s*[(:\[]", body)
+
+
+def test_a_cell_of_markdown_and_latex_is_one_line(name: str) -> None:
+    table = markdown_table(["method", name], [[name, 1.0]])
+    assert len(table.splitlines()) == 3
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()} == {3}
+    assert markdown(name) == " ".join(markdown(name).split())
+    code = markdown_code(name)
+    fence = re.match(r"`+", code)
+    assert fence is not None and re.findall(r"`+", code).count(fence.group()) == 2
+    latex = latex_table(["method", name], [[name, 1.0]])
+    assert len(latex.splitlines()) == 5 and not re.search(r"(?<!\\)[%#$_]", latex.replace("\\hline", ""))
+    assert latex.count("input{") == 0
+    assert len(aligned_table(["a", name], [[name, 1.0]]).splitlines()) == 2
+    assert "\x1b" not in str(evidence(name))
+
+
+def test_evidence_is_printed_as_a_table_and_returned_in_other_formats() -> None:
+    found = report_content.evidence()
+    text = str(found)
+    assert text.startswith(f"Evidence: {found.summary}") and len(text.splitlines()) == 2 + len(found.findings)
+    assert "the candidate loses at most 1 points of accuracy" in text and "fails" in text and len(repr(found)) < 2000
+    assert len(found.to_rows()) == len(found.findings) and found.to_latex().startswith(r"\begin{tabular}")
+    pandas = pytest.importorskip("pandas")
+    table = found.to_pandas()
+    assert isinstance(table, pandas.DataFrame) and list(table["claim"]) == [each.claim for each in found.findings]
+
+
+def test_a_summary_is_an_attribute_and_may_be_called() -> None:
+    found = report_content.evidence()
+    assert found.summary() == found.summary and isinstance(found.summary, str)
+
+
+def test_dir_lists_the_packages() -> None:
+    assert {"losses", "models", "data", "training", "shrink"} <= set(dir(rx))
+    assert all(getattr(rx, name) is not None for name in dir(rx))
