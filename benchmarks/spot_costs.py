@@ -9,7 +9,7 @@ import json
 from importlib import resources
 
 from attnrx.serialization.tables import markdown_table
-from attnrx_lab.papers.spot import outline_for, token_price
+from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
 from attnrx_lab.papers.spot_tables import RECIPES, SUBJECTS
 
 DIGITS = {"gmacs": 1, "predictors": 3}
@@ -21,10 +21,11 @@ def rows() -> list[tuple[str, str, str, str, str, str]]:
     printed = json.loads(resources.files("attnrx_lab.papers").joinpath("spot.json").read_text(encoding="utf-8"))
     found = []
     for table in TABLES:
-        methods = {(each.subject, each.method.name): each.method for each in RECIPES[table].protocol}
+        protocol = [each for each in RECIPES[table].protocol if isinstance(each, SpotExperiment)]
+        methods = {(each.subject, each.method.name): each.method for each in protocol}
         for row in RECIPES[table].rows:
             expected = printed.get(table, {}).get(row.label, {})
-            method = methods.get((row.scenario, row.rule))
+            method = methods.get((row.scenario, row.rule or ""))
             if method is None or not expected.keys() & DIGITS.keys():
                 continue
             costs = token_price(outline_for(SUBJECTS[row.scenario].model, row.scenario), method)

@@ -59,8 +59,8 @@ class Shrunk:
 
     @property
     def summary(self) -> Sentence:
-        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw of
-        random ones. It may be called, too.
+        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw
+        of random ones. It may be called, too.
         """
         draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
         return Sentence("; ".join((summary_of(self.evidence), *draws)))

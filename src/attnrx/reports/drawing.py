@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from attnrx.reports.numbers import NOTHING, Number, fixed, short
+from attnrx.reports.numbers import NOTHING, TIMES, Number, fixed, short, superscript
 from attnrx.shapes import Float, Tensor, UInt8
 
 
@@ -87,7 +87,7 @@ class AxisScale:
         """Returns the ticks with their labels, in units of `power`; on a linear axis all have the same decimals."""
         ticks = self.ticks(count)
         if self.logarithmic or len(ticks) < 2:
-            return [(tick, short(tick)) for tick in ticks]
+            return [(tick, _brief(tick)) for tick in ticks]
         if self.power:
             unit = 10.0**self.power
             return [(tick, short(tick / unit, 3)) for tick in ticks]
@@ -98,6 +98,15 @@ class AxisScale:
     def _transform(self, value: Number) -> Number:
         # Zero and negative values have no logarithm; they are drawn far below the axis.
         return math.log10(max(value, self.low * 1e-6)) if self.logarithmic else value
+
+
+def _brief(value: Number) -> str:
+    """Formats a tick of any size in the space beside an axis: 0.05, 20,000, or a power of ten."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return short(value, 3)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    factor = short(float(mantissa), 2)
+    return f"{'' if factor == '1' else factor + TIMES}10{superscript(int(exponent))}"
 
 
 def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:

@@ -33,7 +33,7 @@ SHARED = "A cell across a layer is the number of directions shared by all its he
 # Captions of the readings, in the order of the page; other readings follow.
 MEANING = {
     "effective_rank": "The effective number of directions by the entropy of the energy (Eq. 24).",
-    "effective_rank_mix": "The effective number of directions on the images of the diagnosis, by the metric of plans (mix).",
+    "effective_rank_mix": "The effective number of directions on the diagnosed images, by the metric of plans (mix).",
     "effective_rank_weights": "The effective number of directions of the product of query and key weights (plain SVD).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
     "entropy": "Spectral entropy in nats (Eq. 23).",
@@ -42,8 +42,8 @@ MEANING = {
     "sensitivity": "Largest strength times the scale: the bound on the change of a score (Proposition 4).",
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
 }
-# The open figures: the first of these that differ between heads. A plain dense head has no strengths of its own, and its
-# effective rank is the number of its directions in every head.
+# The open figures: the first of these that differ between heads. A plain dense head has no strengths of its own, and
+# its effective rank is the number of its directions in every head.
 MAIN, OPEN_FIGURES = ("effective_rank", "effective_rank_mix", "effective_rank_weights", "selectivity"), 3
 
 Rows = Sequence[Sequence[float | None]]
