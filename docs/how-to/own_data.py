@@ -48,6 +48,14 @@ print(evidence.about["notes"][0])
 # `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. They are resized, cropped and normalized by timm
 # for a model of timm, by the image processor for a model of transformers, and as in `rx.load_data` for other models.
 #
+# ## Training loaders
+#
+# A call reads the data once, and all of its passes see the same images: random crops, shuffling and samplers are one
+# draw of its `seed`. Where another reading would give other images, a note in the evidence says so. `rx.shrink` divides
+# the images by content into those to plan on and those to verify on, so that no image is in both. Images of 8-bit
+# pixels take a byte per value; more than 2 GiB are held in a temporary file. At most 50,000 images are read, 10,000 of
+# an iterable without a length.
+#
 # ## Training
 #
 # `rx.train` takes a mapping from the names of splits to their data. It draws a new order for every epoch, so that an

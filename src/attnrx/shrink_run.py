@@ -36,7 +36,7 @@ from attnrx.shrunk import Shrunk, with_accuracy
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSED, PREDICTED = 128, 96
-# The most images that a result is verified on: their standard error is that of 0.5 points of accuracy at most.
+# The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 VERIFIED = 10_000
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
@@ -104,8 +104,8 @@ class ShrinkRun:
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
         # many on its own images, so its divergence there is too low.
         parts = three_parts(splits, fitted, PREDICTED, VERIFIED)
-        for note in parts.notes:
-            log(note)
+        for line in (parts.summary, *parts.notes):
+            log(line)
         if requires_labels:
             require_labels(parts.planned)
         planned = parts.planned.take(min(preset.images, len(parts.planned)))

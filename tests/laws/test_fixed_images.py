@@ -1,9 +1,13 @@
 """A user's data are read once: every pass has the same images, and no two parts of a division share an image."""
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +121,8 @@ FORMS: dict[str, tuple[Callable[[], Any], bool]] = {
     "subset sampler": (lambda: DataLoader(Rows(), 8, sampler=SubsetRandomSampler(range(0, COUNT, 2))), False),
     "replacement": (lambda: DataLoader(Rows(), 8, sampler=RandomSampler(Rows(), True, COUNT)), False),
     "own batches": (lambda: DataLoader(Rows(), batch_sampler=Batches()), False),
+    "own iteration": (lambda: Normalizing(TensorDataset((IMAGES * 255).round().byte(), LABELS), 8), False),
+    "endless batches": (lambda: Repeating(Rows(), 8, shuffle=True), False),
     "shuffling iterable": (Shuffling, True),
     "loader of an iterable": (lambda: DataLoader(Shuffling(), 8), True),
     "two workers that yield everything": (lambda: DataLoader(Shuffling(), 8, num_workers=2), False),
@@ -132,6 +138,30 @@ FORMS: dict[str, tuple[Callable[[], Any], bool]] = {
     ),
     "named": (lambda: splits_of(pixels(CONFIG, COUNT)), False),
 }
+
+
+class Normalizing(DataLoader[Any]):
+    """A loader that changes its batches after they are collated."""
+
+    def __iter__(self) -> Any:
+        yield from ((images.float() / 255, labels) for images, labels in super().__iter__())
+
+
+class Repeating(DataLoader[Any]):
+    """A loader that keeps its workers by an endless sampler of batches, as timm's MultiEpochsDataLoader."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+
+
+class Repeated:
+    def __init__(self, sampler: Any):
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
 
 
 class Batches(BatchSampler):
@@ -154,6 +184,7 @@ def splits_of(images: Any) -> rx.data.Splits:
 @pytest.fixture(autouse=True)
 def few_of_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnrx.data.adapters.MOST_UNCOUNTED", 100)
+    monkeypatch.setattr("attnrx.data.adapters.CANDIDATES", 1000)
 
 
 def states() -> list[Any]:
@@ -265,6 +296,45 @@ def test_an_endless_iterable_ends() -> None:
     assert any("only the first 100 images" in note for note in diagnosis.about["notes"])
 
 
+def test_reading_ends_after_some_time_and_before_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnrx.data.adapters.MOST_SECONDS", -1.0)
+    found = images_for(original(), DataLoader(Endless(), 8))
+    assert len(found) == 8 and any("it has no length, and reading took" in note for note in found.notes)
+    monkeypatch.setattr(fixed, "MEMORY", 10 * SIZE**2)  # of images of a byte per value
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    found = images_for(original(), DataLoader(Rows(), 8))
+    assert len(found) == 16 and any("disk" in note for note in found.notes)
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", lambda **options: Path("/dev/full").open("wb", buffering=0))
+    with pytest.raises(DataError, match="cannot write the images to a file"):
+        images_for(original(), DataLoader(Rows(), 8))
+
+
+def test_a_dataset_with_random_crops_is_trained_on_and_read_again(tmp_path: Path) -> None:
+    """Every epoch has other crops, and a finished run is that of the same data."""
+    data = {"train": DataLoader(Rows(crop), 8, shuffle=True), "validation": (IMAGES, LABELS)}
+    train = splits_for(original(), data, training=True).train
+    first, second = (next(train.batches(8)).images for _ in range(2))
+    assert not torch.equal(first, second)
+    vit, config = copy.deepcopy(original()), rx.TrainingConfig(epochs=1, batch_size=8)
+    run = rx.train(vit, data, config, tmp_path / "run", reporter=rx.training.Silent())
+    again = rx.train(copy.deepcopy(original()), data, config, tmp_path / "run")
+    assert again.history == run.history
+    with pytest.raises(InvalidInput, match="its own order"):
+        rx.train(vit, {**data, "train": weighted(Rows())}, config, tmp_path / "weighted")
+
+
+def test_of_many_test_images_some_are_verified_on() -> None:
+    batches = {"train": clean(), "test": clean(seed=4)}
+    named = replace(splits_of(pixels(CONFIG, COUNT)), test=pixels(CONFIG, COUNT, 4))
+    for splits in (splits_for(original(), batches), named):
+        parts = three_parts(splits, 4, 4, verified=10)
+        assert [len(part) for part in parts] == [4, 4, 10]
+        assert f"test: 10 of {COUNT} images are used" in parts.notes
+    # Of a test that is a part of the training images, the others are planned on.
+    parts = three_parts(splits_for(original(), {"train": clean(), "test": (IMAGES[:30], LABELS[:30])}), 5, 5, 10)
+    assert [len(part) for part in parts] == [5, 5, 10]
+
+
 class Listed(Dataset[Any]):
     """A dataset of many rows that lists its labels."""
 
@@ -288,6 +358,10 @@ def test_of_many_rows_only_some_are_read() -> None:
     huge = Listed(range(10**9))
     huge.targets = type("Targets", (), {"__len__": lambda self: 10**9, "__getitem__": lambda self, row: row % 7})()
     assert len(images_for(original(), huge, limit=8)) == 8 and max(huge.rows) > 8 * 10**8
+    train = splits_for(original(), Listed(torch.arange(2000) // 200), training=True).train
+    assert next(train.take(20).batches(20)).labels.bincount().tolist() == [2] * 10
+    with pytest.raises(DataError, match="states a length of"):
+        splits_for(original(), Long(2**62), training=True)
 
 
 class Raising(Rows):

@@ -34,7 +34,17 @@ from attnrx.data.fixed import (
     require_no_augmentation,
     seeded_draws,
 )
-from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass, RowImages, by_turns, digest, evenly_spaced
+from attnrx.data.images import (
+    UNLABELLED,
+    Batch,
+    ImageSet,
+    Pass,
+    RowImages,
+    by_turns,
+    digest,
+    evenly_spaced,
+    require_held,
+)
 from attnrx.errors import AttnrxError, DataError, InvalidInput
 from attnrx.preprocessing import Normalization
 from attnrx.shapes import Float, Int, Tensor
@@ -55,6 +65,7 @@ Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 BATCH = 32
 # Rows whose labels are read to choose a few rows of all classes, and the most that a sampler is asked for.
 CANDIDATES = 1_000_000
+MOST_ROWS = 2**31  # of a dataset to train on
 # Images that are read twice, to find data that differ between readings.
 READ_TWICE = 6
 # An iterable whose first batch is larger is not read again.
@@ -95,20 +106,22 @@ def training_set(data: ImageData, preprocess: Preprocess | None = None, argument
     if isinstance(data, ImageSet):
         return data
     with seeded_draws(0):  # a sampler may draw its rows
-        source = _source_of(data, preprocess, argument)
+        source = _source_of(data, preprocess, argument, training=True)
     if not isinstance(source, _Source) or not source.is_whole:
         return None
+    if len(source.rows) > MOST_ROWS:
+        raise DataError(f"{argument} states a length of {len(source.rows):,}; at most {MOST_ROWS:,} are supported.")
     return IndexedImages(source.reading.name, source, torch.arange(len(source.rows)))
 
 
-def _source_of(data: Any, preprocess: Preprocess | None, argument: str) -> "_Source | _Stream":
+def _source_of(data: Any, preprocess: Preprocess | None, argument: str, training: bool = False) -> "_Source | _Stream":
     if isinstance(data, Tensor):
         return _of_tensors((data,), argument)
     # A pair of tensors is (images, labels); a list of tensors is a list of batches.
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(tensor, Tensor) for tensor in data):
         return _of_tensors(data, argument)
     if isinstance(data, DataLoader):
-        return _of_loader(data, argument)
+        return _of_loader(data, argument, training)
     # Texts and mappings can be iterated too, but their items are characters and keys.
     if isinstance(data, str | bytes | Mapping | np.generic) or not (
         hasattr(data, "__getitem__") or hasattr(data, "__iter__")
@@ -178,11 +191,13 @@ def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "_Source":
     return _Source(rows, reading, rows=range(counts[0]))
 
 
-def _of_loader(loader: DataLoader[Any], argument: str) -> "_Source | _Stream":
+def _of_loader(loader: DataLoader[Any], argument: str, training: bool) -> "_Source | _Stream":
     reading = _Reading(type(loader.dataset).__name__, argument)
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
     length = _length(loader.dataset, argument) if hasattr(loader.dataset, "__getitem__") else None
-    if length is None or loader.batch_sampler is None:
+    # A class of loaders with an iteration of its own may change its batches there, e.g. normalize them.
+    has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training
+    if length is None or loader.batch_sampler is None or has_own_iteration:
         return _Stream(loader, reading)
     sampler = loader.sampler
     has_own_batches = type(loader.batch_sampler) is not BatchSampler
@@ -342,9 +357,9 @@ class _Source:
     def fixed(self, limit: int, normalization: Normalization | None) -> FixedImages:
         """Reads the rows once, or `limit` of them."""
         rows, notes = self._chosen(limit)
-        size = (self.loader.batch_size if self.loader else None) or BATCH
+        size = BATCH if self.loader is None else self.loader.batch_size or BATCH
         batches = self.batches([list(rows[first : first + size]) for first in range(0, len(rows), size)])
-        images = fix(batches, self.reading.name, total=len(rows), normalization=normalization)
+        images = fix(batches, self.reading.name, total=-(-len(rows) // size), normalization=normalization)
         again = evenly_spaced(len(images), READ_TWICE)
         # A collate function that drops items leaves no way to compare rows.
         if not isinstance(self.dataset, _Rows) and len(images) == len(rows):
@@ -406,11 +421,6 @@ class _Source:
             with _naming(what):
                 batch = next(parts)
             yield _with_rows(self.reading.batch(batch), batch_rows)
-
-    @property
-    def labels(self) -> Int[Tensor, "images"] | None:
-        """The labels of all rows, if the dataset lists them."""
-        return self.labels_of(self.rows)
 
     def labels_of(self, rows: Sequence[int]) -> Int[Tensor, "rows"] | None:
         """Returns the labels of some rows, if the dataset lists them, as torchvision's datasets do."""
@@ -552,6 +562,16 @@ class IndexedImages(RowImages):
         # The rows stand for the labels, of which only those of the sampled images are read.
         return digest(self.name, self.rows, contents)
 
+    def take(self, count: int) -> ImageSet:
+        """Returns `count` rows: going round the classes where the dataset lists its labels, else evenly spread."""
+        require_held(count, len(self))
+        # Of very many rows, the labels of some are read.
+        size = min(len(self), max(count, CANDIDATES))
+        some = self.rows[torch.arange(size) * len(self) // size]
+        labels = self.store.labels_of(self._rows(some))
+        chosen = torch.arange(count) * size // count if labels is None else by_turns(labels)[:count]
+        return replace(self, rows=some[chosen])
+
     def _rows(self, positions: Int[Tensor, "chosen"]) -> list[int]:
         return [self.store.rows[position] for position in positions.tolist()]
 
@@ -562,8 +582,9 @@ class IndexedImages(RowImages):
     def limited_to(self, num_classes: int) -> "IndexedImages":
         """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
         store = replace(self.store, reading=replace(self.store.reading, num_classes=num_classes))
-        if store.labels is not None:  # known before the images are read
-            require_classes(store.labels[self.rows], num_classes, store.reading.argument)
+        labels = store.labels_of(self._rows(self.rows)) if len(self) <= CANDIDATES else None
+        if labels is not None:  # known before the images are read
+            require_classes(labels, num_classes, store.reading.argument)
         return replace(self, store=store)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:

@@ -29,6 +29,12 @@ class Parts(NamedTuple):
         """How the images were read and divided."""
         return self.verified.notes
 
+    @property
+    def summary(self) -> str:
+        """The number of images of each part, with their shape, type and size."""
+        counts = ", ".join(f"{len(part):,} {name}" for name, part in zip(self._fields, self, strict=True))
+        return f"images: {counts} on; of the last {self.verified.summary}"
+
 
 def three_parts(
     splits: Splits, planned: int = MOST_IMAGES, predicted: int = MOST_IMAGES, verified: int = MOST_IMAGES
@@ -60,7 +66,14 @@ def three_parts(
         for (name, images), most in zip(sets.items(), wanted, strict=True)
     }
     notes = [*dict.fromkeys(note for images in fixed.values() for note in images.notes)]
-    different = _without_repeats(fixed, notes)
+    different = {
+        name: images if len(images) <= most else images.take(most)
+        for (name, images), most in zip(_without_repeats(fixed, notes).items(), wanted, strict=True)
+    }
+    # Of the other sets as many are used as an effort needs.
+    name, images = next(reversed(sets.items()))
+    if len(images) > len(different[name]) == wanted[-1]:
+        notes.append(f"{name}: {wanted[-1]:,} of {len(images):,} images are used")
     composed = different.pop(SECOND, None)
     *others, last = different.values()
     if not others:
@@ -101,13 +114,13 @@ def _mixed(own: FixedImages, composed: FixedImages, skipped: int, times: int) ->
 
 
 def fixed_images(images: ImageSet, normalization: Normalization | None = None, most: int = MOST_IMAGES) -> FixedImages:
-    """Returns at most so many of the images, read once."""
+    """Returns the images, or `most` of them, read once; those that are fixed already are returned unchanged."""
+    if isinstance(images, FixedImages):
+        return images
     chosen = images if len(images) <= most else images.take(most)
-    if isinstance(chosen, FixedImages):
-        return chosen
     name = chosen.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     batches, problem = chosen.batches(BATCH), chosen.label_problem
-    found = fix(batches, name, normalization=normalization, total=len(chosen), problem=problem)
+    found = fix(batches, name, normalization=normalization, total=-(-len(chosen) // BATCH), problem=problem)
     return replace(found, notes=(*chosen.notes, *found.notes))
 
 

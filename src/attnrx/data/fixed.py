@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -104,6 +104,14 @@ class FixedImages(Displayed, RowImages):
         return self.problem if self.problem is not None or self.has_labels else NO_LABELS
 
     @property
+    def summary(self) -> str:
+        """The number, shape and type of the images, and their size."""
+        values, codes = self.store.values[0], self.store.levels is not None
+        kind = "8 bits per value" if codes else str(values.dtype).removeprefix("torch.")
+        shape = " x ".join(map(str, values.shape))
+        return f"{len(self):,} images of {shape}, {kind}, {len(self) * values.nbytes / 2**20:,.0f} MiB"
+
+    @property
     def hashes(self) -> Int[Tensor, "images"]:
         return self.store.hashes[self.rows]
 
@@ -111,6 +119,9 @@ class FixedImages(Displayed, RowImages):
     def fingerprint(self) -> str:
         """The name, the number of images, and a hash of all labels and contents, which is independent of the name."""
         return self.name + digest("", self.store.numbers[self.rows], [self.hashes.numpy().tobytes()])
+
+    def take(self, count: int) -> "FixedImages":
+        return cast(FixedImages, super().take(count))
 
     def at(self, positions: Int[Tensor, "chosen"] | slice) -> "FixedImages":
         """Returns the images at these positions."""
@@ -171,9 +182,9 @@ def fix(
 ) -> FixedImages:
     """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
 
-    At most `limit` images are read, for at most about so many `seconds`; `total` is their number, if it is known. With
-    `distinct` an image that was read before is left out. Images that are made of 8-bit pixels by `normalization` need
-    one byte per value.
+    At most `limit` images are read, for at most about so many `seconds`; `total` is the number of batches, if it is
+    known. With `distinct` an image that was read before is left out. Images that are made of 8-bit pixels by
+    `normalization` need one byte per value.
 
     Raises:
         DataError: There is no image, or the file cannot be written.
