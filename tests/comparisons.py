@@ -49,7 +49,7 @@ class Setting:
     @property
     def compressed(self) -> nn.Module:
         """The paper's smaller model."""
-        return realize(self.reference, self.prescription, by="compress")
+        return realize(self.reference, self.prescription, norms="renormalized")
 
     def comparison(self, candidate: nn.Module, images: int = 40, batch_size: int = 64) -> Comparison:
         """Compares a candidate on random pictures."""

@@ -46,7 +46,7 @@ def _example(depth: int, heads: int) -> ReportContent:
     model = spread_model(depth, heads)
     diagnosis = diagnosed(model)
     prescription = prescribed(model)
-    slim = realize(model, prescription, by="compress")
+    slim = realize(model, prescription, norms="renormalized")
     costs = family_of(model).costs
     return ReportContent(
         title="SVDA on digits, energy retention 0.90",

@@ -31,8 +31,8 @@ of heads changes those of "qk" and "vo"."""
 REALIZATIONS = ("compress", "mask")
 """How a prescription is realized (`by`): the removed parts are deleted, or set to zero with every shape kept."""
 
-REALIZED_NORMS = ("renormalized", "exact", "refit")
-"""The norms of compressed SVDA layers (`norms`), which `realize` describes."""
+REALIZED_NORMS = ("exact", "renormalized", "refit")
+"""The norms of compressed SVDA layers (`norms`), which `realize` describes; the default first."""
 
 FITS = ("refine", "repair", "distill")
 """The fits of the weights of a compressed model, in the order in which they are applied."""

@@ -1,5 +1,6 @@
 """The steps of `shrink` and `elastic` for one or several targets: plan, realize, repair, distill and verify."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
 from attnrx.exporting import Format, dtype_name, parse_format, precision_for
+from attnrx.maps import REALIZED_NORMS
 from attnrx.model_data import input_options, splits_for
 from attnrx.model_outputs import Logits, output_kind_of
 from attnrx.models import evaluating, family_of, model_fingerprint, reduction_of
@@ -28,7 +30,8 @@ from attnrx.progress import Log
 from attnrx.realization import calibrated, realize_fitted
 from attnrx.realization.descent import HELD_OUT
 from attnrx.realization.distillation import Distill
-from attnrx.realization.elastic import Size
+from attnrx.realization.elastic import Size, fit_tokens_
+from attnrx.realization.fitting import mean_divergences
 from attnrx.realization.repair import Repair
 from attnrx.result_folder import require_elastic_folder, require_result_folder
 from attnrx.shapes import ImageBatch
@@ -38,6 +41,7 @@ from attnrx.shrunk import Shrunk, with_accuracy
 DIAGNOSED, PREDICTED = 128, 96
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 VERIFIED = 10_000
+CUTS = 128  # images on which the sizes of an elastic model are compared, with fewer tokens too
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
@@ -205,7 +209,23 @@ class ShrinkRun:
                 )
             )
         # From the largest to the smallest, whatever the budgets they were made for.
-        return tuple(sorted(measured, key=lambda size: size.macs, reverse=True))
+        measured.sort(key=lambda size: size.macs, reverse=True)
+        return tuple(
+            replace(size, cuts=self._cuts(size, models[size.name], least)) if size.reduces_tokens else size
+            for size, least in zip(measured, [*(size.macs for size in measured[1:]), 0.0], strict=True)
+        )
+
+    def _cuts(self, size: Size, model: nn.Module, least: float) -> tuple[tuple[float, float], ...]:
+        """Returns the MACs and the divergence of a size with fewer tokens, down to the share `least` of the MACs."""
+        whole, cut = family_of(self.original).costs(self.original).macs, [model]
+        for most in ((size.macs + least) / 2, least):
+            fewer = copy.deepcopy(model)
+            if fit_tokens_(fewer, most * whole):
+                cut.append(fewer)
+        shares = [family_of(each).costs(each).macs / whole for each in cut]
+        # All on the same images, so that their differences are not those of images.
+        images = self.parts.verified.take(min(CUTS, len(self.parts.verified)))
+        return tuple(zip(shares, mean_divergences(cut, self.original, images), strict=True))
 
 
 def _timed_precision(model: nn.Module, form: Format | None) -> str:
@@ -219,7 +239,7 @@ def _repaired(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Realizes a plan and repairs attention and MLPs where possible; returns how, as `attnrx realize` records it."""
     # `attnrx realize` and the matched controls read these options, and repeat them.
-    how = {"by": "compress", "norms": "renormalized", "refine": 0, "calibration_images": len(images)}
+    how = {"by": "compress", "norms": REALIZED_NORMS[0], "refine": 0, "calibration_images": len(images)}
     # Without its tokens the rules are those of ranks and units. Without any there are only tokens, and no map to fit.
     if replace(prescription, tokens=None).rules:
         try:

@@ -29,6 +29,8 @@ def test_exact_compression_equals_the_mask(config: str, pattern: str) -> None:
     masked = realize(vit, given, "mask")(inputs)
     compressed = realize(vit, given, "compress", "exact")(inputs)
     torch.testing.assert_close(compressed, masked, rtol=1e-10, atol=1e-10)
+    # Which is the default, because no other compression keeps what the prescription kept.
+    assert torch.equal(realize(vit, given)(inputs), compressed)
 
 
 @pytest.mark.parametrize("norms", NORMS)
@@ -96,7 +98,8 @@ def test_refit_keeps_the_strengths_where_solved_ones_are_farther(monkeypatch: py
     given = prescription(vit, PATTERNS["half"])
     farther = [layer.with_scores(replace(layer.qk, strength=-20 * layer.qk.strength)) for layer in given.layers]
     monkeypatch.setattr(realizing, "refitted", lambda *_: farther)
-    assert torch.equal(realize(vit, given, norms="refit", calibration=data)(inputs), realize(vit, given)(inputs))
+    plain = realize(vit, given, norms="renormalized")
+    assert torch.equal(realize(vit, given, norms="refit", calibration=data)(inputs), plain(inputs))
 
 
 def test_the_original_stays_as_it_is() -> None:
@@ -129,8 +132,8 @@ def test_all_heads_can_go() -> None:
 def test_a_compressed_model_can_be_compressed_again() -> None:
     config = CONFIGS["svda"]
     vit, inputs = model(config), images(config)
-    once = realize(vit, prescription(vit, PATTERNS["ragged-falling"]))
-    twice = realize(once, _strongest(once, 1))
+    once = realize(vit, prescription(vit, PATTERNS["ragged-falling"]), norms="renormalized")
+    twice = realize(once, _strongest(once, 1), norms="renormalized")
     assert all(spec.ranks == (1, 1, 1) for spec in twice.config.attention)  # type: ignore[union-attr]
     assert torch.isfinite(twice(inputs)).all()
     with pytest.raises(NotSupported, match="compressed to ranks"):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,33 @@ def test_speeds_are_interpolated_and_parameters_are_those_of_a_size(made: Elasti
         timed.load("params", least / 2)
     with pytest.raises(NotSupported, match="was not measured"):
         Elastic(made.folder, made.sizes[:1]).load("latency", 0.5)
+
+
+def test_sizes_have_their_divergence_with_fewer_tokens(made: Elastic) -> None:
+    for size in made.sizes:
+        assert bool(size.cuts) == size.reduces_tokens
+        if size.cuts:
+            assert size.cuts[0][0] == pytest.approx(size.macs)
+            assert [cut[0] for cut in size.cuts] == sorted((cut[0] for cut in size.cuts), reverse=True)
+    assert any(size.cuts for size in made.sizes)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.9, 0.85, 0.72, 0.62, 0.6])
+def test_no_loaded_size_is_dominated_by_a_stored_one(budget: float) -> None:
+    """Of sizes as they were measured, and of an index without the divergences at fewer tokens."""
+    divergences = {1.0: None, 0.85: 0.004, 0.75: 0.009, 0.6: 0.032}
+    names = {1.0: "original"}
+    old = tuple(Size(names.get(macs, str(macs)), macs, macs, divergence=far) for macs, far in divergences.items())
+    old = (replace(old[0], reduces_tokens=False), *old[1:])
+    steep = {0.85: ((0.85, 0.004), (0.8, 0.012), (0.75, 0.03)), 0.75: ((0.75, 0.009), (0.67, 0.04), (0.6, 0.06))}
+    measured = tuple(replace(size, cuts=steep.get(size.macs, ())) for size in old)
+    for sizes in (old, measured):
+        first, *_ = Elastic(Path("x"), sizes)._candidates(budget, sizes)
+        far = first.divergence_at(budget)
+        assert far is not None
+        for size in sizes:
+            if size.macs <= budget:
+                assert far <= (size.divergence or 0.0)
 
 
 def test_a_policy_is_scaled_and_restored() -> None:

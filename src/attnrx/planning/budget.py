@@ -11,7 +11,7 @@ from attnrx.costs import ModelCosts
 from attnrx.costs.conventions import ATTENTION
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported
-from attnrx.maps import COST_PARTS, LINEAR_MAPS, TOKENS
+from attnrx.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS, TOKENS
 from attnrx.model_diagnosis import diagnosis_or_spectra
 from attnrx.models import family_of, hidden_units, model_fingerprint, rank_of, require_all_tokens
 from attnrx.models.verbs import verb
@@ -82,7 +82,7 @@ def least_share(model: nn.Module, template: Template) -> float:
     return 1 / GRID if largest is None else largest + 1 / GRID
 
 
-def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = "renormalized") -> ModelCosts:
+def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = REALIZED_NORMS[0]) -> ModelCosts:
     """Returns the costs of the model after the prescription (qk, vo, MLP and tokens) without realizing it."""
     require_all_tokens(model, "compute the costs of a prescription on")
     family = family_of(model)

@@ -8,6 +8,7 @@ from attnrx.attention import Attention
 from attnrx.attention.forms import row_pairs
 from attnrx.attention.head_linear import HeadLinear
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.maps import REALIZED_NORMS
 from attnrx.prescription import Basis, LayerPrescription, OutputDecision, ScoreDecision
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.spec import BIASES, AttentionSpec
@@ -20,7 +21,7 @@ def head_order(layer: LayerPrescription) -> list[int]:
     return sorted(heads, key=lambda head: -ranks[head])
 
 
-def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = "renormalized") -> AttentionSpec:
+def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = REALIZED_NORMS[0]) -> AttentionSpec:
     """Returns the spec of the compressed layer.
 
     Rewritten directions need no key bias, which the softmax cancels. Rewritten values need no bias either: the bias of

@@ -1,7 +1,7 @@
 """An elastic model: a folder with several sizes of one model, from which a model for any budget is loaded."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ INDEX = "elastic.json"
 ORIGINAL = "original"
 # A size is loaded as it is for budgets up to this share above its own.
 SAME = 1.01
+NEAR = 0.1  # of the MACs
 HALVINGS = 20  # of the search for the number of tokens
 
 SIZE = Record(
@@ -30,7 +31,8 @@ SIZE = Record(
         "latency": Optional(Number(0.0, 100.0)),
         "divergence": Optional(Number(0.0)),
         "reduces_tokens": Flag(),
-    }
+    },
+    {"cuts": Items(Items(Number(0.0), 2, 2))},
 )
 RECORD = Record(
     {
@@ -47,7 +49,8 @@ class Size:
     """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
-    model; None where it was not measured.
+    model; None where it was not measured. `cuts` are the MACs and the divergence of this size and of the same with
+    fewer tokens, down to the MACs of the next smaller size, all on the same images.
     """
 
     name: str
@@ -56,6 +59,22 @@ class Size:
     latency: float | None = None
     divergence: float | None = None
     reduces_tokens: bool = True
+    cuts: tuple[tuple[float, float], ...] = ()
+
+    def divergence_at(self, macs: float) -> float | None:
+        """Returns the divergence of this size at a share of the MACs: at its own or more its own, at fewer that of its
+        cuts, interpolated linearly; None where it is not known.
+        """
+        if self.name == ORIGINAL and macs >= self.macs:
+            return 0.0
+        if macs >= self.macs:
+            return self.cuts[0][1] if self.cuts else self.divergence
+        for (more, before), (fewer, after) in pairwise(self.cuts):
+            if fewer <= macs <= more:
+                return after + (before - after) * (macs - fewer) / max(more - fewer, 1e-9)
+        # A size without cuts, of an earlier version: with a tenth fewer MACs by its tokens it is as good as a plan
+        # for that budget (docs/results/plan.md, "budgets between two plans"), and with still fewer it is worse.
+        return self.divergence if not self.cuts and self.macs - macs <= NEAR else None
 
     def __str__(self) -> str:
         speed = "" if self.latency is None else f", {1 / self.latency:.2f}x the speed"
@@ -69,9 +88,9 @@ class Size:
 class Elastic:
     """Several sizes of one model in a folder, each an ordinary saved model, and the original.
 
-    `load` returns the model for a budget: a stored size, or the next larger one with fewer tokens. The weights of a
-    size are those that were repaired for it, so sizes do not share them; the token policy has no weights and takes any
-    value in between.
+    `load` returns the model for a budget: the stored size, or the larger one with fewer tokens, that diverges least.
+    The weights of a size are those that were repaired for it, so sizes do not share them; the token policy has no
+    weights and takes any value in between.
     """
 
     folder: Path
@@ -85,7 +104,10 @@ class Elastic:
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
-        return cls(Path(folder), tuple(Size(**size) for size in record["sizes"]), record["about"])
+        sizes = tuple(
+            Size(**{**size, "cuts": tuple(tuple(cut) for cut in size.get("cuts", ()))}) for size in record["sizes"]
+        )
+        return cls(Path(folder), sizes, record["about"])
 
     def write(self) -> Path:
         """Writes the index; the sizes are in the folder already."""
@@ -109,12 +131,10 @@ class Elastic:
             NotSupported: No size is small enough, or the latency was not measured.
         """
         if of == "params":
-            largest = max(
-                (size for size in self.sizes if size.params <= most), key=lambda size: size.params, default=None
-            )
-            if largest is None:
+            fitting = [size for size in self.sizes if size.params <= most]
+            if not fitting:
                 raise self._too_small(of, most)
-            return load_model(self.folder / largest.name, **given)
+            return load_model(self.folder / _least_divergent(fitting, lambda size: size.params).name, **given)
         sizes = self.sizes if of == "macs" else self._fastest()
         macs = most if of == "macs" else self._macs_for(most, sizes)
         for size in self._candidates(macs, sizes):
@@ -137,13 +157,16 @@ class Elastic:
         return tuple(fastest)
 
     def _candidates(self, macs: float, sizes: Sequence[Size]) -> Iterator[Size]:
-        """Yields the size of these MACs, then those to be reduced further, then those to be reduced less."""
-        order = sorted(sizes, key=lambda size: size.macs)
-        yield from (size for size in order if size.macs <= macs <= SAME * size.macs)
-        # A larger size with fewer tokens diverges less than a smaller one with more, whose weights have lost more
-        # (docs/results/plan.md, "budgets between two plans").
-        yield from (size for size in order if size.macs > macs and size.reduces_tokens)
-        yield from (size for size in reversed(order) if size.macs <= macs)
+        """Yields the sizes that can meet a budget of MACs: the size of these MACs, then by their divergence there.
+
+        Without measured divergences: the larger ones, with fewer tokens, from the smallest on, then the smaller ones.
+        """
+
+        def order(size: Size) -> tuple[bool, bool, float, bool, float]:
+            is_own, far = size.macs <= macs <= SAME * size.macs, size.divergence_at(macs)
+            return not is_own, far is None, far or 0.0, size.macs < macs, abs(size.macs - macs)
+
+        yield from sorted((size for size in sizes if size.macs <= macs or size.reduces_tokens), key=order)
 
     def _macs_for(self, latency: float, sizes: Sequence[Size]) -> float:
         """Returns the share of the MACs at a share of the latency, by linear interpolation."""
@@ -165,6 +188,13 @@ class Elastic:
             f"{self.folder} has no size with {most:.3g} of the original's {of}. It has\n{sizes}\nRequest more, or make "
             "a smaller size with attnrx.elastic."
         )
+
+
+def _least_divergent(sizes: Sequence[Size], cost: Callable[[Size], float]) -> Size:
+    """Returns the size with the least divergence, or the most costly one where that was not measured for all."""
+    if any(size.divergence is None for size in sizes if size.name != ORIGINAL):
+        return max(sizes, key=cost)
+    return min(sizes, key=lambda size: (size.divergence or 0.0, -cost(size)))
 
 
 def is_elastic(folder: Path | str) -> bool:

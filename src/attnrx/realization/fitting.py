@@ -1,5 +1,6 @@
 """Refits strengths on calibration data by least squares, so that the attention approximates the original's."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,15 +47,23 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
     """Returns the candidate whose outputs have the smallest mean divergence from the model's; the first of equals."""
     # By outputs and not by layer: a fit that is better in every layer may be worse in the model.
-    weight, kind, sums = next(model.parameters()), output_kind_of(model), torch.zeros(len(candidates)).double()
+    divergences = mean_divergences(candidates, model, images)
+    # Of a candidate that returns NaN it is NaN, which argmin would take.
+    return candidates[int(torch.tensor(divergences).nan_to_num(nan=math.inf).argmin())]
+
+
+def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:
+    """Returns the mean divergence of the outputs of every candidate from the model's."""
+    weight, kind = next(model.parameters()), output_kind_of(model)
+    outputs: list[list[Tensor]] = [[] for _ in (model, *candidates)]
     with evaluating([model, *candidates]), torch.no_grad():
         batches = images.batches(BATCH, device=weight.device)
         for batch in track(batches, "comparing candidates", -(-len(images) // BATCH)):
-            pixels = batch.images.to(weight.dtype)
-            reference = kind.prepared(model(pixels))
-            for index, candidate in enumerate(candidates):
-                sums[index] += kind.divergence(reference, kind.prepared(candidate(pixels))).sum()
-    return candidates[int(sums.argmin())]
+            for rows, each in zip(outputs, (model, *candidates), strict=True):
+                rows.append(kind.prepared(each(batch.images.to(weight.dtype))))
+    # Of all images together: the scale of a divergence may be that of the outputs of all images.
+    base, *others = (torch.cat(rows) for rows in outputs)
+    return [float(kind.divergence(base, other).mean()) for other in others]
 
 
 def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:

@@ -50,7 +50,7 @@ def realize(
     model: nn.Module,
     prescription: Prescription,
     by: str = "compress",
-    norms: str = "renormalized",
+    norms: str = REALIZED_NORMS[0],
     calibration: ImageData | None = None,
 ) -> nn.Module:
     """Returns a copy of the model with the prescription applied; the model itself is not changed.
@@ -61,12 +61,13 @@ def realize(
 
     - `"exact"` keeps all rows of the projections to compute the norms and equals the mask; it saves score MACs only.
     - `"renormalized"` (the paper's) deletes rows and divides by the norm of the remaining ones: smaller, and an
-      approximation.
+      approximation that can be far from the mask.
     - `"refit"` has the same size; the kept strengths are solved by least squares so that the attention approximates the
       original's on `calibration` images, to second order in KL divergence (`StrengthFit`). If the refitted logits have
       the larger KL divergence from the original's on these images, the strengths of "renormalized" are used.
 
-    After the strengths have spread, "exact" and the mask are closer to the original than either (docs/exact.md).
+    The default is "exact", because the other two delete rows whose norms the strengths cannot replace: once strengths
+    have spread, "refit" is nearer to the original than "renormalized", and farther than the mask (docs/exact.md).
 
     Dense attention has no norms: there "exact" and "renormalized" are the same model. A prescription that keeps
     everything gives identical logits. Decisions about vo, fc1 and fc2 are realized as well. Tokens are pruned or

@@ -37,7 +37,7 @@ def add(parser: Parser) -> None:
     smaller = parser.add_mutually_exclusive_group()
     option(smaller, "--prescription", "FILE", "the costs after this prescription")
     option(smaller, "--removed-share", SHARE_REMOVED, SAVED)
-    option(parser, "--norms", REALIZED_NORMS, "the kind of compression assumed for --prescription", "renormalized")
+    option(parser, "--norms", REALIZED_NORMS, "the kind of compression assumed for --prescription", REALIZED_NORMS[0])
     forms = parser.add_argument_group("compressed forms")
     option(forms, "--qk", "FORM", FORMS)
     option(forms, "--vo", RANK, "value and output: R value dimensions per head")

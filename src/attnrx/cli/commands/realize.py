@@ -22,8 +22,8 @@ EXAMPLE = (
 )
 
 NORMS = (
-    "the norms of compressed SVDA layers: renormalized over the kept directions as in the paper, exact (saves less), "
-    "or with strengths refitted on --data"
+    "the norms of compressed SVDA layers: exact as in the mask (saves least), renormalized over the kept directions as "
+    "in the paper, or with strengths refitted on --data"
 )
 REFINE = (
     "optimize the query and key rows of every layer to match the original's attention, on --data without labels, in "
@@ -50,7 +50,7 @@ def add(parser: Parser) -> None:
     option(subject, "--form", ("svda",), FORM)
     add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
     option(parser, "--by", REALIZATIONS, "delete the pruned directions, or set them to zero", "compress")
-    option(parser, "--norms", REALIZED_NORMS, NORMS, "renormalized")
+    option(parser, "--norms", REALIZED_NORMS, NORMS, REALIZED_NORMS[0])
     option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
     option(parser, "--distill", STEPS, DISTILL, 0)
@@ -69,7 +69,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     rx.models.require_model_folder(arguments.out)
     if arguments.form is not None:
         return _converted(arguments)
-    if arguments.by == "mask" and arguments.norms != "renormalized":
+    if arguments.by == "mask" and arguments.norms != REALIZED_NORMS[0]:
         raise InvalidInput(
             f"--by mask --norms {arguments.norms}: a mask keeps the norms of the model, so --norms has no effect; omit "
             "it, or take --by compress."
@@ -89,7 +89,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 def _converted(arguments: Namespace) -> Outcome:
     if arguments.data is None:
         raise InvalidInput("--form svda reads the scores on images, and --data names none; add --data NAME.")
-    if arguments.by == "mask" or arguments.norms != "renormalized" or arguments.refine:
+    if arguments.by == "mask" or arguments.norms != REALIZED_NORMS[0] or arguments.refine:
         raise InvalidInput(
             "--form removes nothing: omit --by, --norms and --refine; --repair and --distill fit the new form."
         )
