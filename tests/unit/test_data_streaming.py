@@ -272,7 +272,7 @@ def test_what_can_be_wrong_with_shards(tmp_path: Path) -> None:
         "class_names": ["cat"],
     }
     (tmp_path / "b" / "index.json").write_text(json.dumps(command))
-    with pytest.raises(DataError, match="shell command, which is not run"):
+    with pytest.raises(DataError, match="scheme pipe:, which is not read"):
         load_data(tmp_path / "b" / "index.json")
 
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Datasets that need no library of their own: folders of image files, listed by torchvision, and scikit-learn's digits.
+"""Datasets that need no library of their own: folders of image files, and scikit-learn's digits.
 
 Also the helpers for all datasets in files: a stamp that changes with the files, and the split that a path names.
 """
@@ -6,7 +6,7 @@ Also the helpers for all datasets in files: a stamp that changes with the files,
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,39 @@ from attnrx.shapes import Int, Tensor, UInt8
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
+SAMPLED = 512  # files of a dataset whose content is part of its key
+BLOCK, BLOCKS = 2**16, 10  # bytes of a block, and blocks of a file, that are part of its key
+MOST_FILES = 10_000_000  # files and folders of one class
+SYSTEM = ("/proc", "/sys")  # folders of the kernel, whose files are no data and never end
 DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 
 
 def stamp(files: Iterable[Path]) -> str:
-    hashed = hashlib.sha256()
-    for file in files:
-        # Not the content, because then a dataset of gigabytes would be read in full before every load.
+    """Returns a key of files: path, size, time, and a part of the content of each, or of SAMPLED of many.
+
+    The part is the whole of small files; of large ones the beginning, the end and blocks between them.
+    """
+    hashed, listed = hashlib.sha256(), list(files)
+    every = max(1, len(listed) // SAMPLED)
+    for number, file in enumerate(listed):
         status = require_regular(file, DataError).stat()
         hashed.update(f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        # Not the whole content, because then a dataset of gigabytes would be read in full before every load.
+        if number % every == 0:
+            _hash_blocks(file, status.st_size, hashed)
     return hashed.hexdigest()
+
+
+def _hash_blocks(file: Path, size: int, hashed: Any) -> None:
+    try:
+        with file.open("rb") as content:
+            for block in range(BLOCKS):
+                content.seek(max(0, size - BLOCK) * block // (BLOCKS - 1))
+                hashed.update(content.read(BLOCK))
+                if size <= BLOCK:
+                    return
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
 def split_in_path(path: Path | str) -> str:
@@ -59,28 +82,37 @@ def group_by_split(files: tuple[Path, ...], root: Path) -> Mapping[str, tuple[Pa
 
 
 @dataclass(frozen=True)
+class _Folder:
+    """The images of one split: their files, and the class of each, which is the name of its folder; "" without one."""
+
+    files: tuple[Path, ...]
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class FolderReader(DatasetReader):
-    """`root/train/<class>/*.jpg` and other splits beside it, or `root/<class>/*.jpg`, split by a hash of the names."""
+    """`root/train/<class>/*.jpg` and other splits beside it, or `root/<class>/*.jpg`, split by a hash of the names.
+
+    Without folders of classes, `root/*.jpg` or `root/train/*.jpg`, the images have no labels.
+    """
 
     root: Path
 
     def identity(self) -> str:
-        files = (Path(file) for folder in self._folders().values() for file, _ in folder.samples)
-        return f"folder:{stamp(files)}"
+        return f"folder:{stamp(file for folder in self._folders().values() for file in folder.files)}"
 
     def open(self) -> Opened:
         """Lists the files. Classes are the folders that hold images, in alphabetical order."""
         folders = self._folders()
-        # torchvision lists every folder as a class, also empty and hidden ones such as .ipynb_checkpoints.
-        classes = {
-            name: {folder.classes[label] for label in set(folder.targets) if folder.classes[label][0] != "."}
-            for name, folder in folders.items()
-        }
+        classes = {name: set(folder.classes) for name, folder in folders.items()}
         if not any(classes.values()):
             raise DataError(
                 f"{self.root} holds no images: expected {self.root}/train/<class>/*.jpg or {self.root}/<class>/*.jpg "
                 f"with one of {', '.join(sorted(IMAGES))}."
             )
+        flat = [name for name, names in classes.items() if names == {""}]
+        if flat:
+            return self._unlabelled(folders, flat)
         names = classes.get("train") or classes.get("") or set[str]().union(*classes.values())
         for split, split_classes in classes.items():
             if split_classes - names:
@@ -94,11 +126,30 @@ class FolderReader(DatasetReader):
             return self._split_by_hash(*listed[""], class_names)
         return Opened({name: _stored(files, labels) for name, (files, labels) in listed.items()}, class_names)
 
-    def _folders(self) -> dict[str, Any]:
-        """Lists the images of every split with torchvision; the split "" is a folder without split folders."""
-        below = [entry for entry in sorted(self.root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
-        splits = {SPLITS[entry.name.lower()]: entry for entry in below if entry.name.lower() in SPLITS}
-        return {name: _image_folder(folder) for name, folder in (splits or {"": self.root}).items()}
+    def _folders(self) -> dict[str, _Folder]:
+        """Lists the images of every split; the split "" is a folder without split folders."""
+        if _is_system(self.root.resolve()):
+            raise DataError(f"{self.root} is a folder of the operating system, which holds no images.")
+        try:
+            below = [entry for entry in sorted(self.root.iterdir()) if entry.is_dir() and entry.name[0] != "."]
+            splits = {SPLITS[entry.name.lower()]: entry for entry in below if entry.name.lower() in SPLITS}
+            return {name: _image_folder(folder) for name, folder in (splits or {"": self.root}).items()}
+        except OSError as error:
+            raise DataError(f"{self.root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
+
+    def _unlabelled(self, folders: Mapping[str, _Folder], flat: list[str]) -> Opened:
+        """Returns images without folders of classes, and so without labels."""
+        if any(folder.files and name not in flat for name, folder in folders.items()):
+            raise DataError(
+                f"{self.root} has folders of classes in some splits and none in {', '.join(flat)}; give all splits "
+                "folders of classes, or none."
+            )
+        note = "no folders of classes: the images are used without labels"
+        listed = {name: (list(folder.files), torch.zeros(len(folder.files)).long()) for name, folder in folders.items()}
+        if "" in listed:
+            opened = self._split_by_hash(*listed[""], ("all images",))
+            return Opened(opened.splits, (), (note, *opened.notes))
+        return Opened({name: _stored(files, labels) for name, (files, labels) in listed.items()}, (), (note,))
 
     def _split_by_hash(self, files: list[Path], labels: Int[Tensor, "_"], class_names: tuple[str, ...]) -> Opened:
         """Holds out a tenth of each class for validation and for test, by the hash of the file's name.
@@ -126,12 +177,46 @@ class FolderReader(DatasetReader):
         return Opened(splits, class_names, (note,))
 
 
-def _image_folder(folder: Path) -> Any:
-    torchvision = required_module("torchvision.datasets", "data", "reading a folder of images")
-    try:
-        return torchvision.ImageFolder(folder, is_valid_file=_is_image, allow_empty=True)
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} holds no folder per class ({error}); expected {folder}/<class>/*.jpg.") from error
+def _image_folder(folder: Path) -> _Folder:
+    """Lists the images in the folders of the classes, or where there are none those in the folder itself."""
+    files: list[Path] = []
+    classes: list[str] = []
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and entry.name[0] != ".":
+            # In the order of torchvision's ImageFolder.
+            found = sorted(_images_below(entry, folder.resolve()), key=lambda path: (str(path.parent), path.name))
+            files += found
+            classes += [entry.name] * len(found)
+    if not files:
+        files = [path for path in sorted(folder.iterdir()) if _is_image(str(path)) and not path.is_dir()]
+        classes = [""] * len(files)
+    return _Folder(tuple(files), tuple(classes))
+
+
+def _images_below(folder: Path, root: Path) -> Iterator[Path]:
+    """Yields the images in a folder of `root` and in its subfolders, each of which is read once.
+
+    Links are followed, but not to folders around them, which have no end, nor to those of the kernel.
+    """
+    waiting, seen, count = [folder], set[Path](), 0
+    while waiting:
+        each = waiting.pop()
+        resolved = each.resolve()
+        if resolved in seen or root.is_relative_to(resolved) or _is_system(resolved):
+            continue
+        seen.add(resolved)
+        for path in each.iterdir():
+            count += 1
+            if count > MOST_FILES:
+                raise DataError(f"there are more than {MOST_FILES:,} files below {folder}; give a folder of images.")
+            if path.is_dir():
+                waiting.append(path)
+            elif _is_image(str(path)):
+                yield path
+
+
+def _is_system(resolved: Path) -> bool:
+    return any(resolved.is_relative_to(each) for each in SYSTEM)
 
 
 def _is_image(path: str) -> bool:
@@ -143,15 +228,12 @@ def _is_image(path: str) -> bool:
     return file.suffix.lower() in IMAGES and not file.name.startswith(".")
 
 
-def _listed(folder: Any, class_names: tuple[str, ...]) -> tuple[list[Path], Int[Tensor, "_"]]:
+def _listed(folder: _Folder, class_names: tuple[str, ...]) -> tuple[list[Path], Int[Tensor, "_"]]:
     """Lists the files and their labels going round the classes, so that any prefix is nearly balanced."""
     number = {name: label for label, name in enumerate(class_names)}
-    samples = [(Path(file), folder.classes[target]) for file, target in folder.samples]
-    # Hidden folders have no number, see `FolderReader.open`.
-    samples = [(file, number[name]) for file, name in samples if name in number]
-    labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+    labels = torch.tensor([number[name] for name in folder.classes], dtype=torch.int64)
     order = by_turns(labels)
-    return [samples[row][0] for row in order.tolist()], labels[order]
+    return [folder.files[row] for row in order.tolist()], labels[order]
 
 
 def _stored(files: list[Path], labels: Int[Tensor, "_"], rows: Int[Tensor, "_"] | None = None) -> StoredImages:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from attnrx.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, one_of, optional
+from attnrx.data.files import FolderReader
 from attnrx.data.images import ImageSet, evenly_spaced
 from attnrx.data.labels import Unlabelled
 from attnrx.data.locating import DatasetLocation, locate
@@ -42,11 +43,19 @@ from attnrx.data.tables import Columns
 from attnrx.errors import CheckpointError, DataError, InvalidInput
 from attnrx.preprocessing import ImageGeometry, Normalization
 from attnrx.runtime.hardware import cache_folder
-from attnrx.serialization.storage import read_json, read_tensors, write_json, write_tensors
+from attnrx.serialization.storage import (
+    check_seal,
+    file_sha256,
+    read_json,
+    read_tensors,
+    sealed,
+    write_json,
+    write_tensors,
+)
 from attnrx.shapes import Int, Tensor, UInt8
 
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory; larger sets stream
-SCHEMA = 2  # raise it when decoding or resizing changes, so that old copies are not used
+SCHEMA = 3  # raise it when decoding or resizing changes, so that old copies are not used
 PARTS = ("pixels", "labels", "sources")  # the tensors of a split in a decoded copy
 
 
@@ -95,8 +104,9 @@ def load_data(
 
     A name of `DATASETS` is looked up in the folder that ATTNRX_DATA names, then on the Hugging Face hub, and
     `hf:owner/name` is any hub dataset. A path is a parquet file or a folder of them, a folder of images, or WebDataset
-    shards (`train-{000..009}.tar`). Small images are decoded once and kept in memory, others stream. `seed` decides
-    which training images are held out when there is no validation split; nothing else is random.
+    shards (`train-{000..009}.tar`), with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images. A folder of images without a
+    folder for every class has no labels. Small images are decoded once and kept in memory, others stream. `seed`
+    decides which training images are held out when there is no validation split; nothing else is random.
 
     Pictures are fitted as the catalogue states, or as a guess from a few of them, to `image_size` (a side, or height
     and width); `geometry` states it in full. `adapt_preprocessing` changes it to what a model states.
@@ -267,10 +277,10 @@ class _Loading:
     ) -> Splits:
         location = self.location
         if not class_names:
-            problem = (
-                f"{location.requested} has no labels, and this needs them: name their column (--label-column NAME, in "
-                'Python columns=Columns(label_column="NAME")).'
-            )
+            remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
+            if isinstance(location.reader, FolderReader):
+                remedy = "put the images of every class into a folder of their own"
+            problem = f"{location.requested} has no labels, and this needs them: {remedy}."
             sets = {split: Unlabelled(images, problem) for split, images in sets.items()}
         missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
         flip, shift = (True, True) if location.card is None else (location.card.flip, location.card.shift)
@@ -322,8 +332,9 @@ def _store(path: Path, decoded: Decoded) -> None:
         "notes": list(decoded.notes),
     }
     try:
-        write_tensors(path, tensors)
-        write_json(path.with_suffix(".json"), about)
+        # The hash of the tensors and that of the record: a copy that was edited is not used.
+        about["pixels_sha256"] = file_sha256(write_tensors(path, tensors))
+        write_json(path.with_suffix(".json"), sealed(about))
     except CheckpointError:
         # Tensors without their JSON are never read, and only occupy the disk.
         with suppress(OSError):
@@ -331,10 +342,11 @@ def _store(path: Path, decoded: Decoded) -> None:
 
 
 def fetch(path: Path) -> Decoded | None:
-    """Reads a decoded copy back, or returns None if it is missing or damaged."""
+    """Reads a decoded copy back, or returns None if it is missing, damaged or edited."""
     try:
         about = read_json(path.with_suffix(".json"))
-        tensors = read_tensors(path)
+        check_seal(about, path.with_suffix(".json"))
+        tensors = read_tensors(path, about["pixels_sha256"])
         parts = {name: [tensors[f"{name}.{part}"] for part in PARTS] for name in about["splits"]}
         splits = {name: PixelStore(pixels, labels, sources) for name, (pixels, labels, sources) in parts.items()}
         return Decoded(

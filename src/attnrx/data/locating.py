@@ -105,9 +105,11 @@ def _matching(requested: str) -> list[Path]:
     """Returns the existing files of a path or pattern; every name of a brace pattern must exist."""
     try:
         paths = [Path(name).expanduser() for name in _expand_braces(requested)]
-    except RuntimeError as error:  # ~name of an unknown user
-        raise DataError(f"{requested}: {error}") from error
-    missing = [path for path in paths if not path.exists()]
+        missing = [path for path in paths if not path.exists()]
+    # RuntimeError: ~name of an unknown user; OSError: a name that is too long; ValueError: a null byte
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{requested[:200]!r} is no name of files ({reason}).") from error
     if len(paths) > 1 and missing and len(missing) < len(paths):
         raise DataError(f"{requested} names {len(paths)} files, but {missing[0]} does not exist; correct the range.")
     # Existing names are taken literally, also with brackets in them; only others are patterns.

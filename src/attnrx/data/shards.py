@@ -5,14 +5,21 @@ of a pass, every one is read by one process, once. Unlike for other splits, N pr
 one; resuming at a step reads, without decoding, the samples before it.
 """
 
+import os
+import re
 import tarfile
+import urllib.parse
+import urllib.request
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from http.client import HTTPException
 from itertools import accumulate, chain, islice
 from pathlib import Path
+from tarfile import EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined, reportAttributeAccessIssue]
 from typing import Any
 
 import torch
@@ -37,6 +44,8 @@ INDEX = Record(
     open=True,
 )
 CLASS_NAMES = "classnames.txt"  # in the folder of the shards: one class per line, in the order of the numbers
+SCHEMES = ("file", "http", "https")  # of the addresses in an index, beside paths
+TIMEOUT = 60  # seconds without an answer of a server
 WINDOW = 2048  # encoded images that are shuffled together, after the order of the shards
 
 
@@ -105,6 +114,7 @@ def open_index(index: Path) -> OpenedShards:
         ) from error
     for entry in record["shardlist"]:
         url = entry["url"]
+        require_scheme(url)  # of all shards, before one is opened
         # The file and its folder only: further parts of a url are not about the split.
         split = entry.get("split") or split_in_path("/".join(url.split("/")[-2:])) or "train"
         groups[split].append(Shard(url, entry["nsamples"]))
@@ -139,7 +149,7 @@ def _scan(file: Path) -> Shard:
     labels = [
         # The other members are skipped, so that no image is read.
         _label(sample, str(file))
-        for sample in _samples(str(file), select_files=lambda name: name.endswith(".cls"))
+        for sample in _samples(str(file), lambda name: name.endswith(".cls"))
     ]
     if not labels:
         raise DataError(f"the shard {file} holds no images; expected members <key>.jpg with <key>.cls.")
@@ -176,22 +186,71 @@ def _cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
     return parts
 
 
-def _samples(url: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """Reads the samples of a shard with `webdataset`. Shell commands are refused: an index is data."""
-    if url.startswith("pipe:"):
-        raise DataError(f"the shard {url} is a shell command, which is not run; give a path or an https or gs url.")
+def _samples(url: str, select: Callable[[str], bool] = lambda name: True) -> Iterator[dict[str, Any]]:
+    """Reads the samples of a shard, of the members that `select` takes by their names.
+
+    Members that are no regular files are skipped, and nothing is written to a disk.
+    """
     reading = required_module("webdataset.tariterators", "webdataset", "reading tar shards")
     number = 0
     try:
-        # webdataset groups neighbouring members by their key, the name up to its first dot.
-        for sample in reading.tarfile_samples([{"url": url}], **options):
-            yield sample
-            number += 1
-    except (OSError, EOFError, ValueError, tarfile.TarError) as error:
+        with _stream(url) as stream:
+            # webdataset groups neighbouring members by their key, the name up to its first dot.
+            for sample in reading.group_by_keys(_members(stream, url, select)):
+                yield sample
+                number += 1
+    # HTTPException: of a connection that breaks off.
+    except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError, HTTPException) as error:
         reason = error.args[0] if error.args else error
         raise DataError(
             f"{url} is not a whole tar file: it cannot be read after image {number} ({reason}). Copy it again."
         ) from error
+
+
+def _stream(url: str) -> Any:
+    # Not webdataset's own opener, which starts programs for most schemes, curl for https among them.
+    require_scheme(url)
+    scheme = urllib.parse.urlsplit(url).scheme.lower()
+    if scheme in ("http", "https"):
+        return urllib.request.urlopen(url, timeout=TIMEOUT)
+    path = urllib.request.url2pathname(urllib.parse.urlsplit(url).path) if scheme == "file" else url
+    return require_regular(path, DataError).open("rb")
+
+
+def require_scheme(url: str) -> None:
+    """Raises DataError for addresses of shards that are neither paths nor of one of SCHEMES."""
+    # Of one letter is a drive of Windows.
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", url)
+    if found is not None and found[1].lower() not in SCHEMES and not os.path.isfile(url):  # noqa: PTH113, Path.is_file raises
+        raise DataError(
+            f"the shard {url[:200]} has the scheme {found[1]}:, which is not read: it could start a program. Give a "
+            f"path, or an address with one of {', '.join(SCHEMES)}."
+        )
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a whole archive: tarfile itself takes a missing end and damaged headers for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: Any) -> "_Member":
+        try:
+            return super().fromtarfile(tarfile)
+        except EOFHeaderError:  # the zeros that end an archive
+            raise
+        except HeaderError as error:
+            raise ReadError(f"it breaks off, or is damaged, at byte {tarfile.offset}: {error}") from error
+
+
+def _members(stream: Any, url: str, select: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """Yields the selected files of an archive, read from front to back, as `group_by_keys` of webdataset takes them."""
+    with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Member) as archive:
+        for member in archive:
+            # Names with __ are metadata of webdataset.
+            if member.isreg() and not re.match(r"__[^/]*__($|/)", member.name) and select(member.name):
+                content: Any = archive.extractfile(member)
+                yield {"fname": member.name, "data": content.read(), "__url__": url}
+            archive.members = []  # type: ignore[reportAttributeAccessIssue]  # else they are kept
+    yield {}  # the last sample is complete
 
 
 def _label(sample: dict[str, Any], url: str) -> int:

@@ -168,7 +168,8 @@ def _load_parquet(files: tuple[Path, ...]) -> "datasets.Dataset":
     """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
     datasets = required_module("datasets", "data", "parquet files")
     parquet = required_module("pyarrow.parquet", "data", "parquet files")
-    paths, cache = [str(file) for file in files], str(cache_folder() / "arrow")
+    # A folder for every content, because `datasets` knows files by their names and times alone.
+    paths, cache = [str(file) for file in files], str(cache_folder() / "arrow" / stamp(files)[:16])
     try:
         try:
             return datasets.Dataset.from_parquet(paths, cache_dir=cache)

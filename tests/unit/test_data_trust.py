@@ -1,0 +1,283 @@
+"""Files that were not made by friends: nothing runs, nothing hangs, nothing is written outside, nothing is lost."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import EpsImagePlugin, Image
+
+import attnrx as rx
+import odd_pictures
+from attnrx.data import load_data
+from attnrx.errors import AttnrxError, DataError
+from pictures import CLASSES, encoded, everything, rows, write_folder, write_parquet, write_shard
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 20 20
+%%EndComments
+0 0 moveto 10 10 lineto stroke
+showpage
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "attnrx"
+
+
+@pytest.fixture
+def no_ghostscript(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any, **__: Any) -> None:
+        raise SystemError("Ghostscript was started")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", started)
+
+
+# shards
+
+
+def index_of(folder: Path, urls: list[str], count: int = 1) -> Path:
+    shards = [{"url": url, "nsamples": count} for url in urls]
+    path = folder / "index.json"
+    path.write_text(json.dumps({"shardlist": shards, "class_names": list(CLASSES)}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["pipe:", "PIPE:", "Pipe:", "gs://", "GS://", "s3://", "htgs:", "sftp://", "scp://", "ais://", "hf://", "x+y:"],
+)
+def test_no_scheme_of_a_shard_starts_a_program(scheme: str, tmp_path: Path) -> None:
+    marker = tmp_path / "started"
+    urls = [write_shard(tmp_path / f"train-{n}.tar", 3 * n, 3).as_posix() for n in range(3)]
+    index = index_of(tmp_path, [*urls, f"{scheme}touch {marker}"], 3)
+    with pytest.raises(DataError, match="scheme"):
+        load_data(index)
+    assert not marker.exists()
+
+
+@pytest.mark.slow
+def test_no_scheme_starts_a_program_without_assertions_either(tmp_path: Path) -> None:
+    marker = tmp_path / "started"
+    index = index_of(tmp_path, [f"PIPE:touch {marker}"] * 3)
+    code = f"import attnrx as rx; rx.load_data({str(index)!r})"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert "DataError" in done.stderr and not marker.exists()
+
+
+@pytest.mark.parametrize("url", ["-", "PATH", "file://PATH"])
+def test_a_pipe_or_a_folder_as_a_shard_is_refused_at_once(url: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    address = url.replace("PATH", str(tmp_path / "pipe"))
+    with pytest.raises(DataError, match=r"named pipe|does not exist"):
+        load_data(index_of(tmp_path, [address] * 3))
+
+
+def test_shards_at_addresses_of_files_are_read(tmp_path: Path) -> None:
+    files = [write_shard(tmp_path / "pets" / f"train-{n}.tar", 3 * n, 3) for n in range(3)]
+    splits = load_data(index_of(tmp_path, [file.as_uri() for file in files], 3))
+    assert len(next(iter(splits.train.batches(9)))) == 3
+
+
+def test_members_of_a_shard_are_written_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        with tarfile.open(tmp_path / "in" / f"train-{number}.tar", "w") as tar:
+            for name in (f"{tmp_path}/absolute{number}", f"../../up{number}", f"plain{number}"):
+                for ending, content in (("png", encoded(0)), ("cls", b"0")):
+                    member = tarfile.TarInfo(f"{name}.{ending}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+            link = tarfile.TarInfo("link.png")
+            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            tar.addfile(link)
+    splits = load_data(tmp_path / "in")
+    assert len(everything(splits, "train")[0]) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "cache"}
+
+
+def test_every_cut_of_a_shard_is_found(tmp_path: Path) -> None:
+    whole = write_shard(tmp_path / "whole" / "a.tar", 0, 8)
+    content, cut = whole.read_bytes(), tmp_path / "cut" / "train-1.tar"
+    # After the last member come two blocks of zeros, and more up to a multiple of 10,240 bytes.
+    end = len(content.rstrip(b"\0")) // 512 * 512 + 512
+    for number in (0, 2):
+        write_shard(tmp_path / "cut" / f"train-{number}.tar", 0, 8)
+    for size in sorted({*range(512, end + 1, 512), *range(700, end, 1111)}):
+        cut.write_bytes(content[:size])
+        with pytest.raises(DataError, match="not a whole tar file"):
+            load_data(tmp_path / "cut")
+    cut.write_bytes(content[: end + 1024])
+    assert len(load_data(tmp_path / "cut").train) == 8
+    cut.write_bytes(content[:1024] + b"x" * 512 + content[1536:])  # a header in the middle is damaged
+    with pytest.raises(DataError):
+        next(iter(load_data(tmp_path / "cut").train.batches(99)))
+
+
+# caches
+
+
+def test_another_file_of_the_same_time_is_another_dataset(tmp_path: Path) -> None:
+    path, kept = tmp_path / "pets.parquet", None
+    for count, kind in ((30, "png"), (60, "png"), (60, "bmp")):
+        write_parquet(path, rows(count, kind=kind) + rows(9, "test"))
+        kept = kept or path.stat()
+        os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+        splits = load_data(path)
+        assert len(splits.train) + len(splits.validation) == count
+
+
+def test_files_of_the_same_size_and_time_are_told_apart_by_their_content(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 4, "test": 2}, kind="bmp")
+    file = root / "test" / "cat" / "000.png"
+    before, content, status = everything(load_data(root), "test")[0], file.read_bytes(), file.stat()
+    file.write_bytes(encoded(0, 77, kind="bmp"))
+    assert file.stat().st_size == len(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not torch.equal(everything(load_data(root), "test")[0], before)
+
+
+@pytest.mark.parametrize("part", ["pixels", "names", "geometry"])
+def test_an_edited_copy_of_decoded_images_is_not_used(part: str, tmp_path: Path, own_cache: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 4, "test": 2})
+    before = load_data(root)
+    (tensors,) = (own_cache / "decoded").glob("*.safetensors")
+    about = tensors.with_suffix(".json")
+    if part == "pixels":
+        content = bytearray(tensors.read_bytes())
+        content[-200] ^= 255
+        tensors.write_bytes(content)
+    else:
+        old, new = {"names": ('"cat"', '"emu"'), "geometry": ('"bilinear"', '"bicubic"')}[part]
+        text = about.read_text()
+        assert old in text
+        about.write_text(text.replace(old, new))
+    again = load_data(root)
+    assert again.class_names == CLASSES and again.geometry == before.geometry
+    for split in ("train", "test"):
+        assert torch.equal(everything(again, split)[0], everything(before, split)[0])
+
+
+# decoders
+
+
+@pytest.mark.usefixtures("no_ghostscript")
+@pytest.mark.parametrize("kind", ["folder", "parquet", "shards"])
+def test_only_the_named_formats_are_decoded(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no image of a known format") as refusal:
+        if kind == "folder":
+            root = write_folder(tmp_path / "pets", {"train": 4, "test": 2})
+            (root / "train" / "cat" / "000.png").write_bytes(EPS)
+            load_data(root)
+        elif kind == "parquet":
+            table = rows(12) + rows(6, "test")
+            table[0]["image"] = {"bytes": EPS, "path": "a.png"}
+            load_data(write_parquet(tmp_path / "pets.parquet", table))
+        else:
+            for number in range(3):
+                file = write_shard(tmp_path / "pets" / f"train-{number}.tar", 0, 3)
+                member = tarfile.TarInfo("a.png")
+                member.size = len(EPS)
+                with tarfile.open(file, "w") as tar:
+                    tar.addfile(member, io.BytesIO(EPS))
+                    label = tarfile.TarInfo("a.cls")
+                    label.size = 1
+                    tar.addfile(label, io.BytesIO(b"0"))
+            load_data(tmp_path / "pets")
+    assert "Ghostscript" not in str(refusal.value)
+
+
+def bomb() -> bytes:
+    return odd_pictures.saved(Image.new("1", (15_000, 15_000)), "png")
+
+
+def test_a_picture_of_225_megapixels_is_refused_by_its_name(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 4, "test": 2})
+    (root / "train" / "dog" / "001.png").write_bytes(bomb())
+    with pytest.raises(DataError, match=r"dog/001\.png.*225000000 pixels"):
+        load_data(root)
+    splits = load_data(root, on_corrupt="skip")
+    assert len(splits.train) + len(splits.validation) == 11
+
+
+@pytest.mark.parametrize("name", ["x" * 300, f"{'x' * 300}.parquet", "a\0b", f"dir/{'y' * 5000}"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_names_that_no_file_can_have_are_refused(name: str, kind: Any) -> None:
+    with pytest.raises(AttnrxError):
+        load_data(kind(name))
+
+
+# folders
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+@pytest.mark.parametrize("folder", ["/proc", "/proc/self", "/proc/self/fd", "/sys"])
+def test_folders_of_the_kernel_are_no_datasets(folder: str) -> None:
+    with pytest.raises(DataError, match=r"operating system|no images|cannot be listed"):
+        load_data(folder)
+
+
+def test_links_to_folders_around_them_are_not_followed(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 4, "test": 2})
+    plain = {split: len(getattr(load_data(root), split)) for split in ("train", "test")}
+    for name in CLASSES:
+        for split in ("train", "test"):
+            for number, target in enumerate(
+                (root, root / split, root / split / name, tmp_path, Path("/"), Path("/proc"))
+            ):
+                (root / split / name / f"link{number}").symlink_to(target)
+    found = load_data(root)
+    assert {split: len(getattr(found, split)) for split in plain} == plain
+
+
+def test_folders_that_link_to_each_other_are_read_once(tmp_path: Path) -> None:
+    folder = tmp_path / "pets" / "train" / "cat"
+    for number in range(9):
+        (folder / f"part{number}").mkdir(parents=True)
+        (folder / f"part{number}" / f"{number}.png").write_bytes(encoded(0, number))
+    for number in range(9):
+        for other in range(9):
+            (folder / f"part{number}" / f"link{other}").symlink_to(folder / f"part{other}")
+    splits = load_data(tmp_path / "pets")
+    assert len(splits.train) + len(splits.validation) + len(splits.test) == 9
+
+
+def test_a_pipe_among_the_images_is_refused(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 4, "test": 2})
+    os.mkfifo(root / "train" / "cat" / "pipe.png")
+    with pytest.raises(DataError, match="named pipe"):
+        load_data(root)
+
+
+@pytest.mark.parametrize("splits", [("",), ("train", "test")])
+def test_a_folder_without_folders_of_classes_has_images_without_labels(splits: tuple[str, ...], tmp_path: Path) -> None:
+    for split in splits:
+        (tmp_path / "flat" / split).mkdir(parents=True, exist_ok=True)
+        for number in range(30):
+            (tmp_path / "flat" / split / f"{number}.png").write_bytes(encoded(number % 3, number))
+    loaded = load_data(tmp_path / "flat")
+    parts = [getattr(loaded, split) for split in ("train", "validation", "test")]
+    assert sum(map(len, parts)) == 30 * len(splits)
+    assert not any(part.has_labels for part in parts)
+    assert any("without labels" in note for note in loaded.notes)
+    with pytest.raises(DataError, match="a folder of their own"):
+        rx.data.require_labels(loaded.test)
+    model = rx.models.build_model("svda:digits", channels=3, image_size=8, mean=(0.5,) * 3, std=(0.5,) * 3).float()
+    assert rx.diagnose(model, rx.adapt_preprocessing(loaded, model).train).layers
+
+
+def test_splits_with_and_without_folders_of_classes_are_refused(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 4})
+    (root / "test").mkdir()
+    (root / "test" / "a.png").write_bytes(odd_pictures.saved(Image.fromarray(np.zeros((8, 8), np.uint8)), "png"))
+    with pytest.raises(DataError, match="none in test"):
+        load_data(root)
