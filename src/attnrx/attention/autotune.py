@@ -94,9 +94,6 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("backend"), str) and isinstance(record.get("trials"), Mapping)
 
 
-# Weights created in inference mode are never cached (CachedWeights), so the layer would be timed with the padding of
-# its weights in every call.
-@torch.inference_mode(mode=False)
 @torch.no_grad()
 def measured_record(
     spec: AttentionSpec, context: AttentionContext, candidates: Mapping[str, Callable[[], Backend]]

@@ -1,11 +1,13 @@
-"""Values derived from parameters, cached while no gradients are needed and no parameter changes."""
+"""Values derived from parameters, cached while no gradients are needed and the parameters have the same content."""
 
+import ctypes
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from attnrx.kernels.compilation import kernel_threads, native_library
 from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Tensor
 
@@ -13,29 +15,24 @@ Value = TypeVar("Value")
 
 
 class CachedWeights(Generic[Value]):
-    """A value that `build` computes from parameters, cached until one of them, or `key`, changes.
+    """A value that `build` computes from parameters, cached until the content of one of them, or `key`, changes.
 
-    With gradients enabled, inside torch.compile and for inference tensors, whose changes cannot be detected, it is
-    computed every time. Fused optimizers do not increase a tensor's version either, so the cache is dropped at the step
-    of any optimizer and after a pass with gradients. A copy of the owning module, or a pickled one, has its own cache.
+    Every use reads all parameters and compares a hash of 64 bits of their bytes, because PyTorch counts only some of
+    the ways to change a tensor: not those through `.data`, a NumPy view, or a fused optimizer. So the value is that of
+    the present weights, however they were changed. The value is computed in every call, and not stored, while
+    gradients are enabled or a graph is recorded, and for parameters on devices other than a CPU, where reading the hash
+    would wait for the device. A copy of the owning module, or a pickled one, has its own cache.
     """
 
-    steps = 0
-    """The steps of all optimizers in this process so far."""
-
     def __init__(self):
-        self._kept: tuple[list[object], Value] | None = None
+        self._kept: tuple[tuple[Hashable, ...], Value] | None = None
 
     def __call__(self, key: Hashable, parameters: Sequence[Tensor | None], build: Callable[[], Value]) -> Value:
         """Returns the value, from the cache if that is safe; a parameter may be None."""
         if not self.possible(parameters):
             self._kept = None
             return build()
-        state: list[object] = [key, CachedWeights.steps]
-        for parameter in parameters:
-            if parameter is not None:
-                # The version counts changes in place; a new storage (`.to()`, an assigned parameter) has a new address.
-                state += (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.device)
+        state = (key, *content_of(parameters))
         entry = self._kept
         if entry is None or entry[0] != state:
             # Outside inference mode, so that callers in and out of inference mode can use the value.
@@ -50,7 +47,8 @@ class CachedWeights(Generic[Value]):
         if is_recorded():
             return False
         for parameter in parameters:
-            if parameter is not None and parameter.is_inference():  # it has no version counter
+            # Subclasses (fake, distributed, wrapped tensors) may have no bytes of their own.
+            if parameter is not None and (parameter.device.type != "cpu" or type(parameter) not in STORED):
                 return False
         return True
 
@@ -61,9 +59,35 @@ class CachedWeights(Generic[Value]):
         return CachedWeights()
 
 
-def _count_step(*_: object) -> None:
-    CachedWeights.steps += 1
+STORED = (Tensor, torch.nn.Parameter)
 
 
-# A global hook: a layer cannot find out which optimizer has its parameters.
-register_optimizer_step_post_hook(_count_step)
+def content_of(parameters: Iterable[Tensor | None]) -> tuple[Hashable, ...]:
+    """Returns values that are equal for equal contents and addresses of tensors on a CPU."""
+    library, numbers, facts, tensors = native_library(), [], [], []
+    for parameter in parameters:
+        if parameter is not None:
+            tensor = parameter if parameter.is_contiguous() else parameter.detach().contiguous()
+            tensors.append(tensor)  # a copy must live until its bytes are read
+            numbers += (tensor.data_ptr(), tensor.nbytes)
+            # The address, because a value may refer to the parameter itself.
+            facts += (parameter.data_ptr(), parameter.dtype)
+    if library is None:
+        return (*facts, *(_projection(tensor) for tensor in tensors))
+    array = (ctypes.c_int64 * len(numbers))(*numbers)
+    return (*facts, library.attnrx_content(array, len(tensors), kernel_threads()))
+
+
+def _projection(tensor: Tensor) -> float:
+    """Returns the product of a tensor with a fixed random vector, for machines without a compiler.
+
+    PyTorch's own hashes of bytes take twenty times as long. A change below the rounding of the sum is not noticed.
+    """
+    flat = tensor.flatten()
+    return float(flat @ _random_vector(1 << max(len(flat) - 1, 0).bit_length(), tensor.dtype)[: len(flat)])
+
+
+@lru_cache(maxsize=8)
+def _random_vector(length: int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.randn(length, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -16,6 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 
+import torch
+
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.runtime.child_processes import find_program, run_program
 from attnrx.runtime.hardware import cache_folder
@@ -72,6 +74,35 @@ def required_library() -> ctypes.CDLL:
             "built it here; 'auto' runs without."
         )
     return library
+
+
+class _Threads:
+    """Whether this process was forked, and whether it or its parent ran a kernel on several threads."""
+
+    is_forked = False
+    were_used = False
+
+
+def kernel_threads() -> int:
+    """Returns the number of threads of a kernel: PyTorch's, or 1 in a forked process.
+
+    A forked process has none of the threads that OpenMP started before, and would wait for them forever.
+    """
+    threads = 1 if _Threads.is_forked else torch.get_num_threads()
+    _Threads.were_used |= threads > 1
+    return threads
+
+
+def _start_forked() -> None:
+    _Threads.is_forked = True
+    # The operations of PyTorch between the kernels use the same threads. Where no kernel used them, the setting of a
+    # forked process is left to its program.
+    if _Threads.were_used:
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_start_forked)
 
 
 def kernel_version() -> str:
@@ -222,6 +253,8 @@ def _loaded(record: Path) -> ctypes.CDLL:
     library.attnrx_maps.argtypes = [pointer, integer, pointer, int64, int64, pointer, integer]
     for function in (library.attnrx_maps, library.attnrx_panel, library.attnrx_vector):
         function.restype = integer
+    library.attnrx_content.argtypes = [pointer, integer, integer]
+    library.attnrx_content.restype = ctypes.c_uint64
     return library
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.errors import InvalidInput
-from attnrx.kernels.compilation import required_library
+from attnrx.kernels.compilation import kernel_threads, required_library
 from attnrx.shapes import Float, Tensor
 
 # The numbers that describe a head to the kernel (pointer and two strides each of query, key, value and output; rank
@@ -85,7 +85,7 @@ def _attention(
     bias_pointer = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
     failed = library.attnrx_attention(
         numbers, heads, batch, tokens, values[0].shape[2],
-        None if token_sizes is None else token_sizes.data_ptr(), scale, torch.get_num_threads(), None, bias_pointer,
+        None if token_sizes is None else token_sizes.data_ptr(), scale, kernel_threads(), None, bias_pointer,
     )  # fmt: skip
     if failed:
         raise MemoryError("attention found no memory for the keys and values of one head.")
@@ -160,7 +160,7 @@ def _mixed_attention(
     token_sizes, weights = None if sizes is None else sizes.contiguous(), mix.contiguous()
     failed = library.attnrx_mixed_attention(
         numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), weights.data_ptr(), len(ranks), batch, tokens,
-        key.shape[1], None if token_sizes is None else token_sizes.data_ptr(), torch.get_num_threads(),
+        key.shape[1], None if token_sizes is None else token_sizes.data_ptr(), kernel_threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError("attention found no memory for the keys and values of one image.")
@@ -297,7 +297,7 @@ def _joint_attention(
     bias = None if bias is None else bias.float().contiguous()
     if library.attnrx_joint_attention(
         numbers(*ranks), numbers(*value_dims), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
-        None if token_sizes is None else token_sizes.data_ptr(), scale, torch.get_num_threads(), rotation,
+        None if token_sizes is None else token_sizes.data_ptr(), scale, kernel_threads(), rotation,
         _described_bias(bias, (batch, len(ranks), tokens, tokens)),
     ):  # fmt: skip
         raise MemoryError("attention found no memory for the keys and values of one head.")

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.errors import InvalidInput
-from attnrx.kernels.compilation import native_library, required_library
+from attnrx.kernels.compilation import kernel_threads, native_library, required_library
 from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Float, Int, Tensor, TokenBatch
 
@@ -116,7 +116,7 @@ def _merge(
         images, tokens.shape[1] - count, count, merged, threshold is not None, _bits(threshold), keys is None, lengths,
         sizes.data_ptr(), weights.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
     )  # fmt: skip
-    if library.attnrx_merge((ctypes.c_int64 * len(numbers))(*numbers), torch.get_num_threads()):
+    if library.attnrx_merge((ctypes.c_int64 * len(numbers))(*numbers), kernel_threads()):
         raise MemoryError("token merging found no memory for the patches of one image.")
     return outputs
 

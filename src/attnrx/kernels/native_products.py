@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.errors import InvalidInput
-from attnrx.kernels.compilation import required_library
+from attnrx.kernels.compilation import kernel_threads, required_library
 from attnrx.shapes import Float, Tensor
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
@@ -79,7 +79,7 @@ def _maps(
     maps = (ctypes.c_int64 * len(numbers))(*numbers)
     if library.attnrx_maps(
         maps, len(outputs), features.data_ptr(), features.shape[-1], count, output.data_ptr(),
-        torch.get_num_threads(),
+        kernel_threads(),
     ):  # fmt: skip
         raise MemoryError("the linear maps found no memory for the features between them.")
     return output

@@ -142,3 +142,59 @@ extern "C" int attnrx_maps(const int64_t* described, int maps, const float* rows
   }
   return failed;
 }
+
+namespace {
+
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+constexpr uint64_t PRIME = 0x9E3779B97F4A7C15ull;
+constexpr uint32_t SMALL_PRIME = 2654435761u;
+
+INLINED uint64_t mix(uint64_t sum, uint64_t word) {
+  sum = (sum ^ word) * PRIME;
+  return sum ^ sum >> 32;
+}
+
+// A number that depends on every byte and its place. Every step is a bijection of the word that it reads, so a change of
+// one word always changes the result; other changes leave it with a chance of 2^-64.
+uint64_t content_of(const char* bytes, size_t count) {
+  constexpr int LANES = sizeof(Words) / sizeof(uint32_t), STATES = 4;
+  Words states[STATES];
+  for (int i = 0; i < STATES; i++)
+    for (int lane = 0; lane < LANES; lane++) states[i][lane] = SMALL_PRIME * (uint32_t)(1 + lane + i * LANES);
+  size_t at = 0;
+  for (; at + sizeof(states) <= count; at += sizeof(states)) {
+    Words words[STATES];
+    memcpy(words, bytes + at, sizeof(words));
+    UNROLLED for (int i = 0; i < STATES; i++) {
+      states[i] = (states[i] ^ words[i]) * SMALL_PRIME;
+      states[i] ^= states[i] >> 15;
+    }
+  }
+  uint64_t rest[sizeof(states) / sizeof(uint64_t)] = {}, sum = count;
+  memcpy(rest, bytes + at, count - at);
+  for (uint64_t word : rest) sum = mix(sum, word);
+  memcpy(rest, states, sizeof(states));
+  for (uint64_t word : rest) sum = mix(sum, word);
+  return sum;
+}
+
+}  // namespace
+
+// A number that identifies the content of several tensors: their start addresses and bytes, in pairs. It does not depend
+// on the number of threads.
+extern "C" uint64_t attnrx_content(const int64_t* tensors, int count, int threads) {
+  constexpr int64_t CHUNK = 1 << 16;
+  uint64_t sum = PRIME;
+  for (int i = 0; i < count; i++) {
+    const char* bytes = (const char*)tensors[2 * i];
+    const int64_t size = tensors[2 * i + 1], chunks = (size + CHUNK - 1) / CHUNK;
+    uint64_t total = size;
+    // Chunks are added after their number has been mixed in, so threads may take them in any order.
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && chunks > 4) reduction(+ : total)
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+      total += mix(content_of(bytes + chunk * CHUNK, std::min(CHUNK, size - chunk * CHUNK)), (uint64_t)chunk + 1);
+    sum = mix(sum, total);
+  }
+  return sum;
+}
