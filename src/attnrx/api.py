@@ -69,6 +69,7 @@ from attnrx.reports import completed_card, is_unedited, model_card
 from attnrx.result_folder import require_no_sizes
 from attnrx.rules import Rule, RulesLike, control_prescriptions, parse_rules, require_remainder
 from attnrx.rules import prescribe_maps as prescribe_with
+from attnrx.serialization.atomic_writes import Parts
 from attnrx.serialization.hub import upload
 from attnrx.serialization.storage import CARD_KIND, file_kind, write_text
 
@@ -364,6 +365,21 @@ def save(
     An existing model in the folder is replaced atomically, with its prescription, evidence and card. Files that attnrx
     did not write are kept and never overwritten; so is a card that was edited, with a `CardWarning`.
     """
+    return save_with(model, folder, prescription, evidence)
+
+
+def save_with(
+    model: nn.Module,
+    folder: Path | str,
+    prescription: Prescription | None,
+    evidence: Evidence | None,
+    write_beside: Callable[[Path], object] = lambda new: None,
+    parts: Parts | None = None,
+) -> Path:
+    """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.
+
+    `parts` are the files of the folder that are replaced, by default those of a model.
+    """
     require_no_sizes(Path(folder))
     if evidence is not None:
         # Evidence of another model beside the weights would be a false claim.
@@ -375,9 +391,10 @@ def save(
         if evidence is not None:
             evidence.save(new / "evidence.json")
         write_text(new / "README.md", _kept_card(Path(folder)) or _card(model, evidence, prescription))
+        write_beside(new)
 
     # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
-    return save_model(folder, model, write_beside=write_documents)
+    return save_model(folder, model, write_beside=write_documents, parts=parts)
 
 
 def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:

@@ -103,6 +103,17 @@ PLAN = Record(
     },
     open=True,
 )
+# The settings of fits beside their steps (`realization.fit_settings`).
+SEED, COUNT, RATE = Integer(), Integer(1, 10**6), Number(1e-12, 1.0)
+FIT_SETTINGS = Record(
+    more={
+        "refine": Record(more={"learning_rate": RATE, "batch": COUNT, "seed": SEED}),
+        "repair": Record(
+            more={"learning_rate": RATE, "images": COUNT, "tokens": COUNT, "ridge": Number(1e-30), "seed": SEED}
+        ),
+        "distill": Record(more={"learning_rates": Items(RATE, 1, 100), "batch": Integer(2, 10**6), "seed": SEED}),
+    }
+)
 # The options of `attnrx realize`, which are used for the matched controls too, and the classes into which the original
 # puts the images of the repair, for the check `shift`.
 REALIZED = Record(
@@ -112,7 +123,12 @@ REALIZED = Record(
         "refine": Integer(0, 10**6),
         "calibration_images": Integer(1),
     },
-    {"repair": Integer(0, 10**6), "distill": Integer(0, 10**6), "classes": Items(Integer(0, 2**31 - 1))},
+    {
+        "repair": Integer(0, 10**6),
+        "distill": Integer(0, 10**6),
+        "classes": Items(Integer(0, 2**31 - 1), 0, MOST_DIRECTIONS),
+        "settings": FIT_SETTINGS,
+    },
 )
 
 # Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.

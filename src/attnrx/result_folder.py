@@ -1,20 +1,28 @@
 """The folder of `Shrunk.save`: the names of its files, which are replaced, and the files of others, which are not."""
 
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.evidence import KIND as EVIDENCE
-from attnrx.exporting import Format, own_exports, parse_format, remove_export, require_export_path, require_own_files
+from attnrx.evidence import Evidence
+from attnrx.exporting import Format, parse_format
+from attnrx.exporting.exported import KIND as EXPORTED
+from attnrx.exporting.exported import facts_path
+from attnrx.exporting.own_files import own_exports, own_script, require_export_path, require_own_files
 from attnrx.model_data import num_classes
-from attnrx.models import require_model_folder
+from attnrx.models import is_model_file, require_model_folder
 from attnrx.realization.elastic import INDEX as ELASTIC_INDEX
 from attnrx.realization.elastic import KIND as ELASTIC
 from attnrx.realization.elastic import is_elastic
-from attnrx.serialization.atomic_writes import require_absent
+from attnrx.serialization.atomic_writes import Parts, require_absent
 from attnrx.serialization.storage import REPORT, file_kind
+
+RESULT = re.compile(r"model(?:-(\w+))?")  # the stems of exported files in a folder of results
 
 
 def exported_paths(folder: Path, form: Format) -> tuple[Path, Path]:
@@ -68,13 +76,53 @@ def _is_evidence(path: Path) -> bool:
     return file_kind(path) == EVIDENCE
 
 
-def remove_outdated(folder: Path, fingerprint: str) -> None:
-    """Deletes what `Shrunk.save` and `save_exported` wrote to a folder for another model than this one."""
+def require_model_of(folder: Path, fingerprint: str) -> None:
+    """Raises InvalidInput if a folder has the evidence of another model than this one."""
+    path = folder / "evidence.json"
+    stored = Evidence.load(path).about.get("candidate") if _is_evidence(path) else None
+    if stored not in (None, fingerprint):
+        raise InvalidInput(f"{folder} holds another model (its evidence is of {stored}): save this one there first.")
+
+
+def result_parts(fingerprint: str) -> Parts:
+    """Returns the files that `Shrunk.save` replaces for the model with this fingerprint.
+
+    These are the model, its report, and exports of other models with their evidence; exports of this model stay, unless
+    they are written again.
+    """
+
+    def parts(folder: Path, written: Collection[str]) -> set[str]:
+        names = {each.name for each in folder.iterdir() if is_model_file(each)}
+        names |= {"report.html"} if _is_report(folder / "report.html") else set()
+        for path, facts in own_exports(folder).items():
+            if RESULT.fullmatch(path.stem) and fingerprint != _fingerprint_of(facts):
+                names |= _export_names(path, facts)
+        return names | export_parts(folder, written)
+
+    return parts
+
+
+def export_parts(folder: Path, written: Collection[str]) -> set[str]:
+    """Returns the files of earlier exports, with their evidence, in whose place files of these names are written."""
+    names = set()
     for path, facts in own_exports(folder).items():
-        name = re.fullmatch(r"model(?:-(\w+))?", path.stem)
-        if name is None or facts.get("model", {}).get("fingerprint") == fingerprint:
-            continue
-        remove_export(path)
-        evidence = folder / f"evidence-{name[1]}.json"
-        if _is_evidence(evidence):
-            evidence.unlink()
+        if path.name in written:
+            names |= _export_names(path, facts)
+    # Facts and scripts without a file are those of an export that was interrupted.
+    paths = [folder / name for name in written]
+    names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
+    return names | {script.name for path in paths if (script := own_script(path)) is not None}
+
+
+def _export_names(path: Path, facts: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the files of an export: its facts, its files, its script and its evidence."""
+    name, script = RESULT.fullmatch(path.stem), own_script(path)
+    evidence = path.with_name(f"evidence-{name[1]}.json") if name else None
+    names = {facts_path(path).name, *facts["files"]}
+    names |= {script.name} if script is not None else set()
+    return names | ({evidence.name} if evidence is not None and _is_evidence(evidence) else set())
+
+
+def _fingerprint_of(facts: Mapping[str, Any]) -> Any:
+    model = facts.get("model")
+    return model.get("fingerprint") if isinstance(model, Mapping) else None

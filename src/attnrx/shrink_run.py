@@ -31,6 +31,7 @@ from attnrx.realization import calibrated, realize_fitted
 from attnrx.realization.descent import HELD_OUT
 from attnrx.realization.distillation import Distill
 from attnrx.realization.elastic import Size, fit_tokens_
+from attnrx.realization.fit_settings import recorded_settings
 from attnrx.realization.fitting import mean_divergences
 from attnrx.realization.repair import Repair
 from attnrx.result_folder import require_elastic_folder, require_result_folder
@@ -138,16 +139,16 @@ class ShrinkRun:
         chosen = _by_image(found.promising) if self.by_image else found.promising
         # Ranks, repair, then tokens: the thresholds by image are known only afterwards, and are recorded.
         fitted, settings = self.parts.planned, Repair(preset.repair_steps, seed=self.seed)
-        slim, how = _repaired(self.original, chosen, fitted, settings, log)
+        slim, how, fits = _repaired(self.original, chosen, fitted, settings, log)
         # Last, because only this fit takes a model that prunes or merges tokens.
         if preset.distill_epochs and len(fitted) >= 2 * HELD_OUT:
-            fit = distill(slim, self.original, fitted, Distill(preset.distill_epochs, seed=self.seed))
+            fits.append(Distill(preset.distill_epochs, seed=self.seed))
+            fit = distill(slim, self.original, fitted, fits[-1])
             reached = f"{fit.before:.4f} to {fit.after:.4f} on images it was not fitted to"
             log(f"distilled at the rate {fit.learning_rate}: {reached}")
-            slim, how = fit.model, {**how, "distill": preset.distill_epochs}
-        prescription = calibrated(
-            replace(chosen, about={**chosen.about, "realized": {**how, **self.fitted_classes}}), slim
-        )
+            slim = fit.model
+        how |= {**recorded_settings(*fits), **self.fitted_classes}
+        prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
         return self._verified(slim, target, found, prescription, Promises(rounds=rounds_of(batch)))
 
     def unchanged(self, target: Target) -> Shrunk:
@@ -197,7 +198,11 @@ class ShrinkRun:
         measured = []
         for name, model in models.items():
             costs, path = family_of(model).costs(model), folder / name / "evidence.json"
-            findings = Evidence.load(path).findings if path.exists() else ()
+            findings = ()
+            if path.exists():
+                evidence = Evidence.load(path)
+                evidence.require(model_fingerprint(model), str(folder / name))
+                findings = evidence.findings
             measured.append(
                 Size(
                     name,
@@ -206,6 +211,7 @@ class ShrinkRun:
                     1 / speeds[name],
                     next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
                     reduction_of(model) is not None,
+                    fingerprint=model_fingerprint(model),
                 )
             )
         # From the largest to the smallest, whatever the budgets they were made for.
@@ -236,18 +242,21 @@ def _timed_precision(model: nn.Module, form: Format | None) -> str:
 
 def _repaired(
     model: nn.Module, prescription: Prescription, images: ImageSet, settings: Repair, log: Log
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Realizes a plan and repairs attention and MLPs where possible; returns how, as `attnrx realize` records it."""
+) -> tuple[nn.Module, dict[str, Any], list[Any]]:
+    """Realizes a plan and repairs attention and MLPs where possible.
+
+    Returns also how, as `attnrx realize` records it, and the settings of the fits.
+    """
     # `attnrx realize` and the matched controls read these options, and repeat them.
     how = {"by": "compress", "norms": REALIZED_NORMS[0], "refine": 0, "calibration_images": len(images)}
     # Without its tokens the rules are those of ranks and units. Without any there are only tokens, and no map to fit.
     if replace(prescription, tokens=None).rules:
         try:
             fits = [lambda realized: repair(realized, model, images, settings).model]
-            return realize_fitted(model, prescription, fits, calibration=images), {**how, "repair": settings.steps}
+            return realize_fitted(model, prescription, fits, calibration=images), how, [settings]
         except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
             log(f"not repaired: {error}")
-    return realize(model, prescription, calibration=images), how
+    return realize(model, prescription, calibration=images), how, []
 
 
 def _classes(model: nn.Module, images: ImageSet) -> list[int]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from attnrx.arguments import (
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.errors import InvalidInput, TargetMet
 from attnrx.evidence import Evidence
-from attnrx.models import model_fingerprint
+from attnrx.models import family_of, model_fingerprint
 from attnrx.models.verbs import verb
 from attnrx.planning import Target
 from attnrx.planning.effort import EFFORTS
@@ -39,6 +39,7 @@ from attnrx.progress import Log, no_log
 from attnrx.realization.elastic import ORIGINAL, Elastic
 from attnrx.result_folder import require_result_folder
 from attnrx.runtime.subprocess_runner import shared_subprocess
+from attnrx.serialization.atomic_writes import locked
 from attnrx.shrink_run import ShrinkRun
 from attnrx.shrunk import Shrunk
 
@@ -109,18 +110,19 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     If the unchanged model is as fast as requested, by its kernels or by the format, it is the result.
 
     With a `folder` the intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes
-    the results to it.
+    the results to it. One call at a time uses a folder.
 
     Raises:
         InvalidInput: Not exactly one target, labels that do not fit, or a `folder` in which the results would overwrite
             files that attnrx did not write.
+        CheckpointError: Another process or thread uses the folder.
         NotSupported: No plan reaches the target.
     """
     target = target_of(faster, macs, params, max_drop)
     if to is not None and by_image:
         raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
-    with shared_subprocess() if target.spend == "latency" else nullcontext():
+    with _claimed(folder), shared_subprocess() if target.spend == "latency" else nullcontext():
         run = ShrinkRun.of(
             model,
             data,
@@ -191,35 +193,45 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     # From the largest model to the smallest, by shares falling and speeds rising.
     targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
     folder = Path(folder)
-    with shared_subprocess() if kind == "faster" else nullcontext():
-        run = ShrinkRun.of(
-            model,
-            data,
-            batch=batch,
-            threads=threads,
-            effort=effort,
-            weights=weights,
-            columns=columns,
-            folder=folder,
-            several_sizes=True,
-            seed=seed,
-            log=log,
+    with _claimed(folder):
+        with shared_subprocess() if kind == "faster" else nullcontext():
+            run = ShrinkRun.of(
+                model,
+                data,
+                batch=batch,
+                threads=threads,
+                effort=effort,
+                weights=weights,
+                columns=columns,
+                folder=folder,
+                several_sizes=True,
+                seed=seed,
+                log=log,
+            )
+            made = _made_sizes(folder, run.size_conditions(), targets)
+            missing = {name: target for name, target in targets.items() if name not in made}
+            for name in missing:
+                require_result_folder(folder / name, run.original, onnx=False)
+            unneeded = _make_sizes(run, folder, missing, log)
+            if len(unneeded) == len(targets):
+                *_, met = unneeded.values()
+                raise met
+        # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
+        save(run.original, folder / ORIGINAL)
+        sizes = run.sizes(
+            folder, (ORIGINAL, *dict.fromkeys((*made, *(name for name in targets if name not in unneeded))))
         )
-        made = _made_sizes(folder, run.size_conditions(), targets)
-        missing = {name: target for name, target in targets.items() if name not in made}
-        for name in missing:
-            require_result_folder(folder / name, run.original, onnx=False)
-        unneeded = _make_sizes(run, folder, missing, log)
-        if len(unneeded) == len(targets):
-            *_, met = unneeded.values()
-            raise met
-    # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
-    save(run.original, folder / ORIGINAL)
-    sizes = run.sizes(folder, (ORIGINAL, *dict.fromkeys((*made, *(name for name in targets if name not in unneeded)))))
-    about = {"fingerprint": model_fingerprint(run.original), "effort": effort, "seed": seed}
-    elastic_model = Elastic(folder, sizes, {**about, "timing": run.timing_record()})
-    elastic_model.write()
-    return elastic_model
+        costs = family_of(run.original).costs(run.original)
+        about = {"fingerprint": model_fingerprint(run.original), "macs": costs.macs, "params": costs.params}
+        about |= {"effort": effort, "seed": seed}
+        elastic_model = Elastic(folder, sizes, {**about, "timing": run.timing_record()})
+        elastic_model.write()
+        return elastic_model
+
+
+def _claimed(folder: Path | str | None) -> AbstractContextManager[None]:
+    """Locks the folder of a call, so that no other one uses its intermediate results or writes to it."""
+    return nullcontext() if folder is None else locked(folder, seconds=0.0)
 
 
 def _make_sizes(run: ShrinkRun, folder: Path, targets: Mapping[str, Target], log: Log) -> dict[str, TargetMet]:

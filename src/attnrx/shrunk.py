@@ -1,6 +1,6 @@
 """The result of `shrink`: a smaller model with its plan and evidence, and its files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.api import export, save, verify
-from attnrx.arguments import ANY, BATCH, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
+from attnrx.api import export, save_with, verify
+from attnrx.arguments import ANY, BATCH, CALLBACK, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
 from attnrx.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.costs import Conditions
 from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
 from attnrx.data.fixed import ONE_DRAW
 from attnrx.diagnosis import Diagnosis
 from attnrx.display import Sentence
-from attnrx.errors import InvalidInput
+from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.evidence import Evidence
-from attnrx.exporting import fitting_names, parse_format, precision_for
+from attnrx.exporting import fitting_names, parse_format, precision_for, remove_export
 from attnrx.model_data import splits_for
 from attnrx.models import model_fingerprint, reduction_of
 from attnrx.planning import Plan, Target
@@ -26,11 +26,14 @@ from attnrx.planning.plan_timing import final_protocol
 from attnrx.prescription import Prescription
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.result_folder import (
+    export_parts,
     exported_paths,
-    remove_outdated,
+    require_model_of,
     require_own_export,
     require_result_folder,
+    result_parts,
 )
+from attnrx.serialization.atomic_writes import replacing_folder
 from attnrx.shapes import ImageBatch
 
 
@@ -68,25 +71,39 @@ class Shrunk:
     def __repr__(self) -> str:
         return f"Shrunk({self.summary})"
 
-    @checked(folder=PATH, onnx=FLAG)
-    def save(self, folder: Path | str, onnx: bool = True) -> Path:
+    @checked(folder=PATH, onnx=FLAG, write_beside=CALLBACK)
+    def save(
+        self, folder: Path | str, onnx: bool = True, write_beside: Callable[[Path], object] = lambda new: None
+    ) -> Path:
         """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
 
-        Files of an earlier result are replaced, and its exports removed; files that attnrx did not write are kept.
+        Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
+        replaced, and its exports removed; files that attnrx did not write are kept. `write_beside` is called with the
+        new folder and writes further files, e.g. by `write_exported`.
 
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+            AttnrxError: The model cannot be exported; everything else was saved.
         """
         folder = Path(folder)
         require_result_folder(folder, self.model, onnx)
-        # First: an interrupted call leaves a model without exports, and not with those of another model.
-        remove_outdated(folder, model_fingerprint(self.model))
-        folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
-        write_report(folder / "report.html", self.report(f"attnrx: {folder.name}"))
-        if onnx:
-            form, names = parse_format("onnx"), fitting_names(self.model, self.class_names)
-            precision = precision_for(self.model, form)
-            export(self.model, folder / "model.onnx", to=form, precision=precision, class_names=names)
+        failures: list[AttnrxError] = []
+
+        def write_others(new: Path) -> None:
+            write_report(new / "report.html", self.report(f"attnrx: {folder.name}"))
+            try:
+                if onnx:
+                    form, names = parse_format("onnx"), fitting_names(self.model, self.class_names)
+                    precision = precision_for(self.model, form)
+                    export(self.model, new / "model.onnx", to=form, precision=precision, class_names=names)
+                write_beside(new)
+            except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
+                failures.append(error)
+
+        documents = self.prescription, self.evidence
+        save_with(self.model, folder, *documents, write_others, result_parts(model_fingerprint(self.model)))
+        if failures:
+            raise failures[0]
         return folder
 
     @checked(folder=PATH, to=TEXT, original=MODEL, data=ANY, batch=BATCH, threads=optional(THREADS))
@@ -111,14 +128,38 @@ class Shrunk:
         compression gave.
 
         Raises:
-            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+            InvalidInput: A file would be overwritten that attnrx did not write, or the folder holds another model;
+                nothing was changed.
         """
-        form = parse_format(to)
+        folder, form, fingerprint = Path(folder), parse_format(to), model_fingerprint(self.model)
         # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
-        path, evidence_path = exported_paths(Path(folder), form)
+        path, evidence_path = exported_paths(folder, form)
         require_own_export(path, evidence_path, form, self.model)
-        if self.images is None and data is None:
-            raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
+        require_model_of(folder, fingerprint)
+        self._require_images(data)
+
+        def parts(folder: Path, written: Collection[str]) -> set[str]:
+            require_model_of(folder, fingerprint)  # by now, another process may have saved one
+            return export_parts(folder, written)
+
+        with replacing_folder(folder, parts, last=evidence_path.name) as new:
+            return self.write_exported(new, to, original, data, batch=batch, threads=threads)
+
+    @checked(folder=PATH, to=TEXT, original=MODEL, data=ANY, batch=BATCH, threads=optional(THREADS))
+    def write_exported(
+        self,
+        folder: Path | str,
+        to: str,
+        original: nn.Module,
+        data: ImageData | Splits | None = None,
+        *,
+        batch: int = 32,
+        threads: int | None = None,
+    ) -> Evidence:
+        """Writes the files of `save_exported` to a folder that has none of them."""
+        self._require_images(data)
+        form = parse_format(to)
+        path, evidence_path = exported_paths(Path(folder), form)
         planned, _, tested = self.images or three_parts(splits_for(original, data))
         calibration = planned.take(min(form.wanted, len(planned)))
         names = fitting_names(self.model, self.class_names)
@@ -129,9 +170,17 @@ class Shrunk:
         speed = 1 / self.target.most if self.target.of == "latency" else None
         checks = with_accuracy(tested, Fidelity(), Latency(batch, protocol, speed, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}
-        evidence = verify(file, original, tested, checks, about, batch_size=32)
+        try:
+            evidence = verify(file, original, tested, checks, about, batch_size=32)
+        except AttnrxError:
+            remove_export(path)  # no file without evidence
+            raise
         evidence.save(evidence_path)
         return evidence
+
+    def _require_images(self, data: ImageData | Splits | None) -> None:
+        if self.images is None and data is None:
+            raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
 
     def report(self, title: str) -> ReportContent:
         """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""

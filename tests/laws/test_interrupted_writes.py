@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,12 @@ import pytest
 import torch
 
 import attnrx as rx
+from attnrx.exporting import own_exports
 from attnrx.models import ViTConfig
+from attnrx.planning import Target
 from attnrx.prescription import TokenPrescription
+from attnrx.serialization import atomic_writes
+from attnrx.shrunk import Shrunk
 from cases import model
 from interruptions import snapshots, visible, watched
 from pictures import write_folder
@@ -25,6 +30,7 @@ from tiny_runs import run as train_tiny
 CONFIG = ViTConfig.uniform(
     "svda", width=12, depth=2, heads=3, image_size=16, patch_size=8, channels=3, classes=3, mlp_ratio=2.0
 )
+PIXELS = torch.randn(24, 3, 16, 16, dtype=torch.float32)
 TOKENS = "dynamicvit:0.5@2"  # its predictors are tensors beside the prescription
 
 
@@ -60,6 +66,7 @@ class Verb:
     write: Callable[[SimpleNamespace, Path, int], object]
     read: Callable[[Path], Any]
     out: str
+    again: Callable[[SimpleNamespace, Path], object] | None = None
 
 
 def saved(inputs: SimpleNamespace, out: Path, number: int) -> None:
@@ -126,7 +133,47 @@ def reported(inputs: SimpleNamespace, out: Path, number: int) -> None:
     command("report", "--diagnosis", inputs.diagnoses[number], "--title", f"page {number}", "--out", out)
 
 
+@cache
+def shrunk(number: int) -> Shrunk:
+    """A smaller model as `shrink` returns it, without a plan."""
+    original = model(CONFIG).float()
+    prescription = rx.prescribe(rx.diagnose(original, PIXELS, moments=True), f"vo=uniform_rank:{2 + number}")
+    small = rx.realize(original, prescription)
+    evidence = rx.verify(small, original, PIXELS, [rx.checks.Costs()], prescription=prescription)
+    return Shrunk(small, prescription, evidence, None, Target("macs", 0.9))
+
+
+def results_saved(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    """The first result has files that the second one lacks, and the other way round."""
+    found = shrunk(number)
+    settings = {"original": model(CONFIG).float(), "data": PIXELS, "batch": 2, "threads": 1}
+    to = "program" if number else "onnx"
+    found.save(out, onnx=not number, write_beside=lambda new: found.write_exported(new, to, **settings))
+
+
+def whole_result(out: Path) -> dict[str, bytes]:
+    """Every file of the folder belongs to its model."""
+    fingerprint = rx.models.model_fingerprint(rx.load(out))
+    assert rx.Evidence.load(out / "evidence.json").about["candidate"] == fingerprint
+    exports = own_exports(out)
+    assert {facts["model"]["fingerprint"] for facts in exports.values()} <= {fingerprint}
+    files = visible(out)
+    known = {"config.json", "model.safetensors", "prescription.json", "evidence.json", "README.md", "report.html"}
+    known |= {name for path, facts in exports.items() for name in (*facts["files"], f"{path.name}.json")}
+    known |= {path.name for path in out.glob("prescription.json.tensors-*")}
+    known |= {f"run_{path.stem}.py" for path in exports if path.suffix == ".onnx"}
+    known |= {f"evidence-{path.stem.partition('-')[2]}.json" for path in exports if "-" in path.stem}
+    assert set(files) <= known | {"notes.txt", "kept/weights.safetensors"} and known <= set(files)
+    return files
+
+
+def saved_again(inputs: SimpleNamespace, out: Path) -> None:
+    shrunk(0).save(out, onnx=False)
+    whole_result(out)
+
+
 VERBS = {
+    "shrink": Verb(results_saved, whole_result, "model", saved_again),
     "save": Verb(saved, whole_model, "model"),
     "realize": Verb(realized, whole_model, "model"),
     "train": Verb(trained, model_files, "model"),
@@ -140,7 +187,7 @@ VERBS = {
 @pytest.mark.parametrize("name", VERBS)
 @pytest.mark.slow
 def test_a_kill_at_any_file_system_event_leaves_the_old_or_the_new_result(
-    inputs: SimpleNamespace, tmp_path: Path, name: str
+    inputs: SimpleNamespace, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verb, root = VERBS[name], tmp_path / "root"
     out = root / verb.out
@@ -162,9 +209,15 @@ def test_a_kill_at_any_file_system_event_leaves_the_old_or_the_new_result(
         files = visible(copy)
         assert all(files.get(path) == content for path, content in unrelated.items()), event
     assert verb.read(copies[0] / verb.out) == old and verb.read(copies[-1] / verb.out) == new
-    hidden = [path for path in watch.written if not any(part.endswith(".partial") for part in path.parts)]
+    temporary = (".partial", ".lock")
+    hidden = [path for path in watch.written if not any(part.endswith(temporary) for part in path.parts)]
     assert not hidden, "opened for writing under its final name: a kill could leave half of it"
-    assert not list(root.rglob("*.partial"))
+    assert not list(root.rglob("*.partial")) and not list(root.rglob("*.lock"))
+    # Whatever a killed process leaves, the next one writes its result and deletes the rest.
+    monkeypatch.setattr(atomic_writes, "process_runs", lambda number: False)
+    for event, copy in zip([*watch.events, "the end"], copies, strict=True) if verb.again else ():
+        verb.again(inputs, copy / verb.out)
+        assert not list(copy.glob(".*")), event
     shutil.rmtree(tmp_path / "copies")
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,3 +217,74 @@ def test_a_speed_takes_no_size_that_is_slower_than_a_larger_one(made: Elastic) -
     assert share_of_macs(mixed.load("latency", 0.5)) == pytest.approx(made.sizes[2].macs)
     with pytest.raises(NotSupported, match="no size"):
         mixed.load("latency", 0.4)
+
+
+def edited_copy(made: Elastic, folder: Path, edit: Callable[[dict[str, Any]], object], old: bool = False) -> Path:
+    """A copy of the folder with an edited index; `old` writes the index of earlier versions."""
+    shutil.copytree(made.folder, folder)
+    record = json.loads((folder / "elastic.json").read_text())
+    if old:
+        for size in record["sizes"]:
+            del size["fingerprint"]
+        for name in ("macs", "params"):
+            del record["about"][name]
+    edit(record)
+    (folder / "elastic.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_index_without_fingerprints_is_read(made: Elastic, tmp_path: Path, old: bool) -> None:
+    folder = edited_copy(made, tmp_path / "copy", lambda record: None, old)
+    for most in (0.99, *BUDGETS, 0.7):
+        assert model_fingerprint(rx.load(folder, macs=most)) == model_fingerprint(rx.load(made.folder, macs=most))
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("change", ["swapped", "another model", "exchanged names", "another policy"])
+def test_a_size_that_is_another_model_is_refused(made: Elastic, tmp_path: Path, change: str, old: bool) -> None:
+    def edit(record: dict[str, Any]) -> None:
+        if change == "exchanged names":
+            first, second = record["sizes"][1:]
+            first["name"], second["name"] = second["name"], first["name"]
+
+    folder = edited_copy(made, tmp_path / "copy", edit, old)
+    first, second = folder / "macs-0.85", folder / "macs-0.6"
+    if change == "swapped":
+        first.rename(folder / "x")
+        second.rename(first)
+        (folder / "x").rename(second)
+    elif change == "another model":
+        shutil.rmtree(second)
+        rx.save(rx.realize(original(), rx.prescribe(original(), "tokens=ward:0.5@2")), second)
+    elif change == "another policy":
+        model = rx.load(second)
+        if (reduction := reduction_of(model)) is None:
+            pytest.skip("this size keeps all tokens")
+        reduction.use_policy_(scaled(reduction.policy, 0.5))
+        shutil.rmtree(second)
+        rx.save(model, second)
+    with pytest.raises(CheckpointError, match=r"is not the model that elastic\.json describes"):
+        rx.load(folder, macs=0.6)
+
+
+@pytest.mark.parametrize(
+    "name", ["../macs-0.6", "/tmp", "..", ".", "", "a/b", "a\\b", "macs-0.85", "a" * 300, "\0", "é"]
+)
+def test_the_name_of_a_size_is_that_of_one_folder_within(made: Elastic, tmp_path: Path, name: str) -> None:
+    def edit(record: dict[str, Any]) -> None:
+        record["sizes"][2]["name"] = name
+
+    folder = edited_copy(made, tmp_path / "copy", edit)
+    with pytest.raises(CheckpointError, match=r"elastic\.json: sizes\[2\]\.name is"):
+        rx.load(folder, macs=0.6)
+
+
+def test_sizes_that_were_exchanged_are_not_timed_again(made: Elastic, tmp_path: Path) -> None:
+    folder = edited_copy(made, tmp_path / "copy", lambda record: None)
+    evidence = [folder / name / "evidence.json" for name in ("macs-0.85", "macs-0.6")]
+    texts = [path.read_text() for path in evidence]
+    for path, text in zip(evidence, reversed(texts), strict=True):
+        path.write_text(text)
+    with pytest.raises(AttnrxError):
+        rx.elastic(original(), images(48), folder, macs=BUDGETS, batch=4, threads=1)

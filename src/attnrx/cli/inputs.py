@@ -162,9 +162,8 @@ def made(
     calibration: "rx.data.ImageSet | None" = None,
 ) -> "nn.Module":
     """Realizes a prescription with the recorded settings `how`, and fits the weights as they request it."""
-    refined, repaired, distilled = (how.get(name, 0) for name in FITS)
     realization = {"by": how["by"], "norms": how["norms"], "calibration": calibration}
-    if not (refined or repaired or distilled):
+    if not any(how.get(name) for name in FITS):
         return rx.realize(model, prescription, **realization)
     if how["by"] != "compress" or calibration is None:
         requested = " and ".join(f"--{name}" for name in FITS if how.get(name))
@@ -172,20 +171,19 @@ def made(
             f"{requested} fits the weights of compressed layers on images: give --by compress and --data NAME."
         )
     # Imported here, because they import torch, which --help does not need.
-    from attnrx.realization.distillation import Distill
-    from attnrx.realization.refinement import Refinement
-    from attnrx.realization.repair import Repair
+    from attnrx.realization.fit_settings import settings_of
 
-    fits = []
-    if refined:
+    # With the recorded seeds and all other settings: a control is fitted as the candidate was.
+    settings, fits = settings_of(how), []
+    if "refine" in settings:
         refinement_images = calibration.take(min(REFINED_ON, len(calibration)))
-        fits.append(lambda found: rx.refine(found, model, refinement_images, Refinement(refined)).model)
+        fits.append(lambda found: rx.refine(found, model, refinement_images, settings["refine"]).model)
     # After the refinement, because it fits every block to what the compressed blocks before it give.
-    if repaired:
-        fits.append(lambda found: rx.repair(found, model, calibration, Repair(repaired)).model)
+    if "repair" in settings:
+        fits.append(lambda found: rx.repair(found, model, calibration, settings["repair"]).model)
     slim = rx.realization.realize_fitted(model, prescription, fits, **realization)
     # Last, with the tokens pruned and merged, which the other fits need whole.
-    return rx.distill(slim, model, calibration, Distill(distilled)).model if distilled else slim
+    return rx.distill(slim, model, calibration, settings["distill"]).model if "distill" in settings else slim
 
 
 def kind_of(how: Mapping[str, Any]) -> str | None:

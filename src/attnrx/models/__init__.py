@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.attention import use_backend
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.checkpoint import load_weights, require_model_folder, save_weights
+from attnrx.models.checkpoint import is_model_file, load_weights, require_model_folder, save_weights
 from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.input_validation import InputValidation
@@ -45,6 +45,7 @@ from attnrx.models.torchvision_family import TorchvisionFamily
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
 from attnrx.models.unsupported_features import model_name
 from attnrx.models.vit import SCENARIOS, VisionTransformer, ViTConfig, ViTFamily, named_config
+from attnrx.serialization.atomic_writes import Parts
 from attnrx.serialization.hub import download
 
 # The families of other libraries, by the prefix of a model name.
@@ -93,6 +94,7 @@ __all__ = [
     "head_features",
     "hidden_units",
     "initialize_",
+    "is_model_file",
     "load_model",
     "lvvit_config",
     "model_fingerprint",
@@ -231,10 +233,12 @@ def save_model(
     model: nn.Module,
     notes: dict[str, Any] | None = None,
     write_beside: Callable[[Path], object] | None = None,
+    parts: Parts | None = None,
 ) -> Path:
     """Saves a model of a supported family as a folder that `load_model` reads.
 
-    A model already in the folder is replaced atomically, together with all files that belong to it (PARTS of
-    `models.checkpoint`). `write_beside` is called with the temporary folder and writes further files of the new model.
+    A model already in the folder is replaced atomically, together with all files that belong to it: `parts`, by default
+    PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files of the new
+    model.
     """
-    return save_weights(folder, model, family_of(model), notes, write_beside)
+    return save_weights(folder, model, family_of(model), notes, write_beside, parts)

@@ -18,7 +18,7 @@ from attnrx.maps import REALIZATIONS
 from attnrx.models.family import Family, require_ordinary_weights
 from attnrx.models.token_hooks import attach_tokens_, described_tokens
 from attnrx.prescription_schema import KIND as PRESCRIPTION
-from attnrx.serialization.atomic_writes import replacing_folder, require_absent
+from attnrx.serialization.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
 from attnrx.serialization.storage import (
     SEAL,
     check_schema,
@@ -84,14 +84,18 @@ def save_weights(
     family: Family,
     notes: dict[str, Any] | None = None,
     write_beside: Callable[[Path], object] | None = None,
+    parts: Parts | None = None,
 ) -> Path:
-    """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes."""
+    """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
+
+    `parts` are the files that are replaced, by default those of a model (PARTS).
+    """
     folder = Path(folder)
     require_ordinary_weights(model)
     tensors = dict(model.state_dict())
     require_finite_tensors(tensors, "the model to save")
     # Last comes the file without which the folder is no model.
-    with replacing_folder(folder, is_model_file, last="config.json") as new:
+    with replacing_folder(folder, parts or parts_by(is_model_file), last="config.json") as new:
         weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
         record = {
             "kind": KIND,
@@ -126,6 +130,8 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
 def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode."""
     folder = Path(folder)
+    if not folder.is_dir():
+        restore(folder)  # if its replacement was interrupted
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
     path = folder / "config.json"

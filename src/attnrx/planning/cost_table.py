@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from attnrx.costs import LayerCosts, ModelCosts
-from attnrx.errors import InvalidInput
 from attnrx.maps import COST_PARTS
 from attnrx.models import family_of
 from attnrx.planning.budget import prescribed_costs
@@ -15,6 +14,9 @@ from attnrx.tokens import Shape
 
 # The cost parts that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
+# Costs of compressed blocks as shares of those of the whole block: below and above these a table is nonsense. The
+# savings of attention and MLP are added up, so that the least costs can be slightly negative.
+BELOW, ABOVE = 0.1, 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,8 @@ class CostTable:
 
     `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with an entry for every
     number of tokens from none to all. `stages` [layer, tokens] is the cost of a token reducer before a layer, by the
-    number of its input tokens. `outside` is the cost outside the blocks.
+    number of its input tokens. `outside` is the cost outside the blocks. `spread` is the interquartile range of the
+    timings as a share of their median, 0 for exact costs.
     """
 
     of: str
@@ -35,10 +38,30 @@ class CostTable:
     stages: np.ndarray
     prefix: int
     patches: int
+    spread: float = 0.0
 
-    def __post_init__(self):
-        if not np.isfinite(self.attention).all() or not np.isfinite(self.mlp).all() or self.whole <= 0:
-            raise InvalidInput(f"the costs of {self.of} are not finite and positive; measure them again.")
+    def problem(self) -> str | None:
+        """Returns why these costs cannot be those of a model; None if they can.
+
+        Timings under the load of other processes can give costs that are negative, or that rise where less is computed.
+        """
+        numbers = (self.attention, self.mlp, self.stages, self.outside, self.whole)
+        if not all(np.isfinite(each).all() for each in numbers):
+            return "a cost is not finite"
+        # [layers, levels of qk, levels of vo, tokens] with the full MLP, which is a part of these costs, and with the
+        # least one.
+        full = self.attention[:, 0, 0, -1]
+        least = (self.attention + self.mlp.min(axis=1)[:, None, None]).min(axis=(1, 2, 3))
+        largest = (self.attention + self.mlp.max(axis=1)[:, None, None]).max(axis=(1, 2, 3))
+        share = (self.outside + full.sum() + self.mlp[:, 0, -1].sum()) / self.whole if self.whole > 0 else -1.0
+        if min(self.whole, share) <= 0 or self.outside < 0 or (full + self.mlp[:, 0, -1] <= 0).any():
+            return "the cost of the model, of a block or of what is outside the blocks is not positive"
+        layers = full + self.mlp[:, 0, -1]
+        if (least < -BELOW * layers).any():
+            return f"a compressed block costs {float((least / layers).min()):.2g} of the block"
+        if (largest > ABOVE * layers).any() or (self.stages < 0).any():
+            return f"a compressed block costs {float((largest / layers).max()):.2g} of the block"
+        return None
 
     def layer(self, choices: Choices, layer: int, gone: int) -> float:
         """Returns the cost of one layer with `gone` patches pruned before it."""

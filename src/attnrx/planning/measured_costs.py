@@ -38,6 +38,8 @@ TIMED = (0.25, 0.5, 0.75, 1.0)
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 AFTER, SOME = 2, 0.75
 WARMUP = 2
+# Tables that are measured before a plan gives up, and the largest spread of timings of a table that is kept.
+ATTEMPTS, STEADY = 3, 0.3
 REFERENCE, ALL = "original", "all"
 
 
@@ -85,7 +87,12 @@ def cached_cost_table(
 ) -> CostTable:
     """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
 
-    It is kept in the cache folder, for this hardware, this version of torch and these kernels.
+    It is kept in the cache folder, for this hardware, this version of torch and these kernels. A table that no model
+    can have (`CostTable.problem`), from the cache or measured under load, is measured again; one of noisy timings is
+    used, and not kept.
+
+    Raises:
+        NotSupported: All of ATTEMPTS tables were implausible.
     """
     family = family_of(space.model)
     # No weights: latency does not depend on their values, so models of one architecture share a table.
@@ -106,14 +113,48 @@ def cached_cost_table(
             stored: dict[str, Any] = {
                 name: tensor.numpy() if tensor.ndim else tensor.item() for name, tensor in read_tensors(path).items()
             }
-            log(f"cost table of an earlier plan: {path}")
-            return CostTable("latency", "blocks", **stored)
-    table = measure()
+            table = CostTable("latency", "blocks", **stored)
+            if _fits(table, space) and table.problem() is None:
+                log(f"cost table of an earlier plan: {path}")
+                return table
+        log(f"the stored cost table is damaged or implausible, and measured again: {path}")
+    table = _plausible(measure, log)
+    if table.spread > STEADY:
+        log(f"cost table: the timings vary by {100 * table.spread:.0f} %, so it is not kept for later plans")
+        return table
     numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name not in ("of", "unit")}
     with suppress(AttnrxError):  # without a cache the next plan measures again
         # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
     return table
+
+
+def _plausible(measure: Callable[[], CostTable], log: Log) -> CostTable:
+    problems = []
+    for _ in range(ATTEMPTS):
+        table = measure()
+        if (problem := table.problem()) is None:
+            return table
+        problems.append(problem)
+        log(f"cost table: {problem}; measuring again")
+    raise NotSupported(
+        f"the latency of this model's blocks cannot be measured here: of {ATTEMPTS} cost tables none is possible "
+        f"({problems[-1]}). Other processes take this machine's time: end them, or give a target in macs or params."
+    )
+
+
+def _fits(table: CostTable, space: Space) -> bool:
+    """Whether a stored table has numbers, in the shapes of the space."""
+    layout, levels = space.shape.layout, len(space.levels)
+    tokens = layout.tokens + 1
+    shapes = ((space.depth, levels, levels, tokens), (space.depth, levels, tokens), (space.depth, tokens))
+    arrays = (table.attention, table.mlp, table.stages)
+    sizes = (table.prefix, table.patches) == (layout.prefix, layout.patches)
+    real = all(isinstance(each, np.ndarray) and each.dtype.kind == "f" for each in arrays)
+    numbers = (table.whole, table.outside, table.spread)
+    return (
+        real and sizes and tuple(map(np.shape, arrays)) == shapes and all(isinstance(each, float) for each in numbers)
+    )
 
 
 def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module, rounds: int, log: Log) -> CostTable:
@@ -244,6 +285,7 @@ class _Timer:
         self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-timing.batch // images)
+        self.spreads: list[float] = []
 
     def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         block = model.get_submodule(block_names(model, self.family)[layer])
@@ -297,7 +339,12 @@ class _Timer:
         """Returns the median over rounds of every time divided by the reference's of the same round."""
         with self.timing.conditions.held():
             seconds = interleave(runs, rounds=rounds or self.timing.rounds, warmup=WARMUP, clock=self.timing.name)
-        return {name: float((times / seconds[REFERENCE]).median()) for name, times in seconds.items()}
+        ratios = {name: times / seconds[REFERENCE] for name, times in seconds.items()}
+        for name, values in ratios.items():
+            if name != REFERENCE:
+                low, middle, high = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
+                self.spreads.append((high - low) / middle)
+        return {name: float(values.median()) for name, values in ratios.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
         """Times the whole model and the model without blocks, and returns the cost table."""
@@ -315,7 +362,8 @@ class _Timer:
         layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
         sizes = layout.prefix, layout.patches
-        return CostTable("latency", "blocks", total, outside, attention * scale, mlp * scale, stages, *sizes)
+        costs = total, outside, attention * scale, mlp * scale, stages
+        return CostTable("latency", "blocks", *costs, *sizes, spread=float(np.median(self.spreads)))
 
     def _empty(self) -> nn.Module:
         """Returns the model with identity blocks."""

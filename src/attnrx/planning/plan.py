@@ -9,7 +9,7 @@ from attnrx.checks.promises import PredictedQuantity
 from attnrx.display import Displayed
 from attnrx.prescription import Prescription
 from attnrx.prescription_schema import KIND as PRESCRIPTION
-from attnrx.serialization.atomic_writes import replacing_folder
+from attnrx.serialization.atomic_writes import parts_by, replacing_folder
 from attnrx.serialization.storage import file_kind, write_json
 
 KIND, SCHEMA = "attnrx plan", 2
@@ -84,7 +84,7 @@ class Plan(Displayed):
     def save(self, folder: Path | str) -> Path:
         """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically."""
         # plan.json is moved last: a folder that has it is complete.
-        with replacing_folder(folder, _is_part, last="plan.json") as new:
+        with replacing_folder(folder, parts_by(_is_part), last="plan.json") as new:
             self.promising.save(new / "prescription.json")
             write_json(new / "plan.json", self.to_record())
         return Path(folder) / "plan.json"

@@ -1,6 +1,7 @@
 """An elastic model: a folder with several sizes of one model, from which a model for any budget is loaded."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -9,10 +10,21 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.errors import NotSupported
-from attnrx.models import family_of, load_model, reduction_of
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.models import family_of, load_model, model_fingerprint, reduction_of
 from attnrx.serialization.storage import check_schema, read_json, write_json
-from attnrx.serialization.validation import JSON_OBJECT, Choice, Flag, Items, Number, Optional, Record, Text, validated
+from attnrx.serialization.validation import (
+    Choice,
+    Flag,
+    Integer,
+    Invalid,
+    Items,
+    Number,
+    Optional,
+    Record,
+    Text,
+    validated,
+)
 from attnrx.tokens import TokenPolicy
 
 KIND, SCHEMA = "attnrx elastic model", 1
@@ -22,25 +34,42 @@ ORIGINAL = "original"
 SAME = 1.01
 NEAR = 0.1  # of the MACs
 HALVINGS = 20  # of the search for the number of tokens
+MOST_SIZES = 1000
+NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,100}")
+
+
+def _require_name(text: str) -> None:
+    # It is joined to the folder: a separator or ".." would lead out of it.
+    if NAME.fullmatch(text) is None:
+        raise InvalidInput("it must be the name of a folder of letters, digits and . _ + -")
+
+
+def _require_unique_names(record: Mapping[str, Any], where: str) -> None:
+    first: dict[str, int] = {}
+    for index, size in enumerate(record["sizes"]):
+        if first.setdefault(size["name"], index) != index:
+            raise Invalid(f"sizes[{index}].name", f"is {size['name']!r}, as sizes[{first[size['name']]}].name is")
+
 
 SIZE = Record(
     {
-        "name": Text(),
+        "name": Text(parse=_require_name),
         "macs": Number(0.0, 2.0),
         "params": Number(0.0, 2.0),
         "latency": Optional(Number(0.0, 100.0)),
         "divergence": Optional(Number(0.0)),
         "reduces_tokens": Flag(),
     },
-    {"cuts": Items(Items(Number(0.0), 2, 2))},
+    {"cuts": Items(Items(Number(0.0), 2, 2), 0, MOST_SIZES), "fingerprint": Text()},
 )
 RECORD = Record(
     {
         "kind": Choice((KIND,)),
         "schema": Choice((SCHEMA,)),
-        "sizes": Items(SIZE),
-        "about": JSON_OBJECT,
-    }
+        "sizes": Items(SIZE, 1, MOST_SIZES),
+        "about": Record({}, {"macs": Integer(1), "params": Integer(1), "fingerprint": Text()}, open=True),
+    },
+    then=_require_unique_names,
 )
 
 
@@ -50,7 +79,8 @@ class Size:
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
     model; None where it was not measured. `cuts` are the MACs and the divergence of this size and of the same with
-    fewer tokens, down to the MACs of the next smaller size, all on the same images.
+    fewer tokens, down to the MACs of the next smaller size, all on the same images. `fingerprint` is that of the size's
+    weights; folders of earlier versions lack it.
     """
 
     name: str
@@ -60,6 +90,7 @@ class Size:
     divergence: float | None = None
     reduces_tokens: bool = True
     cuts: tuple[tuple[float, float], ...] = ()
+    fingerprint: str | None = None
 
     def divergence_at(self, macs: float) -> float | None:
         """Returns the divergence of this size at a share of the MACs: at its own or more its own, at fewer that of its
@@ -115,7 +146,10 @@ class Elastic:
 
     def to_record(self) -> dict[str, Any]:
         """Returns the content of the index."""
-        sizes = [asdict(size) for size in self.sizes]
+        sizes = [
+            {name: value for name, value in asdict(size).items() if name != "fingerprint" or value is not None}
+            for size in self.sizes
+        ]
         return {"kind": KIND, "schema": SCHEMA, "sizes": sizes, "about": dict(self.about)}
 
     def __repr__(self) -> str:
@@ -134,11 +168,11 @@ class Elastic:
             fitting = [size for size in self.sizes if size.params <= most]
             if not fitting:
                 raise self._too_small(of, most)
-            return load_model(self.folder / _least_divergent(fitting, lambda size: size.params).name, **given)
+            return self.model_of(_least_divergent(fitting, lambda size: size.params), **given)
         sizes = self.sizes if of == "macs" else self._fastest()
         macs = most if of == "macs" else self._macs_for(most, sizes)
         for size in self._candidates(macs, sizes):
-            model = load_model(self.folder / size.name, **given)
+            model = self.model_of(size, **given)
             # The MACs of the original, without loading it.
             original_macs = family_of(model).costs(model).macs / size.macs
             is_own = size.macs <= macs <= SAME * size.macs
@@ -146,6 +180,40 @@ class Elastic:
             if is_own or fit_tokens_(model, macs * original_macs) or size.macs <= macs:
                 return model
         raise self._too_small(of, most)
+
+    def model_of(self, size: Size, **given: Any) -> nn.Module:
+        """Loads a size, and checks that it is the model of its entry.
+
+        Raises:
+            CheckpointError: The folder of the size has another model: it was swapped with another one, or replaced.
+        """
+        path = self.folder / size.name
+        model = load_model(path, **given)
+        fingerprint, costs = model_fingerprint(model), family_of(model).costs(model)
+        pairs = [("fingerprint", fingerprint, size.fingerprint)]
+        if size.name == ORIGINAL:
+            pairs.append(("fingerprint", fingerprint, self.about.get("fingerprint")))
+        # The token policy is no weight, but changes the MACs.
+        if (original := self._original_costs(**given)) is not None:
+            stated = [round(share * whole) for share, whole in zip((size.macs, size.params), original, strict=True)]
+            pairs += [("MACs", costs.macs, stated[0]), ("parameters", costs.params, stated[1])]
+        for name, found, expected in pairs:
+            if expected is not None and found != expected:
+                raise CheckpointError(
+                    f"{path} is not the model that {INDEX} describes ({name} {found}, not {expected}): it was replaced "
+                    "or renamed. Put it back, or make the sizes again with attnrx.elastic."
+                )
+        return model
+
+    def _original_costs(self, **given: Any) -> tuple[int, int] | None:
+        """Returns MACs and parameters of the original, which folders of earlier versions do not state."""
+        if "macs" in self.about and "params" in self.about:
+            return self.about["macs"], self.about["params"]
+        if not (self.folder / ORIGINAL).is_dir():
+            return None
+        model = load_model(self.folder / ORIGINAL, **given)
+        costs = family_of(model).costs(model)
+        return costs.macs, costs.params
 
     def _fastest(self) -> tuple[Size, ...]:
         """Returns the timed sizes, each of which is faster than all with more MACs."""

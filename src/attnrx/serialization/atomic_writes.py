@@ -8,6 +8,7 @@ temporary siblings of killed processes.
 import ctypes
 import errno
 import hashlib
+import importlib
 import os
 import platform
 import re
@@ -15,7 +16,8 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from attnrx.errors import CheckpointError, InvalidInput
 # Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
+# Seconds to wait for another process that replaces the same folder; an exchange takes less than one.
+PATIENCE = 60.0
 # The file system (NFS, FAT) or the kernel cannot exchange two names.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
@@ -85,13 +89,23 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+Parts = Callable[[Path, Collection[str]], Collection[str]]
+"""A folder and the names of the files that were written for it -> the names in it that those replace."""
+
+
+def parts_by(is_part: Callable[[Path], bool]) -> Parts:
+    """Returns the parts of a folder by a property of each file."""
+    return lambda folder, written: {each.name for each in folder.iterdir() if is_part(each)}
+
+
 @contextmanager
-def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: str) -> Iterator[Path]:
+def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Path]:
     """Yields an empty temporary folder, whose files are moved to `folder` when the block ends without an error.
 
-    Files of `folder` for which `is_part` is true are replaced as a whole: those that were not written again are
-    deleted. All others are kept and never overwritten. If there is a part to replace, the old and the new folder are
-    exchanged in one step; otherwise the files are moved into `folder` one by one, the file `last` at the end.
+    The files of `folder` that are `parts` are replaced as a whole: those that were not written again are deleted. All
+    others are kept and never overwritten. The old and the new folder are exchanged in one step, one process at a time.
+    A mount point and the current folder cannot be exchanged: there files are moved one by one, the file `last` at the
+    end, unless there are parts to replace.
 
     Raises:
         InvalidInput: A written file exists in `folder` and is not a part.
@@ -101,30 +115,36 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")
     # First, so that a folder whose replacement was interrupted exists again for the checks below.
-    _restore(target)
+    restore(target)
     # Also inside the folder, where files that are added one by one have their temporary folder.
     _remove_leftovers(target, target)
-    replaces = target.exists() and any(is_part(each) for each in target.iterdir())
-    if replaces:
-        _require_swappable(target)
-    # Inside the folder if its files are added one by one, beside it if the folder is replaced.
-    temporary = _temporary(target, target if target.exists() and not replaces else None)
+    inside = target.exists() and _obstacle(target) is not None
+    if inside:
+        _require_swappable(target, parts(target, ()))
+    temporary = _temporary(target, target if inside else None)
     try:
         temporary.mkdir()
         yield temporary
-        # The last file is the one that makes the others valid, e.g. a JSON that refers to tensors.
-        new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.name))
-        require_absent([target / each.name for each in new], is_part)
+        # The last file is the one that makes the others valid, e.g. a JSON that refers to tensors. Before the others
+        # come those that state which of them attnrx wrote.
+        new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.suffix != ".json", each.name))
         for each in new:
             flush(each)
-        if temporary.parent == target:
-            for each in new:
-                each.replace(target / each.name)
-            flush(target)
-        else:
-            if target.exists():
-                _carry_others(target, temporary, is_part)
-            _swap(temporary, target)
+        # Until here another process may have replaced the folder: what is kept of it is found under the lock.
+        with locked(target):
+            written = [each.name for each in new]
+            replaced = set(parts(target, written)) if target.exists() else set()
+            require_absent([target / name for name in written], lambda path: path.name in replaced)
+            if inside:
+                _require_swappable(target, replaced)
+                for each in new:
+                    each.replace(target / each.name)
+                flush(target)
+            else:
+                if target.exists():
+                    _carry_others(target, temporary, replaced)
+                _swap(temporary, target)
+                _carry_late(temporary, target, replaced)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {folder}: {error.strerror or error}. Free some space or choose another place."
@@ -132,6 +152,60 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
     finally:
         # After an exchange of names this is the old folder.
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def locked(target: Path | str, seconds: float = PATIENCE) -> Iterator[None]:
+    """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
+
+    Other processes and threads wait for it, at most `seconds`. Where there are no locks (a folder without the right to
+    write, some network file systems), the block runs without one.
+
+    Raises:
+        CheckpointError: It was held by another process or thread all the time.
+    """
+    target = Path(os.path.realpath(target))
+    _create_parent(target)
+    path, deadline = target.with_name(f".{target.name}.lock"), time.monotonic() + seconds
+    try:
+        while (descriptor := _try_lock(path)) is None:
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"{target} is being written by another process or thread: wait until it has ended, or choose "
+                    "another folder."
+                )
+            time.sleep(0.05)
+    except OSError:
+        descriptor = None
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # Windows deletes no open file; the next process takes the one that is there
+                path.unlink()
+            os.close(descriptor)
+
+
+def _try_lock(path: Path) -> int | None:
+    """Returns the descriptor of a locked file; None if another process or thread holds the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if os.name == "posix":
+            fcntl = importlib.import_module("fcntl")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            msvcrt = importlib.import_module("msvcrt")
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        # The holder deletes the file at the end: this one may be gone, and another process have locked a new one.
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
@@ -169,12 +243,16 @@ def _prepared(path: Path) -> Path:
     """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
     # A rename onto a symbolic link would replace the link, not the file that it names.
     target = Path(os.path.realpath(path))
+    _create_parent(target)
+    _remove_leftovers(target, target.parent)
+    return target
+
+
+def _create_parent(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot create the folder {target.parent}: {error.strerror or error}.") from error
-    _remove_leftovers(target, target.parent)
-    return target
 
 
 def _temporary(target: Path, folder: Path | None = None) -> Path:
@@ -194,29 +272,43 @@ def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path
     return [each for match, each in matches if match is not None and not process_runs(int(match[1]))]
 
 
-def _require_swappable(folder: Path) -> None:
-    """Raises CheckpointError for folders that no rename can move: a mount point and the working directory."""
-    # A process whose working directory is in it would stay in the old folder, which is deleted.
-    reason = "it is a mount point" if folder.is_mount() else None
+def _obstacle(folder: Path) -> str | None:
+    """Returns why no rename can move a folder; None if one can."""
+    if folder.is_mount():
+        return "it is a mount point"
     with suppress(OSError):
+        # A process whose working directory is in it would stay in the old folder, which is deleted.
         if Path.cwd().is_relative_to(folder):
-            reason = "it is the current folder, or holds it"
-    if reason is not None:
+            return "it is the current folder, or holds it"
+    return None
+
+
+def _require_swappable(folder: Path, replaced: Collection[str]) -> None:
+    """Raises CheckpointError if files have to be replaced in a folder that no rename can move."""
+    if replaced:
         raise CheckpointError(
-            f"{folder} holds files that would have to be replaced at once, which is impossible because {reason}. "
-            "Nothing was changed; delete those files first, or choose another folder."
+            f"{folder} holds files that would have to be replaced at once, which is impossible because "
+            f"{_obstacle(folder)}. Nothing was changed; delete those files first, or choose another folder."
         )
 
 
-def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]) -> None:
+def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> None:
     """Links or copies everything that is not replaced, and the permissions, from the old folder to the new one."""
 
-    def replaced(folder: str, names: list[str]) -> list[str]:
+    def ignored(folder: str, names: list[str]) -> list[str]:
         candidates = names if Path(folder) == target else []
-        return [name for name in candidates if is_part(target / name) or _names(target).fullmatch(name)]
+        return [name for name in candidates if name in replaced or _names(target).fullmatch(name)]
 
     # Hard links: files that are kept take no time and no space, whatever their size.
-    shutil.copytree(target, temporary, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True)
+    shutil.copytree(target, temporary, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
+
+
+def _carry_late(old: Path, target: Path, replaced: Collection[str]) -> None:
+    """Moves what others added to the old folder after `_carry_others` had read it."""
+    with suppress(OSError):  # it was renamed, not exchanged
+        for each in old.iterdir():
+            if each.name not in replaced and not os.path.lexists(target / each.name):
+                each.rename(target / each.name)
 
 
 def _link(source: str, target: str) -> None:
@@ -272,7 +364,7 @@ def _rename_twice(temporary: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _restore(target: Path) -> None:
+def restore(target: Path) -> None:
     """Restores a folder that `_rename_twice` had renamed when its process was killed before the second rename."""
     with suppress(OSError):
         for each in _leftovers(target, target.parent, "old"):

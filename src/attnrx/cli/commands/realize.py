@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
-from attnrx.cli.options import COUNT, STEPS, add_data, add_device, add_mixed_data, add_model, add_out, option
+from attnrx.cli.options import COUNT, SEED, STEPS, add_data, add_device, add_mixed_data, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
@@ -61,10 +61,13 @@ def add(parser: Parser) -> None:
         f"{REFINED_ON} of them for --refine"
     )
     option(parser, "--calibration-images", COUNT, calibration, 512)
+    option(parser, "--seed", SEED, "seeds --refine, --repair and --distill", 0)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.realization.fit_settings import recorded_settings, settings_of  # imports torch
+
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)
     if arguments.form is not None:
@@ -78,6 +81,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
     how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
+    seeds = {name: {"seed": arguments.seed} for name in FITS}
+    how |= recorded_settings(*settings_of({**how, "settings": seeds}).values())
     slim = made(model, prescription, how, _calibration(model, prescription, arguments))
     prescription = replace(rx.realization.calibrated(prescription, slim), about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
@@ -101,12 +106,12 @@ def _converted(arguments: Namespace) -> Outcome:
     if arguments.repair:
         from attnrx.realization.repair import Repair
 
-        repaired = rx.repair(converted, model, images, Repair(arguments.repair))
+        repaired = rx.repair(converted, model, images, Repair(arguments.repair, seed=arguments.seed))
         converted, record["errors"] = repaired.model, {"before": repaired.before, "after": repaired.after}
     if arguments.distill:
         from attnrx.realization.distillation import Distill
 
-        converted = rx.distill(converted, model, images, Distill(arguments.distill)).model
+        converted = rx.distill(converted, model, images, Distill(arguments.distill, seed=arguments.seed)).model
     folder = rx.save(converted, arguments.out)
     return Outcome({"model": str(folder), **record}, (f"model: {folder}",))
 

@@ -81,12 +81,16 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # A model with tokens by image has no fixed shapes, so it cannot be exported.
     onnx = not (arguments.no_onnx or arguments.by_image)
     log("writing the folder and model.onnx" if onnx else "writing the folder")
-    folder = shrunk.save(arguments.out, onnx=onnx)
-    exported = None
-    if arguments.to is not None:
-        log(f"writing and verifying the file as {arguments.to}")
-        timing = {"batch": arguments.batch, "threads": arguments.threads}
-        exported = shrunk.save_exported(arguments.out, arguments.to, model, splits, **timing)
+    exported: rx.Evidence | None = None
+
+    def write_exported(new: Path) -> None:
+        nonlocal exported
+        if arguments.to is not None:
+            log(f"writing and verifying the file as {arguments.to}")
+            timing = {"batch": arguments.batch, "threads": arguments.threads}
+            exported = shrunk.write_exported(new, arguments.to, model, splits, **timing)
+
+    folder = shrunk.save(arguments.out, onnx=onnx, write_beside=write_exported)
     record = {
         "summary": shrunk.summary(),
         "folder": str(folder),

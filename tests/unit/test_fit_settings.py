@@ -1,0 +1,85 @@
+"""Fits are recorded with all their settings, seeds included, and repeated from the record."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.cli.inputs import made
+from attnrx.models import model_fingerprint
+from attnrx.planning.effort import EFFORTS
+from attnrx.realization.distillation import Distill
+from attnrx.realization.fit_settings import KINDS, recorded_settings, settings_of
+from attnrx.realization.refinement import Refinement
+from attnrx.realization.repair import Repair
+from comparisons import pixels
+from pictures import write_folder
+from planned import CONFIG, original
+from test_cli import record
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+SETTINGS = (Refinement(3, 1e-3, 4, 7), Repair(2, 0.01, 3, 64, 0.1, 8), Distill(1, (1e-3,), 16, 9))
+HOW = {"by": "compress", "norms": "renormalized", "calibration_images": 24}
+
+
+def prescribed() -> rx.Prescription:
+    return rx.prescribe(
+        rx.diagnose(original(), pixels(CONFIG, 16), batch_size=8), "qk=total_rank:0.5 vo=total_rank:0.5"
+    )
+
+
+def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> None:
+    how = {**HOW, "refine": 0, **recorded_settings(*SETTINGS)}
+    for name, (kind, count) in KINDS.items():
+        assert {count, *how["settings"][name]} == {field.name for field in fields(kind)}
+    stored = replace(prescribed(), about={"realized": how})
+    read = rx.Prescription.load(stored.save(tmp_path / "prescription.json")).about["realized"]
+    assert tuple(settings_of(read).values()) == SETTINGS
+    # Records of earlier versions have the steps only.
+    assert settings_of({"repair": 300}) == {"repair": Repair(300)} and settings_of({}) == {}
+
+
+def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+
+    def fit(found: torch.nn.Module, model: torch.nn.Module, images: Any, settings: Any) -> SimpleNamespace:
+        used.append(settings)
+        return SimpleNamespace(model=found)
+
+    for name in KINDS:
+        monkeypatch.setattr(rx, name, fit)
+    how = {**HOW, **recorded_settings(*SETTINGS)}
+    made(original(), prescribed(), how, pixels(CONFIG, 24))
+    assert tuple(used) == SETTINGS
+
+
+@pytest.mark.slow
+def test_a_shrunk_model_is_repeated_from_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(EFFORTS, "quick", replace(EFFORTS["quick"], distill_epochs=1))
+    batches = [(batch.images, batch.labels) for batch in pixels(CONFIG, 48).batches(8)]
+    found = rx.shrink(original(), batches, macs=0.8, seed=5)
+    assert found.prescription is not None and found.images is not None
+    path = found.prescription.save(tmp_path / "prescription.json")
+    read = rx.Prescription.load(path)
+    how = read.about["realized"]
+    assert how["settings"]["repair"]["seed"] == how["settings"]["distill"]["seed"] == 5
+    again = made(original(), read, how, found.images.planned)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, found.model.state_dict()[name]), name
+    other = made(original(), read, {**how, "settings": {}}, found.images.planned)
+    assert model_fingerprint(other) != model_fingerprint(found.model)
+
+
+def test_the_command_takes_a_seed_and_records_it(tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "images", {"train": 8, "validation": 2, "test": 4})
+    folder, files = rx.save(rx.models.build_model("svda:digits"), tmp_path / "model"), tmp_path / "prescription.json"
+    record("diagnose", folder, "--data", data, "--out", tmp_path / "diagnosis.json")
+    record("prescribe", tmp_path / "diagnosis.json", "--rules", "qk=top_rank:6", "--out", files)
+    words = ("realize", folder, "--prescription", files, "--repair", 1, "--data", data)
+    record(*words, "--seed", 3, "--out", tmp_path / "slim")
+    stored = rx.Prescription.load(tmp_path / "slim" / "prescription.json").about["realized"]
+    assert settings_of(stored) == {"repair": Repair(1, seed=3)}
