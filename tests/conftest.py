@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 
@@ -61,6 +62,14 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def no_type_checks() -> Iterator[None]:
+    """For arguments of wrong types, whose own errors are tested, and for traces of torch, whose sizes are tensors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -103,11 +103,14 @@ BUDGET = optional(number(0.0, expected="a positive number"))
 PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
 EVIDENCE = optional(instance("an Evidence, e.g. Evidence.load(FILE)", Evidence))
 DIAGNOSIS = instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)
+SOURCE = replace(
+    either("a folder, a name such as svda:cifar10, or a model", PATH, MODEL), explain=lambda value: _no_model(value)
+)
 OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)))
 
 
 @checked(
-    source=either("a folder, a name such as svda:cifar10, or a model", PATH, MODEL),
+    source=SOURCE,
     seed=SEED,
     weights=optional(PATH),
     pretrained=optional(FLAG),
@@ -136,7 +139,8 @@ def load(
 
     `source` is one of:
 
-    - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub;
+    - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub; `weights` are those of
+      the model after further training, as a safetensors file or a folder that the Trainer of transformers wrote;
     - `timm:NAME`, with the weights of the file `weights` or those that timm downloads;
     - `hf:ID` or a transformers folder;
     - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
@@ -160,6 +164,17 @@ def load(
         elastic, target = elastic_and_target
         return elastic.load(target.of, target.most, factory=factory)
     return load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
+
+
+def _no_model(value: object) -> str:
+    """Returns the end of a message about a value that is no model, though it belongs to one."""
+    if isinstance(value, Mapping):
+        return (
+            ". A state dict has weights, but no architecture: load them into their model, model.load_state_dict(...), "
+            "and give that; or give the name and the file, e.g. attnrx.load('timm:vit_tiny_patch16_224', "
+            "weights='FILE')."
+        )
+    return ". This is a class: give an instance of it." if isinstance(value, type) else ""
 
 
 def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[Elastic, Target] | None:

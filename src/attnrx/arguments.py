@@ -32,8 +32,8 @@ LONGEST_NAME = 255  # bytes of a part of a path, on all common file systems
 class Kind:
     """The values that an argument may have; `expected` completes the sentence "give ...".
 
-    `accepts` tests a value, and `convert` returns what the function receives; `explain` adds to the message what is
-    wrong with this value.
+    `accepts` tests a value, and `convert` returns what the function receives; `explain` returns the end of the message
+    about a value of any class: what is wrong with it.
     """
 
     expected: str
@@ -49,7 +49,7 @@ class Kind:
         except Exception:
             accepted = False
         if not accepted:
-            explanation = self.explain(value) if isinstance(value, str) else ""
+            explanation = self.explain(value)
             raise InvalidInput(f"{where}({name}={described(value)}): give {self.expected}{explanation or '.'}")
         return self.convert(value, f"{name} of {where}")
 
@@ -151,8 +151,8 @@ def one_of(*names: str) -> Kind:
     return Kind(f"one of {', '.join(names)}", accepts, explain=lambda text: _hint(text, names))
 
 
-def _hint(text: str, names: tuple[str, ...]) -> str:
-    hint = nearest(text, names)
+def _hint(value: Any, names: tuple[str, ...]) -> str:
+    hint = nearest(value, names) if isinstance(value, str) else ""
     return f"; {hint}" if hint.startswith("did") else "."
 
 

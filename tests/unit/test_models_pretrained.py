@@ -195,7 +195,7 @@ PLAIN_ATTENTION = ("VideoMAEModel", "ViTMAEForPreTraining", "TimesformerModel")
 # On the meta device: these architectures are large, and refusing looks at no weights.
 OTHERS = {
     "vit_tiny_r_s16_p8_224": "the patch embedding HybridEmbed",
-    "swin_tiny_patch4_window7_224": "the class SwinTransformer has no reader",
+    "swin_tiny_patch4_window7_224": "the class SwinTransformer is a hierarchical",
     "cait_xxs24_224": "talking heads",
     "test_resnet": "the class ResNet",
 }

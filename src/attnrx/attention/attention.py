@@ -15,7 +15,7 @@ from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS, RotaryForm, required_rotation, row_pairs
 from attnrx.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
 from attnrx.attention.positions import Positions
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.kernels.native_attention import RotationTable
 from attnrx.maps import HEADS
 from attnrx.shapes import Float, Int, Tensor, TokenBatch
@@ -96,6 +96,16 @@ class Attention(nn.Module):
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
         return self._projected(plan.backend(plan.buckets, factors, values), plan.value_dims)
+
+    def _refuse_quantization(self, qconfig: object) -> None:
+        raise NotSupported(
+            "torch.ao.quantization replaces nn.Linear only, and leaves the linear maps of attention and MLPs here as "
+            "they are. Export a quantized file: attnrx.export(model, path, to='int8', calibration=images), or "
+            "to='openvino(precision=int8)'."
+        )
+
+    # Set by torch.ao.quantization (e.g. quantize_dynamic) on every module before it replaces any.
+    qconfig = property(fset=_refuse_quantization)
 
     def _projected(self, features: Tensor, value_dims: tuple[int, ...]) -> TokenBatch:
         if "output_norm" in self.inner_norms:

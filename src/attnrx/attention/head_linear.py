@@ -150,8 +150,10 @@ class OutputProjection(nn.Module):
 
 def padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
     """Returns the stored row of every padded row, or the index of the zero row that follows the last one."""
-    # A tensor created during export is symbolic and must not be cached.
-    return _padding_index(rows, padded) if torch.compiler.is_compiling() else _kept_padding_index(rows, padded)
+    # A tensor created during export is symbolic and must not be cached; a trace that reads the cache would differ from
+    # one that fills it.
+    is_captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return _padding_index(rows, padded) if is_captured else _kept_padding_index(rows, padded)
 
 
 def _padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:

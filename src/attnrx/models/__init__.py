@@ -1,15 +1,22 @@
 """Model families: locate the attention layers of each kind of model; build, load and save models by name."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from attnrx.attention import use_backend
-from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.checkpoint import is_model_file, load_weights, require_model_folder, save_weights
+from attnrx.models.checkpoint import (
+    is_model_file,
+    is_model_folder,
+    load_weights,
+    require_model_folder,
+    save_weights,
+)
 from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.input_validation import InputValidation
@@ -46,7 +53,7 @@ from attnrx.models.transformer import Transformer, TransformerConfig, initialize
 from attnrx.models.unsupported_features import model_name
 from attnrx.models.vit import SCENARIOS, VisionTransformer, ViTConfig, ViTFamily, named_config
 from attnrx.serialization.atomic_writes import Parts
-from attnrx.serialization.hub import download
+from attnrx.serialization.hub import NAME, download
 
 # The families of other libraries, by the prefix of a model name.
 LIBRARIES: dict[str, AdoptedFamily] = {
@@ -184,9 +191,10 @@ def load_model(
 
     `timm:NAME` takes the weights from the file `weights`, downloads them with timm, or initializes them
     (`pretrained=False`). `hf:ID` is a folder or a hub id; the path of a folder saved by transformers needs no `hf:`.
-    `hub:OWNER/NAME` is a saved folder on the hub. Names of attnrx models give fresh weights; `lvvit:SIZE` accepts a
-    published weight file. A module of the user's own needs a `reader`; `factory`, by default its class,
-    creates it again.
+    `hub:OWNER/NAME` is a saved folder on the hub. Of a saved folder, `weights` replaces the weights: a safetensors
+    file, or a folder with model.safetensors, e.g. one that the Trainer of transformers saved. Names of attnrx models
+    give fresh weights; `lvvit:SIZE` accepts a published weight file. A module of the user's own needs a `reader`;
+    `factory`, by default its class, creates it again.
     """
     if isinstance(source, nn.Module):
         return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
@@ -197,10 +205,11 @@ def load_model(
         return with_weights[library].load(name, weights, pretrained)
     if library == "lvvit" and weights is not None and not pretrained:
         return LVViTFamily().load(name, weights)
-    if weights is not None or pretrained is not None:
+    is_saved = not library and is_model_folder(source)
+    if pretrained is not None or (weights is not None and not is_saved):
         raise InvalidInput(
             f"load({str(source)!r}) takes no weights or pretrained; timm:NAME and torchvision:NAME take both, "
-            "lvvit:SIZE takes weights."
+            "lvvit:SIZE and a folder saved by attnrx take weights."
         )
     if library == "hub":
         return _load_folder(download(name), factory)
@@ -209,13 +218,30 @@ def load_model(
     # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
-    return HuggingFaceFamily().load(source) if is_transformers_folder(source) else _load_folder(source, factory)
+    if is_transformers_folder(source):
+        return HuggingFaceFamily().load(source)
+    if isinstance(source, str) and not Path(source).exists():
+        raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")
+    return _load_folder(source, factory, weights)
 
 
-def _load_folder(folder: Path | str, factory: Factory | None) -> nn.Module:
+def _meant(name: str) -> str:
+    """Returns the end of a message about a name that is no folder: what may have been meant."""
+    known = []
+    for library, family in LIBRARIES.items():
+        with suppress(NotSupported):  # the library is not installed
+            known += [f"{library}:{name}"] if family.has(name) else []
+    if not known and NAME.fullmatch(name):
+        known = [f"hf:{name}", f"hub:{name}"]
+    if not known:
+        return f", and it names no model; {nearest(name, (*_OWN, *(f'{library}:NAME' for library in LIBRARIES)))}"
+    return f"; did you mean {' or '.join(map(repr, known))}?"
+
+
+def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
     # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
     families = tuple(ModuleFamily(factory) if isinstance(family, ModuleFamily) else family for family in FAMILIES)
-    return load_weights(folder, families)
+    return load_weights(folder, families, weights)
 
 
 def _adopt_if_foreign(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -147,6 +147,21 @@ class Adopted(nn.Module):
         self.origin = origin
         self.tokens: nn.Module | None = None
         self.last: LastLayer | None = None
+
+    # Methods of the library that would write or change a model other than the one that attnrx describes.
+    refused_methods: ClassVar[Mapping[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a public attribute of the library's model (`source`) that this module does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source = self.__dict__.get("_modules", {}).get("source")
+            if name.startswith("_") or source is None:
+                raise
+            if name in self.refused_methods:
+                raise NotSupported(f"{name} of an adopted model: {self.refused_methods[name]}") from None
+            return getattr(source, name)
 
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits, or the pooled features where the model has no classifier."""

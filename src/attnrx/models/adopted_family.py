@@ -199,6 +199,10 @@ class AdoptedFamily(Family):
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
         """Returns the library's model of this name with weights from seed 0, or none on the meta device."""
 
+    def has(self, name: str) -> bool:
+        """Returns whether the library has a model of this name."""
+        return False
+
     def fresh(self, name: str, **arguments: Any) -> Adopted:
         """Adopts a model with fresh weights; on the meta device it has none, and only its costs are available."""
         model = self.initialized(name, **arguments)

@@ -62,7 +62,8 @@ RECORD = Record(
         "weights_sha256": Text(),
         "notes": JSON_OBJECT,
         SEAL: Text(),
-    }
+    },
+    more={"torch_dtype": Text()},
 )
 
 
@@ -73,6 +74,7 @@ PARTS = {
     "prescription.json": PRESCRIPTION,
     "evidence.json": EVIDENCE,
     "training.json": "attnrx training run",
+    "preprocessor_config.json": "attnrx image processor",
     "README.md": "attnrx model card",
 }
 _TENSORS = re.compile(r"prescription\.json\.tensors-[0-9a-f]{12}\.safetensors")
@@ -105,8 +107,13 @@ def save_weights(
             "tokens": described_tokens(model),
             "weights_sha256": file_sha256(weights),
             "notes": notes or {},
+            **family.config_fields,
         }
         write_json(new / "config.json", sealed(record))
+        processor = family.processor_config(model)
+        if processor:
+            name = "preprocessor_config.json"
+            write_json(new / name, {"kind": PARTS[name], **processor})
         if write_beside is not None:
             write_beside(new)
     return folder
@@ -119,6 +126,11 @@ def is_model_file(path: Path) -> bool:
     return kind is not None and file_kind(path) == kind
 
 
+def is_model_folder(folder: Path | str) -> bool:
+    """Returns whether the folder holds a model saved by attnrx."""
+    return file_kind(Path(folder) / "config.json") == KIND
+
+
 def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> None:
     """Raises an error if the folder has files of these names that do not belong to a saved model."""
     folder = Path(folder)
@@ -127,14 +139,24 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
     require_absent([folder / name for name in names], is_model_file)
 
 
-def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
-    """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode."""
+def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path | str | None = None) -> nn.Module:
+    """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode.
+
+    `weights` is a safetensors file, or a folder with model.safetensors, whose tensors are loaded in place of the saved
+    ones.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         restore(folder)  # if its replacement was interrupted
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
     path = folder / "config.json"
+    if not path.exists() and (folder / "model.safetensors").exists():
+        raise CheckpointError(
+            f"{folder} has weights (model.safetensors), but no config.json. The Trainer of transformers saves models "
+            f"of attnrx like that: load them as attnrx.load(FOLDER_OF_THE_MODEL, weights={str(folder)!r}), or save "
+            "the model with attnrx.save(trainer.model, folder)."
+        )
     record = read_json(path, MOST_BYTES)
     check_schema(record, KIND, SCHEMA, path)
     check_seal(record, path)
@@ -142,8 +164,9 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     by_name = {family.name: family for family in families}
     if record["family"] not in by_name:
         raise UnknownName("model family", record["family"], by_name)
-    tensors = read_tensors(folder / "model.safetensors", record["weights_sha256"])
-    require_finite_tensors(tensors, str(folder / "model.safetensors"))
+    source = folder / "model.safetensors" if weights is None else _weight_file(Path(weights))
+    tensors = read_tensors(source, record["weights_sha256"] if weights is None else None)
+    require_finite_tensors(tensors, str(source))
     _require_depth(record["model"], tensors, path)
     model = _built(by_name[record["family"]], record, folder)
     try:
@@ -151,9 +174,17 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
         require_ordinary_weights(model)
     except Exception as error:  # torch raises several types
         raise CheckpointError(
-            f"{folder}: the weights do not fit config.json ({error}). The two files are of different models."
+            f"{folder}: the weights of {source} do not fit config.json ({error}). The two files are of different "
+            "models."
         ) from error
     return model.eval()
+
+
+def _weight_file(path: Path) -> Path:
+    file = path / "model.safetensors" if path.is_dir() else path
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise CheckpointError(f"weights={str(path)!r}: give a .safetensors file, or a folder with model.safetensors.")
+    return file
 
 
 def _built(family: Family, record: Mapping[str, Any], folder: Path) -> nn.Module:

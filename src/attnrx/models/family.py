@@ -24,6 +24,8 @@ class Family(ABC):
     """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
 
     name: str
+    config_fields: ClassVar[Mapping[str, Any]] = {}
+    """Further fields of config.json."""
     exposes_tokens: ClassVar[bool] = False
     """Whether the models have methods of another library that return tokens, so that those of all patches are
     restored.
@@ -80,6 +82,10 @@ class Family(ABC):
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
         """Returns how the model's own library turns a picture into pixels for evaluation; None where none is stated."""
         return None
+
+    def processor_config(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the preprocessor_config.json of transformers for a saved model; {} without one."""
+        return {}
 
     @abstractmethod
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:

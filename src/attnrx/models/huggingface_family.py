@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,10 +17,12 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownNa
 from attnrx.kernels.cached_weights import CachedWeights
 from attnrx.models.adopted import HALVES, Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.models.checkpoint import save_weights
 from attnrx.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.models.token_hooks import reduction_of
-from attnrx.models.unsupported_features import Refusal, changed_linears, features
+from attnrx.models.unsupported_features import Refusal, changed_linears, features, without_reader
 from attnrx.preprocessing import ImageGeometry
+from attnrx.runtime.module_copies import copied
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
 from attnrx.shapes import Float, ImageBatch, Tensor, TokenBatch
@@ -47,10 +49,15 @@ class HuggingFaceModel(Adopted):
     trainers.
     """
 
+    refused_methods: ClassVar[Mapping[str, str]] = {
+        "push_to_hub": "save it with attnrx.save(model, folder), and publish that with attnrx.push_to_hub.",
+        "from_pretrained": "open a folder with attnrx.load(folder).",
+    }
+
     def forward(
         self,
         images: ImageBatch | None = None,
-        *,
+        # By position too, as torch's TorchScript exporter passes the defaults of all arguments.
         pixel_values: Tensor | None = None,
         input_values: Tensor | None = None,
         labels: Tensor | None = None,
@@ -105,6 +112,21 @@ class HuggingFaceModel(Adopted):
     def _depth(self) -> int:
         reader = reader_of(self.source)
         return len(list(reader.body_of(self.source).get_submodule(reader.layers).children()))
+
+    def save_pretrained(
+        self, folder: Path | str, *, state_dict: Mapping[str, Tensor] | None = None, is_main_process: bool = True
+    ) -> None:
+        """Saves the model as `attnrx.save` does, without card and evidence, for `attnrx.load`.
+
+        `state_dict` replaces its weights, and only the main process writes, as in transformers.
+        """
+        if not is_main_process:
+            return
+        model = self
+        if state_dict is not None:
+            model = copied(self)
+            model.load_state_dict(state_dict)
+        save_weights(folder, model, HuggingFaceFamily())
 
     # Pipelines and trainers of transformers read these of every model.
     @property
@@ -200,6 +222,11 @@ class HuggingFaceAttention(Adapter):
 class HuggingFaceFamily(AdoptedFamily):
     """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `READERS`."""
 
+    # transformers would ignore all other fields of config.json, and initialize a default model with random weights. Its
+    # configurations look this name up in torch, and raise an error that contains it.
+    config_fields: ClassVar[Mapping[str, Any]] = {
+        "torch_dtype": "none, as this is a model of attnrx: open it with attnrx.load(folder)"
+    }
     name = "huggingface"
     library = "transformers"
     model_type = HuggingFaceModel
@@ -256,6 +283,15 @@ class HuggingFaceFamily(AdoptedFamily):
             )
         return self.adopt(model, **_processor(source, _resizes(model))).eval()
 
+    def processor_config(self, model: nn.Module) -> dict[str, Any]:
+        origin = self._adopted(model).origin
+        if not origin.preprocessing:
+            return {}
+        statistics = {"image_mean": list(origin.mean), "image_std": list(origin.std)}
+        # One class for all: its settings say what is computed.
+        rescaling = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+        return {"image_processor_type": "ViTImageProcessor", **origin.preprocessing, **rescaling, **statistics}
+
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
         """Returns what the image processor does that was saved with the model.
 
@@ -283,7 +319,7 @@ class HuggingFaceFamily(AdoptedFamily):
         yield from features(model)
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
-            yield Refusal(f"the class {name} has no reader", f"Of transformers, attnrx adopts {', '.join(READERS)}.")
+            yield Refusal(without_reader(model), f"Of transformers, attnrx adopts {', '.join(READERS)}.")
             return
         reader, unread = reader_of(model), tuple(unread_settings(model.config))
         yield from unread
@@ -344,6 +380,7 @@ class HuggingFaceFamily(AdoptedFamily):
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         super()._install_(adopted, attention)
         reader, source = reader_of(adopted.source), adopted.source
+        source.save_pretrained = _refuse_save  # type: ignore[assignment]
         for name, module in list(source.named_modules()):
             if type(module).__name__ == f"{reader.word}RelativePositionBias":
                 source.set_submodule(name, WindowBias(module).train(module.training))
@@ -404,6 +441,14 @@ class HuggingFaceFamily(AdoptedFamily):
     def pooling(self, source: nn.Module) -> str:
         """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
         return reader_of(source).pooling_of(source.config)
+
+
+def _refuse_save(*_: object, **__: object) -> None:
+    raise NotSupported(
+        "save_pretrained of the part `source` would write a folder that transformers opens with random attention. Save "
+        "the whole model: model.save_pretrained(folder) or attnrx.save(model, folder), and open it with "
+        "attnrx.load(folder)."
+    )
 
 
 def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

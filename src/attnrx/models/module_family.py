@@ -58,7 +58,7 @@ class ModuleFamily(ReaderFamily):
         return self.adopt(_with_blueprint(copy.copy(model), blueprint))  # a shallow copy: the model stays as it is
 
     def adopts(self, model: nn.Module) -> bool:
-        return hasattr(model, "attnrx_blueprint")
+        return "attnrx_blueprint" in vars(model)
 
     def reader(self, source: nn.Module) -> Reader:
         return _blueprint(source).reader

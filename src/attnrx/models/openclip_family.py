@@ -12,7 +12,7 @@ from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted import Adopted, Origin, image_shape
 from attnrx.models.adopted_family import ModelPaths
 from attnrx.models.reader import Reader, ReaderFamily
-from attnrx.models.unsupported_features import Refusal
+from attnrx.models.unsupported_features import Refusal, without_reader
 from attnrx.preprocessing import ImageGeometry
 
 # The mean and standard deviation of CLIP's images (OPENAI_DATASET_MEAN and _STD of open_clip).
@@ -54,6 +54,9 @@ class OpenClipFamily(ReaderFamily):
             pooling=pooling,
         )
 
+    def has(self, name: str) -> bool:
+        return name in _open_clip("").list_models()
+
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
         """Returns the image tower alone; `arguments` override fields of its configuration."""
         library, models = _open_clip(""), _open_clip(".model")
@@ -76,7 +79,7 @@ class OpenClipFamily(ReaderFamily):
             yield Refusal("a model of two towers", "Adopt the image tower: attnrx.load(model.visual).")
             return
         if name != "VisionTransformer":
-            yield Refusal(f"the class {name} has no reader", "Of open_clip, attnrx adopts VisionTransformer.")
+            yield Refusal(without_reader(model), "Of open_clip, attnrx adopts VisionTransformer.")
             return
         tower: Any = model
         if tower.attn_pool is not None:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,7 +28,14 @@ from attnrx.models.adopted import (
     image_shape,
 )
 from attnrx.models.adopted_family import AdoptedFamily, ModelPaths
-from attnrx.models.unsupported_features import ATTENTION_FEATURES, NOT_PLAIN, Refusal, changed_linears, features
+from attnrx.models.unsupported_features import (
+    ATTENTION_FEATURES,
+    NOT_PLAIN,
+    Refusal,
+    changed_linears,
+    features,
+    without_reader,
+)
 from attnrx.preprocessing import ImageGeometry
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
@@ -63,6 +70,12 @@ class TimmModel(Adopted):
     """A Vision Transformer of timm with attnrx attention, with the attributes that timm's training and validation loops
     use.
     """
+
+    refused_methods: ClassVar[Mapping[str, str]] = {
+        "set_input_size": "create the model with img_size=..., and adopt that.",
+        "prune_intermediate_layers": "create the model with depth=..., and adopt that.",
+        "load_pretrained": "load the weights into the model of timm, and adopt that.",
+    }
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
@@ -229,6 +242,9 @@ class TimmFamily(AdoptedFamily):
                 raise CheckpointError(f"the weights in {weights} do not fit timm:{name} ({error}).") from error
         return self.adopt(model).eval()
 
+    def has(self, name: str) -> bool:
+        return bool(_timm("models").is_model(name.partition(".")[0]))
+
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
         return _create(name, arguments)
 
@@ -249,7 +265,7 @@ class TimmFamily(AdoptedFamily):
         yield from features(model)
         blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not hasattr(model, "num_prefix_tokens"):
-            yield Refusal(f"the class {type(model).__name__} has no reader", NO_BLOCKS)
+            yield Refusal(without_reader(model), NO_BLOCKS)
             return
         if type(embedding).__name__ != "PatchEmbed":
             yield Refusal(f"the patch embedding {type(embedding).__name__} is not a PatchEmbed")

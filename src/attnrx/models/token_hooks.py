@@ -176,7 +176,15 @@ def reduction_of(model: nn.Module) -> TokenReduction | None:
 def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
     """Returns a context for one forward pass, at whose end the statistics of the model's tokens are removed."""
     reduction = reduction_of(model)
-    return nullcontext() if reduction is None else reduction.forward_pass(restored_blocks)
+    if reduction is None:
+        return nullcontext()
+    if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+        # It has no stable sort, and writes some files whose outputs differ.
+        raise NotSupported(
+            "torch.onnx.export(dynamo=False) cannot write a model that prunes or merges tokens: use dynamo=True, or "
+            "attnrx.export(model, path), which compares the file with the model."
+        )
+    return reduction.forward_pass(restored_blocks)
 
 
 def recording_tokens(model: nn.Module) -> AbstractContextManager[list[TokenRun]]:

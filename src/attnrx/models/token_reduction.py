@@ -28,7 +28,7 @@ from attnrx.tokens import (
     image_keys,
     sampled_keep,
 )
-from attnrx.tokens.reducer import KeepDrop
+from attnrx.tokens.reducer import KeepDrop, stable_order
 
 
 class TokenRun:
@@ -454,7 +454,7 @@ class TokenReduction(nn.Module):
             number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
             # A stable sort keeps the order of the remaining patches.
             present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
-            remaining = remaining.gather(1, present_mask.argsort(dim=1, descending=True, stable=True)[:, :number])
+            remaining = remaining.gather(1, stable_order(present_mask)[:, :number])
         run.trail.append(remaining)
         return reduced.tokens
 
@@ -575,7 +575,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
     if extra is not None:
         # The first patches that this stage prunes: 1 where a patch was present and is not kept.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
-        free = pruned_mask.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
+        free = stable_order(pruned_mask)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
         indices, moments, accumulated = replaced_state(state, free)
     # Not in place: in training the tokens are needed for gradients, and a restoration stores those before the stage.

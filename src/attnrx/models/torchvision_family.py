@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted import Adopted, Origin, image_shape
 from attnrx.models.reader import Reader, ReaderFamily
-from attnrx.models.unsupported_features import Refusal
+from attnrx.models.unsupported_features import Refusal, without_reader
 from attnrx.preprocessing import ImageGeometry
 from attnrx.serialization.hub import local_copies_if_unreachable
 
@@ -68,6 +68,10 @@ class TorchvisionFamily(ReaderFamily):
         pretrained = weights is None and pretrained is not False
         return self.adopt(model, **(_transform_of(name) if pretrained else {})).eval()
 
+    def has(self, name: str) -> bool:
+        models = _torchvision("models")
+        return name in models.list_models(module=models)
+
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
         return _created(name, arguments)
 
@@ -85,7 +89,7 @@ class TorchvisionFamily(ReaderFamily):
         """Yields other classes than VisionTransformer, and what its reader does not find."""
         name = type(model).__name__
         if name != "VisionTransformer":
-            yield Refusal(f"the class {name} has no reader", "Of torchvision, attnrx adopts VisionTransformer.")
+            yield Refusal(without_reader(model), "Of torchvision, attnrx adopts VisionTransformer.")
             return
         yield from super().refusals(model)
 

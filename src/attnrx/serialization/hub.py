@@ -15,7 +15,7 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 
 PREFIX = "hub:"
 # The files of a saved model; its folder may also hold checkpoints of the training.
-FILES = ("config.json", "model.safetensors", "prescription*", "evidence.json", "README.md")
+FILES = ("config.json", "model.safetensors", "prescription*", "evidence.json", "preprocessor_config.json", "README.md")
 CONNECT_SECONDS = 3.0  # a connection takes well below a second, also over a slow line
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

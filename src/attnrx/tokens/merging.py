@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.shapes import Bool, Float, Int, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction, Shape
+from attnrx.tokens.reducer import Reducer, Reduction, Shape, stable_order
 from attnrx.tokens.state import TokenState
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
@@ -159,7 +159,7 @@ class Merging(Reducer):
         rows = [{name: _rows_of(table, side) for name, table in features.items()} for side in (first, second)]
         similarity, nearest = self.closeness(*rows).max(-1)
         # Stable: of equal similarities the first patch is merged, on every device.
-        sources = similarity.argsort(dim=1, descending=True, stable=True)[:, :most]
+        sources = stable_order(similarity)[:, :most]
         return Round(sizes, _indices_in(first, sources), _indices_in(second, nearest.gather(1, sources)))
 
 
@@ -176,8 +176,9 @@ class Round:
         num_left = patches - sources.shape[1]
         source_sizes = sizes.gather(1, sources)
         merged_sizes = sizes.scatter_add(1, goals, source_sizes)
-        remains = torch.ones_like(sizes, dtype=torch.bool).scatter(1, sources, False)
-        self.stay = indices_of(remains, num_left)
+        # Integers, because TorchScript cannot scatter booleans, and ONNX cannot sum them.
+        remains = torch.ones_like(sizes, dtype=torch.int64).scatter(1, sources, 0)
+        self.stay = indices_of(remains > 0, num_left)
         self.sizes = merged_sizes.gather(1, self.stay)
         # mean = goal + sum of shares * (source - goal): additive, so several sources can have one goal.
         self._shares = (source_sizes / merged_sizes.gather(1, goals)).flatten()[:, None]
@@ -223,8 +224,8 @@ def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) ->
     """Returns the indices of the remaining patches, in order; after them those of others, in images of fewer."""
     # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
     positions = torch.arange(present_mask.shape[1], device=present_mask.device, dtype=torch.int32)
-    order = torch.where(present_mask, positions, positions + present_mask.shape[1]).argsort(dim=1, stable=True)
-    return order[:, :num_present]
+    keys = torch.where(present_mask, positions, positions + present_mask.shape[1])
+    return stable_order(keys, descending=False)[:, :num_present]
 
 
 def gathered_rows(

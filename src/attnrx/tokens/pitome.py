@@ -7,7 +7,7 @@ import torch
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.merging import Indices, Merging, Tables
-from attnrx.tokens.reducer import Shape
+from attnrx.tokens.reducer import Shape, stable_order
 from attnrx.tokens.state import TokenState
 
 
@@ -48,7 +48,7 @@ class PiToMe(Merging):
         # state.layer counts from 1, and the compared keys are those of the layer before it.
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
         energy = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha)
-        order = energy.argsort(dim=1, descending=True, stable=True)[:, : 2 * min(most, keys.shape[1] // 2)]
+        order = stable_order(energy)[:, : 2 * min(most, keys.shape[1] // 2)]
         # Neighbours in this order are in different sets; the first set is as large as the number to merge.
         return order[:, 0::2], order[:, 1::2]
 

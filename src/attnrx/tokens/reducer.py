@@ -194,10 +194,20 @@ def odds(scores: KeepDrop) -> PerPatch:
     return scores[..., 0] - scores[..., 1]
 
 
+def stable_order(
+    values: Float[Tensor, "batch values"] | Int[Tensor, "batch values"], descending: bool = True
+) -> Int[Tensor, "batch values"]:
+    """Returns the indices that sort every row; of equal values, the one with the lower index comes first."""
+    # ONNX has no stable sort, but its TopK of all values is one.
+    if torch.onnx.is_in_onnx_export():
+        return values.topk(values.shape[1], dim=1, largest=descending).indices
+    return values.argsort(dim=1, descending=descending, stable=True)
+
+
 def best(relevance: PerPatch, present_mask: PerPatch, count: int) -> Int[Tensor, "batch kept"]:
     """Returns the indices of the `count` best remaining patches, ascending; the first of equals."""
     # Stable: of equal scores the first is kept, on every device.
-    order = relevance.masked_fill(present_mask == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
+    order = stable_order(relevance.masked_fill(present_mask == 0, float("-inf")))
     return order[:, :count].sort(dim=1).values
 
 

@@ -108,5 +108,8 @@ class Ward(Merging):
         stretched = rows * (lengths / rows.norm(dim=-1, keepdim=True).clamp_min(1e-6))
         if merged is not None:
             # A patch with several merged sources is written repeatedly, with the same value.
-            stretched = patches.flatten(0, 1).index_copy_(0, merged, stretched)
+            whole = patches.flatten(0, 1)
+            # In place, unless traced: OpenVINO loses the shape of a view that is written to.
+            copy = whole.index_copy if torch.jit.is_tracing() else whole.index_copy_
+            stretched = copy(0, merged, stretched)
         return stretched.view_as(patches)

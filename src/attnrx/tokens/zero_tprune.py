@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.reducer import PerPatch, Reducer, Reduction, Shape, best, taken
+from attnrx.tokens.reducer import PerPatch, Reducer, Reduction, Shape, best, stable_order, taken
 from attnrx.tokens.state import TokenState
 
 
@@ -113,9 +113,9 @@ def redundant(
     """Returns the `count` patches of the less important half of the `num_present` ones that are most similar to one of
     the rest.
     """
-    order = importance.masked_fill(present_mask == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
+    order = stable_order(importance.masked_fill(present_mask == 0, float("-inf")))
     # The odd patch is in the more important half; patches that are not there come last and are in none.
     high, low = order[:, : num_present - num_present // 2], order[:, num_present - num_present // 2 : num_present]
     unit = nn.functional.normalize(keys, dim=-1)
     similarity = (taken(unit, low) @ taken(unit, high).transpose(1, 2)).amax(-1)
-    return low.gather(1, similarity.argsort(dim=1, descending=True, stable=True)[:, :count])
+    return low.gather(1, stable_order(similarity)[:, :count])

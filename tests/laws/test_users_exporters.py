@@ -1,0 +1,125 @@
+"""Users' own exporters on smaller models: torch.export, torch.jit.trace, both exporters of torch for ONNX, OpenVINO."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import attnrx
+from attnrx.errors import NotSupported
+from cases import CONFIGS
+from cases import model as model_of
+from pretrained import BEIT, OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning"),
+    pytest.mark.usefixtures("single_precision"),
+]
+
+DEEP = {"num_hidden_layers": 3}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "timm": lambda: attnrx.load(of_timm(VIT, depth=3).float()),
+    "hf": lambda: attnrx.load(of_hf("ViTForImageClassification", **DEEP).float()),
+    "hf tower": lambda: attnrx.load(of_hf("CLIPVisionModelWithProjection", projection_dim=7, **DEEP).float()),
+    "rotary": lambda: attnrx.load(of_timm("eva02_tiny_patch14_224", depth=3).float()),
+    "biases": lambda: attnrx.load(of_timm(BEIT, depth=3).float()),
+    "torchvision": lambda: attnrx.load(of_torchvision(num_layers=3).float()),
+    "module": lambda: attnrx.load(shaken(OwnViT()).float(), reader=OWN),
+    "own": lambda: model_of(CONFIGS["svda-deep"]).float(),
+}  # fmt: skip
+RULES = {
+    "unchanged": "",
+    "ranks": "qk=total_rank:0.7",
+    "maps": "qk=total_rank:0.7 vo=total_rank:0.7 hidden=uniform_rank:0.6",
+    "pruned": "tokens=attention_received:0.7@2",
+    "merged": "qk=total_rank:0.7 tokens=tome:1@every",
+    "ward": "tokens=ward:0.6@2",
+}
+
+
+def program(model: nn.Module, images: torch.Tensor, folder: Path) -> torch.Tensor:
+    return torch.export.export(model, (images,)).module()(images)
+
+
+def dynamic_program(model: nn.Module, images: torch.Tensor, folder: Path) -> torch.Tensor:
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    return torch.export.export(model, (images,), dynamic_shapes=shapes).module()(images[:1])
+
+
+def traced(model: nn.Module, images: torch.Tensor, folder: Path) -> torch.Tensor:
+    module: Any = torch.jit.trace(model, images)
+    return module(images)
+
+
+def _run(path: Path, images: torch.Tensor) -> torch.Tensor:
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    return torch.tensor(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
+
+
+def onnx(model: nn.Module, images: torch.Tensor, folder: Path) -> torch.Tensor:
+    pytest.importorskip("onnxscript")
+    exported: Any = torch.onnx.export(model, (images,), dynamo=True, verbose=False)
+    exported.save(folder / "model.onnx")
+    return _run(folder / "model.onnx", images)
+
+
+def torchscript_onnx(model: nn.Module, images: torch.Tensor, folder: Path) -> torch.Tensor:
+    pytest.importorskip("onnx")
+    torch.onnx.export(model, (images,), folder / "model.onnx", dynamo=False)
+    return _run(folder / "model.onnx", images)
+
+
+def openvino(model: nn.Module, images: torch.Tensor, folder: Path) -> torch.Tensor:
+    library = pytest.importorskip("openvino")
+    converted = library.convert_model(model, example_input=images)
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    return torch.tensor(library.compile_model(converted, "CPU", exact)(images.numpy())[0])
+
+
+FUNCTIONS = (program, dynamic_program, traced, onnx, torchscript_onnx, openvino)
+EXPORTERS = {function.__name__: function for function in FUNCTIONS}
+QUICK = {("timm", "maps", "program"), ("hf", "merged", "traced"), ("own", "pruned", "dynamic_program")}
+CASES = [
+    pytest.param(*case, id="-".join(case), marks=[] if case in QUICK else [pytest.mark.slow])
+    # Every rule and every exporter with every model, but not every three of them.
+    for case in (
+        (kind, rules, by)
+        for row, kind in enumerate(MODELS)
+        for column, rules in enumerate(RULES)
+        for number, by in enumerate(EXPORTERS)
+        if kind == "timm" or (row + column + number) % 4 == 0 or (kind, rules, by) in QUICK
+    )
+]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(("kind", "rules", "by"), CASES)
+def test_users_exporters_give_the_same_outputs(kind: str, rules: str, by: str, tmp_path: Path) -> None:
+    model = MODELS[kind]()
+    shape = (3, 16, 16) if hasattr(model, "origin") else (1, 8, 8)
+    images = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
+    if RULES[rules]:
+        given = attnrx.prescribe(attnrx.diagnose(model, images, moments=True), RULES[rules])
+        model = attnrx.realize(model, given).eval()
+    with torch.no_grad():
+        expected = model(images)
+    if by == "torchscript_onnx" and "tokens" in RULES[rules]:
+        with pytest.raises(NotSupported, match="dynamo=True"):
+            EXPORTERS[by](model, images, tmp_path)
+        return
+    with torch.set_grad_enabled(len(rules) % 2 == 0), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporters
+        actual = EXPORTERS[by](model, images, tmp_path)
+    torch.testing.assert_close(actual.detach(), expected[: len(actual)], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_half_a_quantization_is_refused(kind: str) -> None:
+    model = MODELS[kind]()
+    with pytest.raises(NotSupported, match=r"attnrx\.export"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated
+        torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)

@@ -1,0 +1,226 @@
+"""What the libraries, their trainers and their users call on an adopted model, and the folders that they write."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import attnrx
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.models import model_fingerprint
+from attnrx.serialization.storage import SEAL, sealed, write_json
+from pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
+
+transformers = pytest.importorskip("transformers")
+IMAGES = torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+CLASSES = ("ViTForImageClassification", "Dinov2Model", "CLIPVisionModelWithProjection", "BeitForImageClassification")
+
+
+def small(model: Any) -> Any:
+    """The model with fewer directions."""
+    adopted: Any = attnrx.load(model)
+    images = torch.zeros(8, *adopted.origin.input_shape, dtype=torch.float64)
+    images += torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None, None, None]
+    return attnrx.realize(adopted, attnrx.prescribe(attnrx.diagnose(adopted, images), "qk=total_rank:0.6"))
+
+
+@pytest.mark.parametrize("kind", [CLASSES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in CLASSES[1:])])
+def test_transformers_reads_no_folder_as_a_random_model(kind: str, tmp_path: Path) -> None:
+    model = small(of_hf(kind))
+    with pytest.raises(NotSupported, match=r"attnrx\.save"):
+        model.source.save_pretrained(tmp_path / "source")
+    assert not (tmp_path / "source").exists()
+    for folder, save in (("saved", attnrx.save), ("pretrained", lambda model, path: model.save_pretrained(path))):
+        save(model, tmp_path / folder)
+        assert model_fingerprint(attnrx.load(tmp_path / folder)) == model_fingerprint(model)
+        for name in {*CLASSES, "ViTModel"}:
+            with pytest.raises(AttributeError, match=r"attnrx\.load"):
+                getattr(transformers, name).from_pretrained(tmp_path / folder)
+        for name in ("AutoModel", "AutoModelForImageClassification"):
+            with pytest.raises(ValueError, match="Unrecognized model"):
+                getattr(transformers, name).from_pretrained(tmp_path / folder)
+
+
+def test_save_pretrained_takes_what_trainers_pass(tmp_path: Path) -> None:
+    model = small(of_hf("ViTForImageClassification"))
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other").exists()
+    doubled = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    before = model_fingerprint(model)
+    model.save_pretrained(tmp_path / "doubled", state_dict=doubled)
+    assert model_fingerprint(model) == before
+    loaded = attnrx.load(tmp_path / "doubled").state_dict()
+    assert all(torch.equal(loaded[name], doubled[name]) for name in doubled)
+
+
+@pytest.mark.usefixtures("single_precision")
+def test_a_folder_of_the_trainer_is_read_with_the_folder_of_its_model(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model = small(of_hf("ViTForImageClassification").float().double()).float()
+    attnrx.save(model, tmp_path / "slim")
+    settings = transformers.TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True)
+    trainer = transformers.Trainer(model, settings)
+    with torch.no_grad():
+        model.source.classifier.weight.mul_(3)
+    trainer.save_model(str(tmp_path / "trained"))
+    with pytest.raises(CheckpointError, match=r"The Trainer of transformers .* weights="):
+        attnrx.load(tmp_path / "trained")
+    for weights in (tmp_path / "trained", tmp_path / "trained" / "model.safetensors"):
+        assert model_fingerprint(attnrx.load(tmp_path / "slim", weights=weights)) == model_fingerprint(model)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        attnrx.load(tmp_path / "slim", weights=tmp_path / "nothing")
+    attnrx.save(small(of_hf("ViTModel")), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="do not fit"):
+        attnrx.load(tmp_path / "other", weights=tmp_path / "trained")
+
+
+@pytest.mark.parametrize("crops", [False, True])
+def test_the_image_processor_is_saved_with_the_model(crops: bool, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    settings: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4], "resample": 3}
+    settings["size"] = {"shortest_edge": 20} if crops else {"height": 16, "width": 16}
+    if crops:
+        settings |= {"do_center_crop": True, "crop_size": {"height": 16, "width": 16}}
+    processor = transformers.ViTImageProcessor(**settings)
+    of_hf("ViTForImageClassification").float().save_pretrained(tmp_path / "original")
+    processor.save_pretrained(tmp_path / "original")
+    attnrx.save(attnrx.load(f"hf:{tmp_path / 'original'}"), tmp_path / "saved")
+    read = transformers.AutoImageProcessor.from_pretrained(tmp_path / "saved")
+    pixels = np.random.default_rng(0).integers(0, 256, (31, 47, 3), dtype=np.uint8)
+    picture = image.fromarray(pixels)
+    expected, actual = (each(picture, return_tensors="pt")["pixel_values"] for each in (processor, read))
+    torch.testing.assert_close(actual, expected)
+    # It belongs to the model: a later one without a processor has none.
+    attnrx.save(attnrx.load(of_hf("ViTForImageClassification")), tmp_path / "saved")
+    assert not (tmp_path / "saved" / "preprocessor_config.json").exists()
+
+
+@pytest.mark.usefixtures("single_precision")
+def test_pipelines_run_a_saved_folder(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    of_hf("ViTForImageClassification").float().save_pretrained(tmp_path / "original")
+    transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "original")
+    attnrx.save(attnrx.load(f"hf:{tmp_path / 'original'}"), tmp_path / "saved")
+    picture = image.fromarray(np.random.default_rng(0).integers(0, 256, (31, 47, 3), dtype=np.uint8))
+    answers = [
+        transformers.pipeline(
+            "image-classification",
+            model=model,
+            image_processor=transformers.AutoImageProcessor.from_pretrained(tmp_path / folder),
+        )(picture)
+        for folder, model in (
+            ("original", transformers.ViTForImageClassification.from_pretrained(tmp_path / "original")),
+            ("saved", attnrx.load(tmp_path / "saved")),
+        )
+    ]
+    assert [each["label"] for each in answers[0]] == [each["label"] for each in answers[1]]
+    assert [each["score"] for each in answers[0]] == pytest.approx([each["score"] for each in answers[1]], abs=1e-5)
+
+
+def test_attributes_of_the_library_are_those_of_its_model() -> None:
+    model: Any = small(of_timm(VIT))
+    assert model.get_classifier() is model.source.head and model.patch_embed is model.source.patch_embed
+    assert len(model.blocks) == 2 and model.num_classes == 5 and model.embed_dim == model.num_features == 12
+    assert model.no_weight_decay() == model.source.no_weight_decay()
+    model.set_grad_checkpointing(False)
+    for name in ("set_input_size", "prune_intermediate_layers", "load_pretrained"):
+        with pytest.raises(NotSupported, match=f"{name} of an adopted model"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        model.nothing  # noqa: B018
+    hugging: Any = small(of_hf("ViTForImageClassification"))
+    assert hugging.num_labels == 5 and hugging.vit is hugging.source.vit and hugging.main_input_name == "pixel_values"
+    with pytest.raises(NotSupported, match="push_to_hub of an adopted model"):
+        hugging.push_to_hub("me/slim")
+    assert attnrx.load(of_torchvision()).hidden_dim == 12  # type: ignore[attr-defined]
+    own: Any = attnrx.load(shaken(OwnViT()), reader=OWN)
+    assert own.classify is own.source.classify
+
+
+@pytest.mark.parametrize("kind", ["timm", "hf"])
+def test_forwarded_attributes_survive_copies(kind: str) -> None:
+    model = attnrx.load(of_timm(VIT) if kind == "timm" else of_hf("ViTForImageClassification"))
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert model_fingerprint(made) == model_fingerprint(model)
+
+
+NETWORKS = {
+    "resnet18": "ResNet is a convolutional network without attention",
+    "convnext_atto": "ConvNeXt is a convolutional network without attention",
+    "swin_tiny_patch4_window7_224": "SwinTransformer is a hierarchical Vision Transformer with attention inside",
+    "mixer_s32_224": "MlpMixer has no attention layers",
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_other_networks_are_called_what_they_are(name: str) -> None:
+    with pytest.raises(NotSupported, match=NETWORKS[name]):
+        attnrx.load(f"timm:{name}", pretrained=False)
+
+
+NAMES = {
+    "vit_tiny_patch16_224": "'timm:vit_tiny_patch16_224'",
+    "vit_small_patch14_dinov2.lvd142m": "'timm:vit_small_patch14_dinov2.lvd142m'",
+    "vit_b_16": "'torchvision:vit_b_16'",
+    "google/vit-base-patch16-224": "'hf:google/vit-base-patch16-224' or 'hub:google/vit-base-patch16-224'",
+    "nothing_like_it": "is not a folder, and it names no model",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_without_a_prefix_get_the_one_that_was_meant(name: str) -> None:
+    with pytest.raises(CheckpointError, match=NAMES[name]):
+        attnrx.load(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (of_timm(VIT).state_dict(), "A state dict has weights, but no architecture"),
+        ({"model": of_timm(VIT).state_dict()}, "A state dict has weights, but no architecture"),
+        (OwnViT, "This is a class: give an instance"),
+        (None, "give a folder, a name such as"),
+        (3, "give a folder, a name such as"),
+        ([0] * 10_000, "give a folder, a name such as"),
+    ],
+)
+@pytest.mark.usefixtures("no_type_checks")
+def test_what_is_no_model_is_refused_in_few_words(given: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as refusal:
+        attnrx.load(given)
+    assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": "1"}, {"weights": 3}, {"pretrained": "yes"}, {"trust": "yes"}, {"reader": {"blocks": "blocks"}},
+        {"factory": "module:Class"},
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("no_type_checks")
+def test_options_of_a_wrong_type_are_refused_by_name(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(InvalidInput, match=f"{name}="):
+        attnrx.load("svda:cifar10", **options)
+
+
+def test_folders_of_earlier_versions_have_no_field_for_other_libraries(tmp_path: Path) -> None:
+    model = attnrx.load(of_hf("ViTForImageClassification"))
+    attnrx.save(model, tmp_path / "saved")
+    record = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "torch_dtype" in record
+    del record["torch_dtype"], record[SEAL]
+    write_json(tmp_path / "saved" / "config.json", sealed(record))
+    assert model_fingerprint(attnrx.load(tmp_path / "saved")) == model_fingerprint(model)
+
+
+def test_errors_are_of_one_class() -> None:
+    with pytest.raises(AttnrxError):
+        attnrx.load(nn.Linear(2, 2))
