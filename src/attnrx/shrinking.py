@@ -99,11 +99,13 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 
     The target is one of: `faster`, e.g. 1.6 times, by the latency of `batch` images on `threads` threads relative to
     the model in its own library; `macs` or `params`, the share that stays; `max_drop`, the points of top-1 accuracy
-    that may be lost at the fewest MACs. `model` and `data` are objects, or what `load` and `load_data` read. Of data
-    with splits the plan sees training and validation images, and the evidence is about test images; other data are
-    divided into three parts. `effort` is "quick" (minutes), "normal" or "thorough", which measures most and distills
-    the model from the original at the end (`distill`). With `by_image` every image has its own number of tokens, and
-    those of the plan are means over images; such a model is not exported. With a format `to`, e.g.
+    that may be lost at the fewest MACs. `model` and `data` are objects, or what `load` and `load_data` read. The data
+    are read once, as many images as the effort needs and at most 10,000 to verify on; random transforms and samplers
+    are one draw of `seed`. Of data with splits the plan sees training and validation images, and the evidence is about
+    test images; other data are divided into three parts. No two parts have images of the same pixels.
+    `effort` is "quick" (minutes), "normal" or "thorough", which measures most and distills the model from the
+    original at the end (`distill`). With `by_image` every image has its own number of tokens, and those of the plan are
+    means over images; such a model is not exported. With a format `to`, e.g.
     "openvino(precision=bf16)", `faster` is the speed of the file that `Shrunk.save_exported` writes: the plan is made
     with the costs of the model in attnrx, which are corrected by the measured speed of the files of its plans.
 

@@ -95,7 +95,7 @@ def image_set(
     """
     if isinstance(data, ImageSet):
         return data
-    with seeded_draws(seed):
+    with seeded_draws(seed, _generators_of(data)):
         return _source_of(data, preprocess, argument).fixed(limit, normalization)
 
 
@@ -105,13 +105,20 @@ def training_set(data: ImageData, preprocess: Preprocess | None = None, argument
     """
     if isinstance(data, ImageSet):
         return data
-    with seeded_draws(0):  # a sampler may draw its rows
+    with seeded_draws(0, _generators_of(data)):  # a sampler may draw its rows
         source = _source_of(data, preprocess, argument, training=True)
     if not isinstance(source, _Source) or not source.is_whole:
         return None
     if len(source.rows) > MOST_ROWS:
         raise DataError(f"{argument} states a length of {len(source.rows):,}; at most {MOST_ROWS:,} are supported.")
     return IndexedImages(source.reading.name, source, torch.arange(len(source.rows)))
+
+
+def _generators_of(data: Any) -> list[torch.Generator]:
+    """Returns the random generators of a DataLoader and its samplers."""
+    owners = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [each for each in found if isinstance(each, torch.Generator)]
 
 
 def _source_of(data: Any, preprocess: Preprocess | None, argument: str, training: bool = False) -> "_Source | _Stream":

@@ -37,12 +37,14 @@ ONE_DRAW = "one fixed draw"  # in the notes on images that another reading would
 
 
 @contextmanager
-def seeded_draws(seed: int) -> Iterator[None]:
-    """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards.
+def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards,
+    with other `generators`, e.g. that of a sampler.
 
     Random transforms of a user's dataset draw from these, so one reading can be repeated and leaves no trace.
     """
     states = random.getstate(), np.random.get_state()
+    own = [(generator, generator.get_state()) for generator in generators]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=list(devices)):
         torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which seeds other devices too
@@ -53,6 +55,8 @@ def seeded_draws(seed: int) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+            for generator, state in own:
+                generator.set_state(state)
 
 
 def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
