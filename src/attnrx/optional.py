@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,20 @@ def required_module(module: str, extra: str, purpose: str) -> Any:
         library = module.partition(".")[0]
         # With the original error: an installed library may lack a library of its own.
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install 'attnrx[{extra}]'.") from error
+
+
+def require_installed(extra: str, purpose: str, *libraries: str) -> None:
+    """Raises NotSupported if one of several libraries is not installed; imports none of them, which takes seconds."""
+    for library in libraries:
+        if not _is_installed(library):
+            raise NotSupported(f"{purpose} needs {library}, which is not installed: pip install 'attnrx[{extra}]'.")
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ValueError:  # in sys.modules without a specification
+        return False
 
 
 def installed_versions(*names: str) -> dict[str, str]:

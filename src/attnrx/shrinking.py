@@ -30,11 +30,13 @@ from attnrx.arguments import (
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.errors import InvalidInput, TargetMet
 from attnrx.evidence import Evidence
+from attnrx.exporting import parse_format
 from attnrx.models import family_of, model_fingerprint
 from attnrx.models.verbs import verb
 from attnrx.planning import Target
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.target import DROP, target_of
+from attnrx.preflight import preflight
 from attnrx.progress import Log, no_log
 from attnrx.realization.elastic import ORIGINAL, Elastic
 from attnrx.result_folder import require_result_folder
@@ -121,6 +123,13 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         NotSupported: No plan reaches the target.
     """
     target = target_of(faster, macs, params, max_drop)
+    preflight(
+        data=data,
+        columns=columns,
+        folder=folder,
+        formats=() if to is None else (parse_format(to),),
+        plans=True,
+    )
     if to is not None and by_image:
         raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
@@ -193,6 +202,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     if len(by_value) != len(values):
         raise InvalidInput(f"{kind}={values}: give every budget once.")
     # From the largest model to the smallest, by shares falling and speeds rising.
+    preflight(data=data, columns=columns, folder=folder, plans=True, report=True)
     targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
     folder = Path(folder)
     with _claimed(folder):

@@ -23,6 +23,7 @@ from attnrx.model_data import splits_for
 from attnrx.models import model_fingerprint, reduction_of
 from attnrx.planning import Plan, Target
 from attnrx.planning.plan_timing import final_protocol
+from attnrx.preflight import preflight
 from attnrx.prescription import Prescription
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.result_folder import (
@@ -86,6 +87,7 @@ class Shrunk:
             AttnrxError: The model cannot be exported; everything else was saved.
         """
         folder = Path(folder)
+        preflight(folder=folder, formats=(parse_format("onnx"),) if onnx else (), report=True)
         require_result_folder(folder, self.model, onnx)
         failures: list[AttnrxError] = []
 

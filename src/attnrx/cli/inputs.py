@@ -16,12 +16,40 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
+def require_inputs(arguments: Namespace) -> None:
+    """Raises for datasets, columns, class maps and formats that are not there, before a model is loaded."""
+    mixed, times, to = (getattr(arguments, name, None) for name in ("mix_data", "mix_times", "to"))
+    if times is not None and mixed is None:
+        raise InvalidInput(f"--mix-times {times} counts images of --mix-data, and no such data are given.")
+    datasets = [name for name in (getattr(arguments, "data", None), mixed) if name is not None]
+    if not datasets and to is None:
+        return
+    from attnrx.preflight import preflight  # imports torch
+
+    preflight(formats=() if to is None else (rx.exporting.parse_format(to),))
+    if getattr(arguments, "label_map", None) is not None:
+        _label_map(arguments.label_map)
+    for name in datasets:
+        preflight(data=name, columns=_columns(arguments) if name is datasets[0] else None)
+
+
+def _label_map(path: str) -> dict[str, int]:
+    label_map = rx.serialization.read_json(path)
+    # read_json accepts any JSON, a list too.
+    if not isinstance(label_map, dict):
+        raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
+    return label_map
+
+
+def _columns(arguments: Namespace) -> "rx.data.Columns | None":
     named = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
     named = {name: column for name, column in named.items() if column is not None}
     # None lets the reader try the columns of the catalogue too.
-    columns = rx.data.Columns(**named) if named else None
-    return rx.load_data(arguments.data, on_corrupt=arguments.on_corrupt, columns=columns, **shape)
+    return rx.data.Columns(**named) if named else None
+
+
+def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
+    return rx.load_data(arguments.data, on_corrupt=arguments.on_corrupt, columns=_columns(arguments), **shape)
 
 
 def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
@@ -29,22 +57,14 @@ def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits
     from attnrx.model_data import input_options  # imports torch
 
     splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
-    label_map = None if path is None else rx.serialization.read_json(path)
-    # read_json accepts any JSON, a list too.
-    if path is not None and not isinstance(label_map, dict):
-        raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
-    splits = rx.adapt_preprocessing(splits, model, label_map)
+    splits = rx.adapt_preprocessing(splits, model, None if path is None else _label_map(path))
     return _with_mixed_data(splits, arguments)
 
 
 def _with_mixed_data(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Splits":
     """Adds the images of --mix-data, an option of some commands."""
     mixed, times = (getattr(arguments, name, None) for name in ("mix_data", "mix_times"))
-    if mixed is None:
-        if times is not None:
-            raise InvalidInput(f"--mix-times {times} counts images of --mix-data, and no such data are given.")
-        return splits
-    return rx.data.mix_data(splits, mixed, times or 1)
+    return splits if mixed is None else rx.data.mix_data(splits, mixed, times or 1)
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":

@@ -14,6 +14,7 @@ from types import FrameType, ModuleType
 
 import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
+from attnrx.cli.inputs import require_inputs
 from attnrx.cli.outcome import Outcome, show
 from attnrx.cli.parser import Parser, UsageError, require_environment, require_out
 from attnrx.errors import AttnrxError, CardWarning, DataError, ScaleWarning, nearest
@@ -136,6 +137,7 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
     command, parser, arguments = parsed(words)
     # Before the command runs, so that no work is lost by a path that cannot be written.
     require_out(arguments, parser)
+    require_inputs(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = _warn

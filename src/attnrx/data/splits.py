@@ -140,6 +140,15 @@ class DatasetReader(ABC):
     def identity(self) -> str:
         """Returns a key of the content that is cheap to compute and changes when a file changes."""
 
+    def require_readable(self) -> None:
+        """Raises for what is wrong with the files and can be found without reading images or labels.
+
+        Raises:
+            DataError: A file is damaged, or lacks a column that was named.
+            NotSupported: The library that reads the format is not installed.
+        """
+        self.identity()
+
     @abstractmethod
     def open(self) -> Opened:
         """Reads the labels and finds the images.

@@ -105,6 +105,9 @@ class ParquetReader(DatasetReader):
     def identity(self) -> str:
         return f"parquet:{self.candidates}:{stamp(self.files)}"
 
+    def require_readable(self) -> None:
+        self._columns()
+
     def open(self) -> Opened:
         """Maps the files into memory and reads the labels."""
         import pyarrow.parquet as parquet

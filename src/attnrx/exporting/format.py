@@ -38,6 +38,9 @@ class Format(ABC):
 
     name: ClassVar[str]
     suffix: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]] = ()
+    """The optional libraries that write and run the file, which `extra` installs."""
+    extra: ClassVar[str] = "onnx"
     runtime: ClassVar[str]
     unfused: ClassVar[bool] = True
     """Whether attention is exported unfused at exact ranks, instead of as one fused call at padded ranks."""

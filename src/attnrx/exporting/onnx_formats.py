@@ -38,6 +38,7 @@ class Onnx(Format):
     """
 
     name: ClassVar[str] = "onnx"
+    libraries: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnxruntime")
     runtime: ClassVar[str] = "ONNX Runtime"
     suffix: ClassVar[str] = ".onnx"
     opset: int = 20

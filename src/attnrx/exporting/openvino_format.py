@@ -30,6 +30,8 @@ class OpenVINO(Format):
     """
 
     name: ClassVar[str] = "openvino"
+    libraries: ClassVar[tuple[str, ...]] = ("openvino",)
+    extra: ClassVar[str] = "openvino"
     suffix: ClassVar[str] = ".xml"
     runtime: ClassVar[str] = "OpenVINO"
     precision: str = "f32"

@@ -206,6 +206,30 @@ class Frontier:
         return choices
 
 
+def require_reachable(space: Space, cost_table: CostTable, most: float) -> None:
+    """Raises NotSupported for a cost below that of every plan; sensitivities need not be known.
+
+    The bound has the cheapest ranks of every layer, and prunes as many patches before it as stages can, for nothing.
+    """
+    cheapest, gone = cost_table.outside, 0
+    tokens = cost_table.prefix + cost_table.patches
+    levels = {axis: [0, *space.available(axis)] for axis in RANKS}
+    for layer in range(space.depth):
+        if layer and TOKENS in space.axes:  # a stage needs the attention of a previous layer
+            gone += space.at_once(cost_table.patches - gone)
+        attention = cost_table.attention[layer, levels["qk"]][:, levels["vo"], tokens - gone]
+        cheapest += float(attention.min() + cost_table.mlp[layer, levels["mlp"], tokens - gone].min())
+    least = cheapest / cost_table.whole
+    if least <= most:
+        return
+    of, axes = cost_table.of, ", ".join(space.axes)
+    if of == "latency":
+        problem = f"faster={1 / most:.3g} is out of reach: plans over {axes} are at most {1 / least:.1f}x faster"
+    else:
+        problem = f"{of}={most:g} is out of reach: plans over {axes} keep at least {least:.3f} of the {of}"
+    raise NotSupported(f"{problem}, by the cost table. Give a larger target, or allow more axes.")
+
+
 def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
     """Shifts the sensitivities [saved] by `parts`, filled with infinity."""
     shifted = np.full_like(least, np.inf)

@@ -24,13 +24,22 @@ class PlanMeasurements:
 
     def __init__(self, space: Space, settings: PlanSettings, spend: str, images: ImageSet):
         self.space, self.settings, self.spend = space, settings, spend
-        self.answers, self.fingerprint = Answers.of(space.model, images, settings.batch_size), images.fingerprint
-        # Whole plans are many in a search, so they are measured on the first images only; finalists on all.
-        self.trial_answers = self.answers.first(settings.effort.trial_images)
+        self.images, self.fingerprint = images, images.fingerprint
         self.timer = PlanTimer(space, settings.timing, settings.effort, images, settings.to, settings.log)
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
         self._last_frontier: tuple[dict[str, float], Frontier] | None = None  # with its knobs
+
+    # After the cost table, by which an impossible target is known.
+    @cached_property
+    def answers(self) -> Answers:
+        """The outputs of the original on all images."""
+        return Answers.of(self.space.model, self.images, self.settings.batch_size)
+
+    @cached_property
+    def trial_answers(self) -> Answers:
+        """Those on the first images: whole plans are many in a search, and only finalists are measured on all."""
+        return self.answers.first(self.settings.effort.trial_images)
 
     @cached_property
     def cost_table(self) -> CostTable:

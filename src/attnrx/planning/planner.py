@@ -17,7 +17,7 @@ from attnrx.model_data import images_for
 from attnrx.model_outputs import OutputKind
 from attnrx.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.models.verbs import verb
-from attnrx.planning.allocation import Step, filled
+from attnrx.planning.allocation import Step, filled, require_reachable
 from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.cost_table import CostTable
 from attnrx.planning.plan import Plan, Point, PredictedQuantity
@@ -136,6 +136,8 @@ class Planner:
 
     def for_cost(self, most: float) -> tuple[Trial, float]:
         """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement."""
+        if self.settings.to is None:  # a file gains as well, which is measured later
+            require_reachable(self.space, self.measurements.cost_table, most)
         return self._by_timing(most) if self.target.spend == "latency" else (self._searched(most), most)
 
     def _by_timing(self, most: float) -> tuple[Trial, float]:

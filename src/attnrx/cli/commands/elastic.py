@@ -42,6 +42,9 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.preflight import preflight  # imports torch
+
+    preflight(folder=arguments.out, plans=True, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     made = rx.elastic(

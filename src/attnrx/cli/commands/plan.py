@@ -66,6 +66,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
     _require_latency(arguments, target)
     settings = replace(_settings(arguments), log=log)
+    from attnrx.preflight import preflight  # imports torch
+
+    preflight(folder=arguments.out, plans=settings.search.trials > 0 or target.spend == "latency")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
     # Training images for the plan and others for its predictions, which would be too good on images it was chosen by.

@@ -59,6 +59,12 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.preflight import preflight  # imports torch
+
+    # A model with tokens by image has no fixed shapes, so it cannot be exported.
+    onnx = not (arguments.no_onnx or arguments.by_image)
+    formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
+    preflight(folder=arguments.out, formats=formats, plans=True, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
@@ -78,8 +84,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         seed=arguments.seed,
         log=log,
     )
-    # A model with tokens by image has no fixed shapes, so it cannot be exported.
-    onnx = not (arguments.no_onnx or arguments.by_image)
     log("writing the folder and model.onnx" if onnx else "writing the folder")
     exported: rx.Evidence | None = None
 
