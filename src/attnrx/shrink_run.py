@@ -26,7 +26,7 @@ from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, 
 from attnrx.planning.effort import effort_of
 from attnrx.planning.plan_timing import final_protocol, final_speeds, rounds_of
 from attnrx.prescription import Prescription, TokenPrescription
-from attnrx.progress import Log
+from attnrx.progress import Log, begin
 from attnrx.realization import calibrated, realize_fitted
 from attnrx.realization.descent import HELD_OUT
 from attnrx.realization.distillation import Distill
@@ -46,6 +46,31 @@ CUTS = 128  # images on which the sizes of an elastic model are compared, with f
 SHOWN = 8  # test images in the report
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
+
+
+# The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`).
+SHARES = {
+    "loading the model": 2.0,
+    "reading the images": 4.0,
+    "diagnosing": 6.0,
+    "measuring costs": 1.0,
+    "measuring sensitivities": 25.0,
+    "searching plans": 15.0,
+    "predicting on other images": 3.0,
+    "realizing and repairing": 35.0,
+    "distilling": 0.0,
+    "verifying": 9.0,
+}
+
+
+def shares_of_phases(spend: str, effort: str) -> dict[str, float]:
+    """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
+    shares = dict(SHARES)
+    if spend == "latency":  # blocks are timed, and so are whole plans
+        shares |= {"measuring costs": 30.0, "searching plans": 40.0, "verifying": 15.0}
+    if effort_of(effort).distill_epochs:
+        return {**shares, "distilling": 150.0}
+    return {name: share for name, share in shares.items() if name != "distilling"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +108,7 @@ class ShrinkRun:
     ) -> "ShrinkRun":
         """Loads and diagnoses the model, and divides the images; `several_sizes` are those of an elastic model."""
         preset = effort_of(effort)
-        log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
+        begin("loading the model")
         original = load(model, weights=weights).eval()
         form = None if to is None else parse_format(to)
         state, storage = None, None
@@ -102,7 +127,7 @@ class ShrinkRun:
         timing = TimingSettings(batch, Conditions(device, _timed_precision(original, form), threads))
         search = Search(preset.trials, seed, storage, preset.variations)
         settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
-        log("reading the images")
+        begin("reading the images")
         # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
         fitted = max(preset.repair_images, preset.images)
         splits = _splits_of(original, data, columns, fitted + PREDICTED + VERIFIED, seed)
@@ -135,13 +160,14 @@ class ShrinkRun:
     def _realized(self, target: Target, found: Plan) -> Shrunk:
         """Realizes a plan, repairs it and verifies the model."""
         log, batch, preset = self.settings.log, self.settings.timing.batch, self.settings.effort
-        log("realizing and verifying")
+        begin("realizing and repairing")
         chosen = _by_image(found.promising) if self.by_image else found.promising
         # Ranks, repair, then tokens: the thresholds by image are known only afterwards, and are recorded.
         fitted, settings = self.parts.planned, Repair(preset.repair_steps, seed=self.seed)
         slim, how, fits = _repaired(self.original, chosen, fitted, settings, log)
         # Last, because only this fit takes a model that prunes or merges tokens.
         if preset.distill_epochs and len(fitted) >= 2 * HELD_OUT:
+            begin("distilling")
             fits.append(Distill(preset.distill_epochs, seed=self.seed))
             fit = distill(slim, self.original, fitted, fits[-1])
             reached = f"{fit.before:.4f} to {fit.after:.4f} on images it was not fitted to"
@@ -153,7 +179,6 @@ class ShrinkRun:
 
     def unchanged(self, target: Target) -> Shrunk:
         """Returns the original, with the evidence of its speed relative to its own library."""
-        self.settings.log("verifying the unchanged model")
         timing = self.settings.timing
         speed = Latency(timing.batch, final_protocol(timing.conditions, timing.batch), library=True)
         return self._verified(self.original, target, None, None, speed)
@@ -162,6 +187,7 @@ class ShrinkRun:
         self, model: nn.Module, target: Target, found: Plan | None, prescription: Prescription | None, last: Check
     ) -> Shrunk:
         """Verifies a model against the original; `last` is the check of what was promised."""
+        begin("verifying")
         checks = with_accuracy(self.parts.verified, Fidelity(), Costs(), last)
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
@@ -302,7 +328,7 @@ def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log)
             if sources == (model_fingerprint(model), diagnosed.fingerprint):
                 log(f"diagnosis of an earlier call: {path}")
                 return stored
-    log("diagnosing")
+    begin("diagnosing")
     diagnosis = diagnose(model, diagnosed, moments=True, batch_size=32)
     if path is not None:
         diagnosis.save(path)

@@ -37,12 +37,12 @@ from attnrx.planning import Target
 from attnrx.planning.effort import EFFORTS
 from attnrx.planning.target import DROP, target_of
 from attnrx.preflight import preflight
-from attnrx.progress import Log, no_log
+from attnrx.progress import Log, no_log, phases
 from attnrx.realization.elastic import ORIGINAL, Elastic
 from attnrx.result_folder import require_result_folder
 from attnrx.runtime.subprocess_runner import shared_subprocess
 from attnrx.serialization.atomic_writes import locked
-from attnrx.shrink_run import ShrinkRun
+from attnrx.shrink_run import ShrinkRun, shares_of_phases
 from attnrx.shrunk import Shrunk
 
 SIZE = re.compile(r"(faster|macs|params)-[\w.+-]+")  # the names of the folders of sizes
@@ -133,7 +133,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     if to is not None and by_image:
         raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
-    with _claimed(folder), shared_subprocess() if target.spend == "latency" else nullcontext():
+    one_process = shared_subprocess() if target.spend == "latency" else nullcontext()
+    with _claimed(folder), phases(shares_of_phases(target.spend, effort), log), one_process:
         run = ShrinkRun.of(
             model,
             data,
@@ -205,8 +206,10 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     preflight(data=data, columns=columns, folder=folder, plans=True, report=True)
     targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
     folder = Path(folder)
+    shares = shares_of_phases("latency" if kind == "faster" else kind, effort)
+    steps = phases(shares, log, repeated=len(targets), again="searching plans")
     with _claimed(folder):
-        with shared_subprocess() if kind == "faster" else nullcontext():
+        with steps, shared_subprocess() if kind == "faster" else nullcontext():
             run = ShrinkRun.of(
                 model,
                 data,

@@ -204,7 +204,7 @@ def test_no_plan_does_less_damage_at_its_price(space: Space, sensitivities: Sens
         assert found.sensitivity <= every[every[:, 0] <= most - 0.002, 1].min() + 1e-9
     cheapest = every[:, 0].min()
     assert frontier.cheapest == pytest.approx(cheapest, abs=0.002)
-    with pytest.raises(NotSupported, match="the cheapest plan of the cost table"):
+    with pytest.raises(NotSupported, match="is out of reach"):
         frontier.at(cheapest - 1e-6)
 
 
@@ -224,7 +224,7 @@ def test_the_budget_is_met_from_any_plan(space: Space, sensitivities: Sensitivit
 
 def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivities: Sensitivities) -> None:
     cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
-    with pytest.raises(NotSupported, match="the cheapest plan of the cost table"):
+    with pytest.raises(NotSupported, match="is out of reach"):
         Frontier(space, cost_table, sensitivities, even).at(0.01)
     # A level that is no faster is never taken, whatever it would save in MACs.
     flat = replace(cost_table, attention=cost_table.attention[:, :1, :1].repeat(7, 1).repeat(7, 2))

@@ -98,7 +98,7 @@ def test_blocks_are_timed_without_the_axis_of_tokens_and_with_other_arguments(na
     diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
     clock = replace(planned.CLOCK, timed=(4,))
     space = PlanSettings(timing=clock).space(model, diagnosis, Target.parse("faster=1.1"))
-    table = measured_cost_table(space, clock, lambda line: None)
+    table = measured_cost_table(space, clock)
     assert table.patches == space.patches and table.total(Choices.nothing(space.depth)) == pytest.approx(1.0)
 
 

@@ -66,7 +66,7 @@ def test_the_price_of_nothing_is_the_whole(space: Space) -> None:
 
 @pytest.mark.slow
 def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
-    cost_table = measured_cost_table(replace(space, form="uniform_rank", _pieces={}), CLOCK, lambda _: None)
+    cost_table = measured_cost_table(replace(space, form="uniform_rank", _pieces={}), CLOCK)
     assert cost_table.total(Choices.nothing(3)) > 0
     one = cost_table.attention[0, 0, 0]
     assert one[-1] > 0 and one[0] == 0 and (np.diff(one[[0, -1]]) > 0).all()
@@ -93,7 +93,7 @@ def test_blocks_of_two_layers_with_positions_are_timed_after_a_stage(name: str) 
     diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
     clock = replace(CLOCK, timed=(4,))
     space = PlanSettings(timing=clock).space(model, diagnosis, Target.parse("faster=1.1"))
-    table = measured_cost_table(space, clock, lambda _: None)
+    table = measured_cost_table(space, clock)
     assert table.total(Choices.nothing(2)) == pytest.approx(1.0)
     assert table.attention[0, 0, 0, 1] > 0
 

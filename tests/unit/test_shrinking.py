@@ -140,11 +140,11 @@ def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -
 def test_a_call_goes_on_where_it_was(tmp_path: Path) -> None:
     lines: list[str] = []
     first = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
-    count = sum(line.startswith("plan at") for line in lines)
+    count = sum(line.startswith("a plan of") for line in lines)
     lines.clear()
     again = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
     assert any("diagnosis of an earlier call" in line for line in lines)
-    assert sum(line.startswith("plan at") for line in lines) < count
+    assert sum(line.startswith("a plan of") for line in lines) < count
     assert first.plan is not None and again.plan is not None
     assert again.plan.prescription.rules == first.plan.prescription.rules
     assert again.plan.expected["divergence"].value == pytest.approx(first.plan.expected["divergence"].value, rel=1e-6)
@@ -157,7 +157,7 @@ def test_a_call_on_other_data_measures_anew(tmp_path: Path) -> None:
     assert "diagnosing" in lines and not any("earlier call" in line for line in lines)
     assert first.plan is not None and again.plan is not None
     # As many plans are measured as in the first call, with other results.
-    assert sum(line.startswith("plan at") for line in lines) == len(first.plan.about["trials"])
+    assert sum(line.startswith("a plan of") for line in lines) == len(first.plan.about["trials"])
     values = [{trial["divergence"] for trial in found.about["trials"]} for found in (first.plan, again.plan)]
     assert not values[0] & values[1]
 

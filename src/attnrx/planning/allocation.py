@@ -60,10 +60,7 @@ class Frontier:
             if cost <= most:
                 step = Step(choices, cost, self.sensitivities.total(choices, self.weights))
                 return given_back(self.space, self.cost_table, self.sensitivities, most, self.weights, step)
-        raise NotSupported(
-            f"no plan over {', '.join(self.space.axes)} reaches {most:g} of the original's {self.cost_table.of}: the "
-            f"cheapest plan of the cost table is {self.cheapest:.3f}. Give a larger target, or allow more axes."
-        )
+        raise _out_of_reach(self.space, self.cost_table.of, most, self.cheapest)
 
     @property
     def cheapest(self) -> float:
@@ -220,14 +217,17 @@ def require_reachable(space: Space, cost_table: CostTable, most: float) -> None:
         attention = cost_table.attention[layer, levels["qk"]][:, levels["vo"], tokens - gone]
         cheapest += float(attention.min() + cost_table.mlp[layer, levels["mlp"], tokens - gone].min())
     least = cheapest / cost_table.whole
-    if least <= most:
-        return
-    of, axes = cost_table.of, ", ".join(space.axes)
+    if least > most:
+        raise _out_of_reach(space, cost_table.of, most, least)
+
+
+def _out_of_reach(space: Space, of: str, most: float, least: float) -> NotSupported:
+    axes = ", ".join(space.axes)
     if of == "latency":
-        problem = f"faster={1 / most:.3g} is out of reach: plans over {axes} are at most {1 / least:.1f}x faster"
+        problem = f"faster={1 / most:.3g} is out of reach: plans over {axes} are at most {1 / least:.2f}x faster"
     else:
         problem = f"{of}={most:g} is out of reach: plans over {axes} keep at least {least:.3f} of the {of}"
-    raise NotSupported(f"{problem}, by the cost table. Give a larger target, or allow more axes.")
+    return NotSupported(f"{problem}, by the cost table. Request less, or allow more axes.")
 
 
 def _shifted(least: np.ndarray, parts: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from attnrx.planning.cost_correction import corrected, never_slower, never_slowe
 from attnrx.planning.cost_table import CostTable
 from attnrx.planning.effort import ALL_LEVELS, EFFORTS
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.progress import Log
+from attnrx.progress import Log, track
 from attnrx.realization import realize
 from attnrx.runtime.hardware import cache_folder, device_name, may_measure
 from attnrx.runtime.module_copies import copied
@@ -169,13 +169,11 @@ def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module,
         comparisons = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=forked, on_line=log)
         return {name: 1 / comparison.faster.value for name, comparison in comparisons.items()}
 
-    # A log callback is not called from another process: lines that are printed there are passed on to it by `on_line`.
-    printed = partial(print, flush=True) if forked else log
-    blocks = call_in_subprocess_if(measured_cost_table, space, timing, printed, in_subprocess=forked, on_line=log)
+    blocks = call_in_subprocess_if(measured_cost_table, space, timing, in_subprocess=forked, on_line=log)
     return corrected(blocks, space, latency_shares)
 
 
-def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostTable:
+def measured_cost_table(space: Space, timing: TimingSettings) -> CostTable:
     """Times one block at every level and at several numbers of tokens, and the whole model.
 
     After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
@@ -202,15 +200,13 @@ def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostT
     # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
     qk, vo, mlp_levels = ((0, *space.measured(axis, timing.timed)) for axis in RANKS)
-    for level in qk:
-        for other in vo:
-            attention[level, other] = timer.block({"qk": level, "vo": other})
-        log(f"cost table: qk at {space.levels[level]:g}")
+    for level, other in track([(level, other) for level in qk for other in vo], "timing blocks"):
+        attention[level, other] = timer.block({"qk": level, "vo": other})
     # First qk, for the pairs with measured levels of vo, then vo for all.
     attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
     attention = never_slower(attention, space)
     mlp = np.zeros((len(space.levels), len(grid) + 1))
-    for level in mlp_levels[1:]:
+    for level in track(mlp_levels[1:], "timing MLPs"):
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = never_slower_mlp(between_levels(space, "mlp", mlp, mlp_levels, 0), space)
     # The last block is timed without compression only; its share of a block's time is assumed for all levels.

@@ -14,6 +14,7 @@ from attnrx.planning.plan_timing import PlanTimer
 from attnrx.planning.reference_outputs import Answers, Deviation
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities
 from attnrx.planning.space import Choices, Space
+from attnrx.progress import begin
 from attnrx.realization import realize
 
 
@@ -43,10 +44,12 @@ class PlanMeasurements:
 
     @cached_property
     def cost_table(self) -> CostTable:
+        begin("measuring costs")
         return self.timer.cost_table() if self.spend == "latency" else exact_cost_table(self.space, self.spend)
 
     @cached_property
     def _single_choices(self) -> dict[str, Sensitivities]:
+        begin("measuring sensitivities")
         answers = self.answers.first(self.settings.effort.sensitivity_images)
         return measure_sensitivities(self.space, answers, self.settings.log, self.settings.effort)
 

@@ -28,7 +28,11 @@ from attnrx.planning.reference_outputs import Answers, Deviation
 from attnrx.planning.sensitivity import Sensitivities
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
+from attnrx.progress import begin, phases, track
 
+# The phases of a plan and their usual shares of the time (`progress.Phases`).
+PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
+PHASES["predicting on other images"] = 5.0
 # Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
 CARE, MARGIN = 0.993, 0.98
 # A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
@@ -70,7 +74,8 @@ def plan(
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
         TargetMet: The unchanged model meets the target.
     """
-    (result,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
+    with phases(PHASES, (settings or PlanSettings()).log):
+        (result,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
     return result
 
 
@@ -104,6 +109,7 @@ def plan_each(
         # Outputs of the original on the other images are computed per target, after the plan: they need memory only
         # then.
         best, cost = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
+        begin("predicting on other images")
         yield planner.finished(best, cost, Answers.of(model, other_images, settings.batch_size))
 
 
@@ -154,7 +160,9 @@ class Planner:
         best, trial = None, None
         timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
         limit = most * self.effort.far
-        for attempt in range(self.effort.attempts):
+        self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
+        begin("searching plans")
+        for attempt in track(range(self.effort.attempts), "searching plans"):
             trial = self._attempt(attempt, allowed, trial)
             ratio = 1 / self.measurements.speed(trial.step.choices)
             what = "" if self.settings.to is None else f" as {self.settings.to}"
@@ -221,6 +229,8 @@ class Planner:
 
     def _searched(self, most: float) -> Trial:
         plans = _PlansAtCost(self, most)
+        self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
+        begin("searching plans")
         self.trials = refine_plan(self.space, self.settings.search, self._key(most), plans, self._first(most))
         return self._best(self.trials)
 
@@ -244,7 +254,8 @@ class Planner:
         measured = [self.measurements.trial(trial.knobs, trial.step, answers) for trial in first]
         best = min(measured, key=lambda trial: trial.divergence)
         unit = f" {answers.kind.unit}".rstrip()
-        self.log(f"the best of {len(measured)} on {len(answers)} images: {best.divergence:.4f}{unit}")
+        tried = "the plan" if len(measured) == 1 else f"the best of {len(measured)} plans"
+        self.log(f"{tried} on {len(answers)} images: divergence {best.divergence:.3g}{unit}")
         return best
 
     def for_drop(self) -> tuple[Trial, float]:
@@ -279,12 +290,15 @@ class Planner:
         changes = self.measurements.deviation(step.choices).change
         assert changes is not None  # `plan` has required labels
         change = changes.mean().item()
-        self.log(f"plan at {step.cost:.3f}: {100 * change:+.1f} points")
+        self.log(
+            f"a plan of {100 * step.cost:.1f} % of the {self.target.spend}: {100 * change:+.1f} points of accuracy"
+        )
         return -100 * change <= self.target.most
 
     def finished(self, best: Trial, most: float, others: Answers) -> Plan:
         """Builds the plan: measures its predictions on held-out images and explains its choices."""
         choices, space, found = best.step.choices, self.space, self.measurements
+        begin("predicting on other images")
         deviation = others.measure(found.realized(choices))
         # Other plans for latency are timed while planning, this one is not.
         if self.target.of == DROP and self.target.spend == "latency":
@@ -360,7 +374,8 @@ class _PlansAtCost:
         found = self.planner.measurements
         trial = found.trial(knobs, step, found.trial_answers)
         unit = f" {found.answers.kind.unit}".rstrip()
-        self.planner.log(f"plan at {step.cost:.3f}: {trial.divergence:.4f}{unit}, softened {trial.softened:.4f}")
+        spend = self.planner.target.spend
+        self.planner.log(f"a plan of {100 * step.cost:.1f} % of the {spend}: divergence {trial.divergence:.3g}{unit}")
         return trial
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from attnrx.errors import AttnrxError, NotSupported
+from attnrx.progress import SETTING, passed_on
 from attnrx.runtime.child_processes import POSIX, start_python
 
 Value = TypeVar("Value")
@@ -60,7 +61,9 @@ class Subprocess:
 
     def __init__(self, keeps_memory: bool = True):
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
-        self.process = start_python(imports, KEEPS_MEMORY if keeps_memory else {})
+        shows = os.environ.get(SETTING, "1") != "0"
+        variables = (KEEPS_MEMORY if keeps_memory else {}) | ({SETTING: "passed on"} if shows else {})
+        self.process = start_python(imports, variables)
 
     def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
         """Calls a module-level function with the number of threads of this process, and returns its value."""
@@ -80,7 +83,8 @@ class Subprocess:
             for line in self.process.stdout:
                 if line.rstrip("\n") == _DONE:
                     break
-                on_line(line.rstrip("\n"))
+                if not passed_on(line.rstrip("\n")):
+                    on_line(line.rstrip("\n"))
             returned = Path(folder) / _RETURNED
             if not returned.exists():
                 raise ProcessEnded(function.__name__, self.process.wait())
