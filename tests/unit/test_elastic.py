@@ -142,7 +142,7 @@ def test_an_interrupted_call_makes_the_missing_sizes_only(made: Elastic, tmp_pat
         rx.save(rx.load(made.folder / size.name), tmp_path / size.name)
     (tmp_path / "macs-0.85/evidence.json").write_text((made.folder / "macs-0.85/evidence.json").read_text())
     again = rx.elastic(original(), images(48), tmp_path, macs=BUDGETS, batch=4, threads=1, log=lines.append)
-    assert sum("realizing and verifying" in line for line in lines) == 1
+    assert sum("realizing and repairing" in line for line in lines) == 1
     assert [size.name for size in again.sizes] == [size.name for size in made.sizes]
     with pytest.raises(InvalidInput, match="effort quick, not normal"):
         rx.elastic(original(), images(48), tmp_path, macs=BUDGETS, effort="normal")
@@ -152,7 +152,7 @@ def test_a_call_with_other_budgets_keeps_the_sizes_of_the_folder(made: Elastic, 
     folder, lines = tmp_path / "elastic", list[str]()
     shutil.copytree(made.folder, folder)
     more = rx.elastic(original(), images(48), folder, macs=(0.7,), batch=8, threads=1, log=lines.append)
-    assert sum("realizing and verifying" in line for line in lines) == 1
+    assert sum("realizing and repairing" in line for line in lines) == 1
     assert [size.name for size in more.sizes] == ["original", "macs-0.85", "macs-0.7", "macs-0.6"]
     assert [size.macs for size in more.sizes] == sorted((size.macs for size in more.sizes), reverse=True)
     assert Elastic.read(folder) == more
@@ -203,7 +203,7 @@ def test_a_folder_has_a_model_or_sizes(made: Elastic, tmp_path: Path) -> None:
     (tmp_path / "elastic.json").write_text("mine")
     with pytest.raises(InvalidInput, match=r"elastic\.json"):
         rx.elastic(original(), images(48), tmp_path, macs=(0.8,), log=lines.append)
-    assert "diagnosing" not in lines and (tmp_path / "elastic.json").read_text() == "mine"
+    assert not any("diagnosing" in line for line in lines) and (tmp_path / "elastic.json").read_text() == "mine"
 
 
 def test_a_speed_takes_no_size_that_is_slower_than_a_larger_one(made: Elastic) -> None:

@@ -102,3 +102,15 @@ def test_the_log_of_a_call_has_its_phases_in_their_order() -> None:
     assert numbers == sorted(numbers) == list(range(1, numbers[-1] + 1)), lines
     assert {match[2] for match in found if match} == {str(numbers[-1])}
     assert result.evidence.findings
+
+
+def test_repair_shows_that_it_runs_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cases.CONFIGS["svda-deep"]
+    model, images = cases.model(config), cases.pixels(config, 24)
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, images), "qk=top_rank:2"))
+    calls: list[float] = []
+    monkeypatch.setattr(progress.Phases, "advance", lambda self, done: calls.append(done))
+    with phases({"repairing": 1.0}, [].append):
+        begin("repairing")
+        rx.repair(small, model, images, rx.realization.repair.Repair(steps=5))
+    assert len(calls) > 3 * 2 * 5  # the steps of attention and MLP in every block

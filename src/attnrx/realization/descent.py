@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from attnrx.progress import running
 from attnrx.shapes import Float, Tensor
 
 # One image in so many is not fitted to: it decides whether a fit is kept.
@@ -45,6 +46,7 @@ def descend_(
                 error(generator).backward()
                 optimizer.step()
                 schedule.step()
+                running()
     finally:
         for parameter, flag in zip(parameters, flags, strict=True):
             parameter.grad = None

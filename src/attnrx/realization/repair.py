@@ -17,7 +17,7 @@ from attnrx.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.model_data import images_for
 from attnrx.models import InputValidation, LowRankLinear, block_names, evaluating, family_of, require_all_tokens
 from attnrx.models.verbs import verb
-from attnrx.progress import track
+from attnrx.progress import running, track
 from attnrx.realization.descent import HELD_OUT, descend_
 from attnrx.runtime.module_copies import copied
 from attnrx.shapes import Float, Tensor
@@ -154,7 +154,11 @@ class _Block:
     def run_all(self, tokens: Tokens, mlp: bool = True) -> Tokens:
         """Returns the outputs for all images, optionally with zeros for the output of the MLP."""
         with nullcontext() if mlp else self._without_mlp():
-            return torch.cat([self.run(part) for part in tokens.split(CHUNK)])
+            outputs = []
+            for part in tokens.split(CHUNK):
+                outputs.append(self.run(part))
+                running()
+            return torch.cat(outputs)
 
     @contextmanager
     def _without_mlp(self) -> Iterator[None]:
@@ -287,6 +291,7 @@ def _first_tokens(model: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]
         warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
         for batch in images.batches(CHUNK, device=_weight(model).device):
             model(validation.take(batch.images))
+            running()
         return torch.cat(tokens), validation.notes()
 
 
@@ -316,6 +321,7 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
             answers = model(batch.images.to(weight.dtype).requires_grad_())  # a graph also for frozen weights
             drawn = _drawn(answers, family.output_kind(model) == "logits", generator)
             slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
+        running()
         squares = [slope.square().sum((0, -1)) for slope in slopes]
         sums = squares if not sums else [total + square for total, square in zip(sums, squares, strict=True)]
     weights = []
