@@ -9,6 +9,7 @@ import attnrx as rx
 import cases
 from attnrx import progress
 from attnrx.progress import begin, passed_on, phases, track
+from attnrx.realization.repair import Repair
 
 SHARES = {"reading": 1.0, "measuring": 2.0, "writing": 1.0}
 
@@ -112,5 +113,5 @@ def test_repair_shows_that_it_runs_inside_a_block(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(progress.Phases, "advance", lambda self, done: calls.append(done))
     with phases({"repairing": 1.0}, [].append):
         begin("repairing")
-        rx.repair(small, model, images, rx.realization.repair.Repair(steps=5))
+        rx.repair(small, model, images, Repair(steps=5))
     assert len(calls) > 3 * 2 * 5  # the steps of attention and MLP in every block
