@@ -125,7 +125,9 @@ def test_pictures_become_what_the_processor_of_a_folder_makes(name: str, tmp_pat
     loaded = rx.load(f"hf:{tmp_path}")
     rx.save(loaded, tmp_path / "saved")
     converts = getattr(processor, "do_convert_rgb", None)
-    for preprocessing in (preprocessing_of(loaded), preprocessing_of(rx.load(tmp_path / "saved"))):
+    # An instance knows the folder that it comes from.
+    instance = rx.load(transformers.ViTForImageClassification.from_pretrained(tmp_path))
+    for preprocessing in map(preprocessing_of, (loaded, rx.load(tmp_path / "saved"), instance)):
         for picture, content in ODD.items():
             upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
             given = upright if converts else opened(content)

@@ -334,12 +334,19 @@ class HuggingFaceFamily(AdoptedFamily):
             yield from _dropouts(attention)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""
+        """Reads the configuration, and the image processor of the folder or hub id that the model was loaded from.
+
+        Without one, and unless stated, mean and std are 0.5, as in ViTImageProcessor.
+        """
         name, config = type(model).__name__, model.config
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
-        reader = reader_of(model)
+        reader, source = reader_of(model), getattr(config, "_name_or_path", "")
         model_shape = image_shape(reader.input.shape(self.body(model).config))
+        if source and not stated.get("preprocessing"):
+            saved = _processor(source, reader.resizes, local_files_only=True)
+            if len(saved.get("mean", ())) == model_shape[0]:
+                stated = saved | {field: value for field, value in stated.items() if value is not None}
         shape = image_shape(stated.get("input_shape") or model_shape)
         if shape != model_shape and not (reader.resizes and shape[0] == model_shape[0]):
             raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
@@ -491,12 +498,13 @@ def _transformers(name: str) -> Any:
         ) from error
 
 
-def _image_processor(source: Path | str) -> Any:
+def _image_processor(source: Path | str, **options: Any) -> Any:
     """Returns the image processor saved with a model, or None."""
     try:
         with local_copies_if_unreachable(source):
-            return _transformers("AutoImageProcessor").from_pretrained(source)
-    except (OSError, ValueError):  # saved without an image processor
+            return _transformers("AutoImageProcessor").from_pretrained(source, **options)
+    # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
+    except (OSError, ValueError, ImportError, KeyError, TypeError):
         return None
 
 
@@ -513,9 +521,9 @@ PROCESSOR_SETTINGS = (
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
 
 
-def _processor(source: Path | str, resizes: bool) -> dict[str, Any]:
+def _processor(source: Path | str, resizes: bool, **options: Any) -> dict[str, Any]:
     """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none."""
-    processor = _image_processor(source)
+    processor = _image_processor(source, **options)
     if processor is None:
         return {}
     values: dict[str, Any] = {name: getattr(processor, name, None) for name in PROCESSOR_SETTINGS}
@@ -525,8 +533,9 @@ def _processor(source: Path | str, resizes: bool) -> dict[str, Any]:
     if "resample" in settings:
         settings["resample"] = int(settings["resample"])
     # One pair of numbers for rescaling and normalization: pixels are divided by 255, so these are on that scale.
-    scale = 255 * float(processor.rescale_factor) if getattr(processor, "do_rescale", True) else 255.0
-    normalizes = getattr(processor, "do_normalize", True) and processor.image_mean is not None
+    rescales = getattr(processor, "do_rescale", True)
+    scale = 255 * float(getattr(processor, "rescale_factor", 1 / 255)) if rescales else 255.0
+    normalizes = getattr(processor, "do_normalize", True) and getattr(processor, "image_mean", None) is not None
     statistics: Any = (processor.image_mean, processor.image_std) if normalizes else ((0.0,) * 3, (1.0,) * 3)
     mean, std = (tuple(value / scale for value in values) for values in statistics)
     facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
