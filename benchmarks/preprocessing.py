@@ -66,11 +66,11 @@ def main() -> None:
     parser.add_argument("--test-column", default="ilsvrc_val", help="true for the rows to use")
     parser.add_argument("--images", type=int, default=250)
     arguments = parser.parse_args()
-    import timm
+    from timm.data import create_transform, resolve_model_data_config
 
     torch.manual_seed(0)
     model = rx.load(arguments.model, weights=arguments.weights).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    transform = create_transform(**resolve_model_data_config(model))
     columns = arguments.image_column, arguments.label_column, arguments.test_column
     stored = list(pictures(arguments.data, *columns, arguments.images))
     with TemporaryDirectory() as folder:

@@ -153,6 +153,22 @@ def test_a_saved_model_keeps_its_preprocessing(tmp_path: Any) -> None:
     assert (settings["crop_pct"], settings["crop_mode"], settings["interpolation"]) == (0.8, "border", "bilinear")
 
 
+def test_a_model_of_attnrx_keeps_the_geometry_of_its_training_data(tmp_path: Any) -> None:
+    splits = rx.load_data("digits", image_size=12)
+    shape = {"channels": 1, "image_size": 12, "patch_size": 4, "geometry": splits.geometry}
+    model = rx.models.build_model("svda:digits", mean=(0.5,), std=(0.5,), **shape)
+    rx.save(model, tmp_path)
+    again = rx.load(tmp_path)
+    assert preprocessing_of(again).geometry == splits.geometry
+    assert rx.adapt_preprocessing(rx.load_data("digits"), again).geometry == splits.geometry
+    padded = ImageGeometry.of_size(32, 1, "pad")
+    model = rx.models.build_model("svda:fashion_mnist", mean=(0.5,), std=(0.5,), geometry=padded)
+    grey = np.full((28, 28), 255, np.uint8)
+    assert preprocessing_of(model)(Image.fromarray(grey)).sum() == 28 * 28 - (32 * 32 - 28 * 28)
+    with pytest.raises(InvalidInput, match="geometry for images of"):
+        rx.models.build_model("svda:digits", geometry=padded)
+
+
 def test_a_geometry_is_read_back_and_validated() -> None:
     geometry = ImageGeometry((48, 80), 3, "contain", (50, 90), "lanczos", False, "floor", (1, 2, 3), "white")
     assert ImageGeometry.from_dict(geometry.to_dict()) == geometry

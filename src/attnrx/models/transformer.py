@@ -19,6 +19,7 @@ from attnrx.models.family import Family, MLPRanks
 from attnrx.models.fused_mlp import FusedMLP
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_hooks import costs_of_tokens, forward_pass
+from attnrx.preprocessing import ImageGeometry
 from attnrx.serialization.config import from_dict, to_dict
 from attnrx.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
@@ -37,7 +38,7 @@ class TransformerConfig(ABC):
     `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
     ranks of the two maps of every MLP (None: one matrix), or is empty, and `hidden_units` the number of its hidden
     units if some were removed. `mean` and `std` are the image normalization
-    that the model was trained with.
+    that the model was trained with, `geometry` how pictures were fitted to its input; None if that is not known.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -50,6 +51,7 @@ class TransformerConfig(ABC):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     mlp_ranks: MLPRanks = ()
     hidden_units: tuple[int, ...] = ()
+    geometry: ImageGeometry | None = None
 
     def __post_init__(self):
         if not self.attention:
@@ -61,6 +63,11 @@ class TransformerConfig(ABC):
             raise InvalidInput(f"{len(self.mlp_ranks)} pairs of MLP ranks for {self.depth} layers: give one each.")
         if self.hidden_units and len(self.hidden_units) != self.depth:
             raise InvalidInput(f"{len(self.hidden_units)} hidden_units for {self.depth} layers: give one each.")
+        if self.geometry is not None and self.geometry.shape != (self.channels, self.image_size, self.image_size):
+            raise InvalidInput(
+                f"geometry for images of {self.geometry.shape} (channels, height, width): the model takes "
+                f"{(self.channels, self.image_size, self.image_size)}."
+            )
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise InvalidInput(
                 f"{len(self.mean)} means and {len(self.std)} stds for {self.channels} channels: give one each."
@@ -249,10 +256,13 @@ class OwnFamily(Family, Generic[Config]):
         return to_dict(self._own(model).config)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
-        return self.model_type(from_dict(description, (self.config_type, AttentionSpec)))
+        return self.model_type(from_dict(description, (self.config_type, AttentionSpec, ImageGeometry)))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._own(model).config.input_shape
+
+    def geometry(self, model: nn.Module) -> ImageGeometry | None:
+        return self._own(model).config.geometry
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         config = self._own(model).config

@@ -157,4 +157,5 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
         log(f"{arguments.model} is built for this data: {splits.channels} channels, {classes} classes")
     scale = splits.normalization
     shape = {"channels": splits.channels, "classes": classes, "image_size": splits.image_size}
+    shape["geometry"] = splits.geometry
     return rx.models.build_model(arguments.model, seed, mean=scale.mean, std=scale.std, **shape), splits
