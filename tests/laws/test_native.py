@@ -104,6 +104,43 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
             unchecked(query, key, value, sizes, 1.0)
 
 
+@pytest.mark.parametrize("size", [1e38, 2.5e38, 3.3e38])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_near_the_largest_float_are_those_of_pytorch(size: float, sign: int) -> None:
+    """Where a product overflows, PyTorch has no number either, in the same rows."""
+    query, key = (torch.ones(1, 1, count, 1, dtype=torch.float32) for count in (9, 20))
+    key *= sign * size * torch.linspace(0.5, 1, 20, dtype=torch.float32)[:, None]
+    query[:, :, 4] = 3  # its scores overflow
+    value = torch.arange(20, dtype=torch.float32)[None, None, :, None]
+    found = native_attention([query], [key], [value], None, 1.0)
+    expected = torch.softmax(query @ key.transpose(2, 3), -1) @ value
+    torch.testing.assert_close(found, expected.flatten(1, 2), equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert bool(found[0, :4].isfinite().all())
+
+
+def test_tensors_that_no_kernel_reads_are_refused_by_their_kind() -> None:
+    query, key, value = (torch.randn(2, 3, 9, 4, dtype=torch.float32) for _ in range(3))
+    operator: Any = torch.ops.attnrx.native_attention.default
+    with pytest.raises(InvalidInput, match="at least one"):
+        native_attention([], [], [], None, 1.0)
+    with pytest.raises(InvalidInput, match=r"\[3\] axes"):
+        operator([query[0]], [key[0]], [value[0]], None, 1.0)
+    with pytest.raises(InvalidInput, match=r"give \[batch, tokens, features"):
+        torch.ops.attnrx.native_joint_attention.default(query[0, 0], [1], [2], None, 1.0)
+    with pytest.raises(InvalidInput, match="at least one"):
+        torch.ops.attnrx.native_mixed_attention.default(query[:, 0], key[:, 0], [], [4], torch.eye(1), None)
+    with pytest.raises(InvalidInput, match="give a map"):
+        torch.ops.attnrx.native_maps.default(query, [], [], [], [])
+    with pytest.raises(InvalidInput, match="dense tensors"):
+        native_attention([query], [key], [value], torch.ones(2, 9, dtype=torch.float32).to_sparse(), 1.0)
+    learned = query.clone().requires_grad_()
+    with pytest.raises(InvalidInput, match="records no gradients"):
+        native_attention([learned], [key], [value], None, 1.0)
+    with torch.no_grad():
+        expected = native_attention([query], [key], [value], None, 1.0)
+        assert torch.equal(native_attention([learned], [key], [value], None, 1.0), expected)
+
+
 def test_directions_that_heads_share_are_read_where_they_lie() -> None:
     sides = drawn(((9, 9),), 12, 12)
     sides[1][0] = sides[1][0][:, :1].expand(-1, 2, -1, -1)

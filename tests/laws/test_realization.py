@@ -7,7 +7,7 @@ import torch
 
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.errors import FingerprintMismatch, InvalidInput, NotSupported
-from attnrx.models import TransformerConfig, family_of, observing
+from attnrx.models import TransformerConfig, VisionTransformer, family_of, observing
 from attnrx.realization import realize, realizing
 from cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
 
@@ -31,6 +31,39 @@ def test_exact_compression_equals_the_mask(config: str, pattern: str) -> None:
     torch.testing.assert_close(compressed, masked, rtol=1e-10, atol=1e-10)
     # Which is the default, because no other compression keeps what the prescription kept.
     assert torch.equal(realize(vit, given)(inputs), compressed)
+
+
+def edge_of(kind: str) -> VisionTransformer:
+    """A model of SVDA whose strengths or rows are at the edge of what they can be."""
+    vit = model(CONFIGS["svda-deep"])
+    with torch.no_grad():
+        for attention in family_of(vit).attention(vit):
+            strength, query = attention.scores.get_parameter("strength"), attention.scores.query
+            strength.copy_(
+                {"negative": -strength.abs(), "largest": 1e38 * strength.sign(), "zero": 0 * strength}.get(
+                    kind, strength
+                )
+            )
+            if kind == "zero rows":
+                query.weight[::2] = 0
+                assert query.bias is not None
+                query.bias[::2] = 0
+    return vit
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("pattern", ["half", "ragged", "head-removed"])
+@pytest.mark.parametrize("kind", ["negative", "largest", "zero", "zero rows"])
+@torch.no_grad()
+def test_exact_compression_equals_the_mask_at_the_edges(kind: str, pattern: str, dtype: torch.dtype) -> None:
+    """In float32 both run on the C++ kernel."""
+    vit, inputs = edge_of(kind).to(dtype), images(CONFIGS["svda-deep"]).to(dtype)
+    given = prescription(vit, PATTERNS[pattern])
+    masked = realize(vit, given, "mask")(inputs)
+    compressed = realize(vit, given, "compress", "exact")(inputs)
+    close = 1e-10 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(compressed, masked, rtol=close, atol=close)
+    assert bool(masked.isfinite().all())
 
 
 @pytest.mark.parametrize("norms", NORMS)

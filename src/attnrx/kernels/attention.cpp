@@ -103,14 +103,17 @@ INLINED void read_out(const float* map, int padded, const float* value, int keys
   }
 }
 
-// Replaces a row of scores (base-2 logarithms) by weights and returns one over their sum.
+constexpr float TO_BASE_TWO = 1.4426950408889634f;
+
+// Replaces a row of scores by weights and returns one over their sum. Differences are converted to base two, not scores:
+// a score near the largest float would overflow.
 INLINED float weigh(float* row, int padded) {
   Vector most = load(row), sum = {};
   for (int i = WIDTH; i < padded; i += WIDTH) most = larger(load(row + i), most);
   float top = most[0], total = 0;
   for (int lane = 1; lane < WIDTH; lane++) top = most[lane] > top ? most[lane] : top;
   for (int i = 0; i < padded; i += WIDTH) {
-    Vector weights = power_of_two(load(row + i) - top);
+    Vector weights = power_of_two((load(row + i) - top) * TO_BASE_TWO);
     store(row + i, weights);
     sum += weights;
   }
@@ -166,17 +169,15 @@ void in_tiles(int first, int last, Compute compute) {
   }
 }
 
-// The logarithms of the sizes to base two; -infinity for the padding.
+// The logarithms of the sizes; -infinity for the padding.
 void pack_sizes(const float* sizes, int keys, float* added) {
-  for (int i = 0; i < up(keys, WIDTH); i++) added[i] = i < keys ? (sizes ? std::log2(sizes[i]) : 0.f) : -INFINITY;
+  for (int i = 0; i < up(keys, WIDTH); i++) added[i] = i < keys ? (sizes ? std::log(sizes[i]) : 0.f) : -INFINITY;
 }
-
-constexpr float TO_BASE_TWO = 1.4426950408889634f;
 
 INLINED void add_bias(float* row, const float* bias, int keys) {
   int i = 0;
-  for (; i + WIDTH <= keys; i += WIDTH) store(row + i, load(row + i) + load(bias + i) * TO_BASE_TWO);
-  for (; i < keys; i++) row[i] += bias[i] * TO_BASE_TWO;
+  for (; i + WIDTH <= keys; i += WIDTH) store(row + i, load(row + i) + load(bias + i));
+  for (; i < keys; i++) row[i] += bias[i];
 }
 
 // Computes the queries from `first` to `last` of one head of one image; false if out of memory.
@@ -196,7 +197,7 @@ bool attend_head(const Head& head, int number, int image, int first, int last, i
     key_rows = turned;
     key_token = rank;
   }
-  pack_keys(key_rows, key_token, keys, rank, scale * TO_BASE_TWO, key);
+  pack_keys(key_rows, key_token, keys, rank, scale, key);
   if (rotation) {
     rotate(query, query_token, first, last, rank, *rotation, image, number, turned);
     query = turned - (int64_t)first * rank;
@@ -261,7 +262,7 @@ bool attend_mixed(const Head* heads, const Mixture& mixture, int image, int firs
   int64_t direction = 0;
   for (int block = 0; block < mixture.blocks; direction += mixture.ranks[block++])
     pack_keys(at(heads[0].key, image * heads[0].key_image) + direction, heads[0].key_token, keys,
-              (int)mixture.ranks[block], TO_BASE_TWO, key + direction * padded);
+              (int)mixture.ranks[block], 1.f, key + direction * padded);
   float* value = values;
   for (int head = 0; head < mixture.heads; value += (size_t)up((int)heads[head++].reads, PANEL) * keys)
     pack_values(at(heads[head].value, image * heads[head].value_image), heads[head].value_token, keys,

@@ -44,6 +44,17 @@ _library.define(
 )
 
 
+def require_inference(tensors: Sequence[Tensor | None]) -> None:
+    """Raises InvalidInput for tensors whose gradients a kernel would lose, and for those without strides."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise InvalidInput("a C++ kernel records no gradients, and one of its inputs requires them: use no_grad().")
+        if tensor.layout != torch.strided:
+            raise InvalidInput(f"a C++ kernel reads dense tensors; {tensor.layout} given: convert it by to_dense().")
+
+
 def native_attention(
     queries: Sequence[Float[Tensor, "batch _ queries _"]],
     keys: Sequence[Float[Tensor, "batch _ keys _"]],
@@ -61,6 +72,11 @@ def native_attention(
         NotSupported: The kernel cannot be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
+    if not len(queries) == len(keys) == len(values) or not queries:
+        raise InvalidInput(
+            f"{len(queries)} queries, {len(keys)} keys and {len(values)} values of heads: give one each, at least one."
+        )
+    require_inference((*queries, *keys, *values, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
     return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), token_sizes, scale, bias)
 
@@ -129,6 +145,7 @@ def native_mixed_attention(
     The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
     map of a block is computed once for all heads.
     """
+    require_inference((query, key, *values, mix, sizes))
     token_sizes = None if sizes is None else sizes.float()
     weights = mix.float().contiguous()
     return torch.ops.attnrx.native_mixed_attention.default(query, key, list(values), ranks, weights, token_sizes)
@@ -143,6 +160,11 @@ def _mixed_attention(
     sizes: Tensor | None,
 ) -> Tensor:
     library = required_library()
+    if (query.ndim, key.ndim, mix.ndim) != (3, 3, 2) or any(value.ndim != 4 for value in values) or not values:
+        raise InvalidInput(
+            "give queries and keys [batch, tokens, directions], values [batch, heads, tokens, features], at least one, "
+            "and the mixture [heads, blocks]."
+        )
     # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
     queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
     _require_fitting(queries, keys, values, sizes)
@@ -180,6 +202,11 @@ def _empty_mixed(
 
 def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
     """Raises InvalidInput for shapes with which the kernel would read out of bounds."""
+    axes = {side.ndim for side in (*queries, *keys, *values)}
+    if axes != {4}:
+        raise InvalidInput(
+            f"queries, keys and values with {sorted(axes)} axes: give [batch, heads, tokens, features] each."
+        )
     (batch, _, tokens, _), length = queries[0].shape, values[0].shape[2]
     for query, key, value in zip(queries, keys, values, strict=True):
         heads, rank = value.shape[1], query.shape[3]
@@ -250,6 +277,7 @@ def native_joint_attention(
     first, if a `rotation` is given. This spares the views that separate the
     features, which take longer than the arithmetic for a few images.
     """
+    require_inference((features, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
     cosines, sines, pairs = (None, None, []) if rotation is None else rotation
     return torch.ops.attnrx.native_joint_attention.default(
@@ -269,6 +297,8 @@ def _joint_attention(
     bias: Tensor | None = None,
 ) -> Tensor:
     library = required_library()
+    if features.ndim != 3:
+        raise InvalidInput(f"features of {list(features.shape)}: give [batch, tokens, features of all heads].")
     features = features.contiguous()
     batch, tokens, row = features.shape
     if row != 2 * sum(ranks) + sum(value_dims) or len(ranks) != len(value_dims):

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.errors import InvalidInput
 from attnrx.kernels.compilation import kernel_threads, native_library, required_library
+from attnrx.kernels.native_attention import require_inference
 from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Float, Int, Tensor, TokenBatch
 
@@ -59,6 +60,7 @@ def native_merge(
         NotSupported: The kernel cannot be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
+    require_inference((tokens, sizes, keys, weights))
     # Under autocast the keys have a lower precision than the tokens.
     keys = None if keys is None else keys.to(tokens.dtype)
     return torch.ops.attnrx.native_merge.default(

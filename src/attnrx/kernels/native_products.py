@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.errors import InvalidInput
 from attnrx.kernels.compilation import kernel_threads, required_library
+from attnrx.kernels.native_attention import require_inference
 from attnrx.shapes import Float, Tensor
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
@@ -52,6 +53,7 @@ def native_maps(
         NotSupported: The kernel cannot be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
+    require_inference((features,))
     weights, biases = [packed.weight for packed in maps], [packed.bias for packed in maps]
     return torch.ops.attnrx.native_maps.default(features, weights, biases, [packed.outputs for packed in maps], gelus)
 
@@ -60,6 +62,8 @@ def _maps(
     features: Tensor, weights: list[Tensor], biases: list[Tensor], outputs: list[int], gelus: list[bool]
 ) -> Tensor:
     library = required_library()
+    if not features.ndim or not outputs:
+        raise InvalidInput(f"{len(outputs)} maps of features {list(features.shape)}: give a map and rows of features.")
     features = features.contiguous()
     inputs = features.shape[-1]
     numbers: list[int] = []  # the structures `Map` of products.cpp
