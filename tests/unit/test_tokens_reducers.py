@@ -266,9 +266,10 @@ def test_the_margin_of_pitome_falls_with_depth() -> None:
 
 
 def test_ats_samples_by_class_attention_times_the_length_of_the_values() -> None:
-    # Two heads: significance .1, .5, .1, .3; the points of four are at 1/8, 3/8, 5/8 and 7/8.
-    attention = torch.tensor([[[0.2, 0.1, 0.4, 0.1, 0.2], [0.2, 0.0, 0.1, 0.0, 0.1]]])
-    norms = torch.tensor([[[9.0, 1.0, 1.0, 1.0, 1.0], [9.0, 5.0, 1.0, 5.0, 1.0]]])
+    # Two heads of .2, .4, .2, .2 and 0, .6, 0, .4, each scaled to a sum of 1: significance .1, .5, .1, .3. The points
+    # of four are at 1/8, 3/8, 5/8 and 7/8.
+    attention = torch.tensor([[[0.2, 0.2, 0.4, 0.2, 0.2], [0.2, 0.0, 0.06, 0.0, 0.04]]])
+    norms = torch.tensor([[[9.0, 1.0, 1.0, 1.0, 1.0], [9.0, 5.0, 5.0, 5.0, 5.0]]])
     patches = [[float(number)] for number in range(4)]
     given = state(patches, class_attention=attention, value_norms=norms)
     torch.testing.assert_close(ATS().significance(given), torch.tensor([[0.1, 0.5, 0.1, 0.3]]))

@@ -92,11 +92,14 @@ def _halting(context: LossContext) -> Iterator[tuple[Scores, Scores]]:
     reduction, run = reduction_of(context.model), context.run
     reducer = None if reduction is None else reduction.policy.reducer
     scores_of = reducer.scores if isinstance(reducer, Soft) else reducer
-    if reduction is None or not isinstance(scores_of, HaltingScores) or run is None or not run.trail:
+    if reduction is None or not isinstance(scores_of, HaltingScores):
+        found = "no token policy" if reduction is None else f"the token policy {reduction.policy}"
         raise NotSupported(
-            "this loss trains the token reducer halting_scores, and needs the run of the step in its context "
-            "(recording_tokens); attach a policy with that reducer, or omit the loss."
+            f"Ponder and HaltingPrior train the halting scores of the token reducer halting_scores, and this model has "
+            f"{found}: attach a policy with that reducer, e.g. halting_scores:0.7@4,7,10, or omit the loss."
         )
+    if run is None or not run.trail:
+        raise NotSupported("Ponder and HaltingPrior need the run of the step in their context (recording_tokens).")
     prefix, patches = reduction.shape.layout.prefix, reduction.shape.layout.patches
     # Scores are returned per patch of the image, because N and r are sums over layers with different tokens.
     for block, tokens in enumerate(context.features):

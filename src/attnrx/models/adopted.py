@@ -230,8 +230,9 @@ class Adopted(nn.Module):
 def _is_recomputed(source: nn.Module) -> bool:
     """Returns whether the library computes its blocks again in the backward pass (gradient checkpointing)."""
     # timm and open_clip do so in both modes, transformers in training only.
+    # In the dictionary of the instance, where the libraries switch it on: a missing attribute is looked up slowly.
     return torch.is_grad_enabled() and any(
-        getattr(part, "grad_checkpointing", False) or (part.training and getattr(part, "gradient_checkpointing", False))
+        vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
         for part in source.modules()
     )
 

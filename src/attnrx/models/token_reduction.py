@@ -105,7 +105,8 @@ class TokenReduction(nn.Module):
 
     A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
     learned reducer always masks: it samples which patches are kept, at `temperature`, in any number. With
-    `straight_through` the tokens have a gradient with respect to the samples.
+    `straight_through` the tokens have a gradient with respect to the samples; `clamps_scores` bounds it for dropped
+    patches (`sized_softmax`).
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
 
@@ -126,6 +127,7 @@ class TokenReduction(nn.Module):
         self.call = _ReductionCall()
         self.temperature = 1.0
         self.straight_through = True
+        self.clamps_scores = True
         self.restored_blocks: Container[int] = ()
         self._calibrated: list[float] | None = None
 
@@ -229,6 +231,9 @@ class TokenReduction(nn.Module):
         """Whether the tokens after a block had every patch of the image at its place in a run."""
         restored = run.restoration is not None and block in run.restored_blocks
         return restored or self.by == "mask" or self.samples_patches
+
+    def clamps(self) -> bool:
+        return self.clamps_scores
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
         """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""

@@ -13,12 +13,12 @@ from attnrx.tokens.state import TokenState
 class ATS(Reducer):
     """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches; nothing is learned.
 
-    The significance of a patch is the class attention to it times the norm of its value, summed over the heads and
-    scaled to a sum of 1. Inverse transform sampling at the fixed points (2 k - 1) / 2 K (k = 1..K) selects the patches:
-    one of large significance is hit more than once, patches of small significance share a point. As published the
-    number of patches differs between images, because each patch is kept once however often it is hit. Here it is fixed:
-    K is the number to keep, and the patches of the highest significance replace repeated hits. As published patches are
-    removed within the attention of a layer; here it is before the next layer.
+    The significance of a patch is the class attention to it times the norm of its value, scaled to a sum of 1 in every
+    head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K (k = 1..K) selects
+    the patches: one of large significance is hit more than once, patches of small significance share a point. As
+    published the number of patches differs between images, because each patch is kept once however often it is hit.
+    Here it is fixed: K is the number to keep, and the patches of the highest significance replace repeated hits. As
+    published patches are removed within the attention of a layer; here it is before the next layer.
     """
 
     needs = ("class_attention", "value_norms")
@@ -27,7 +27,10 @@ class ATS(Reducer):
         """Returns the distribution that is sampled from; 0 for pruned patches."""
         assert state.class_attention is not None
         assert state.value_norms is not None
-        scores = (state.class_attention * state.value_norms)[:, :, state.prefix :].sum(1) * state.present_mask
+        scores = (state.class_attention * state.value_norms)[:, :, state.prefix :] * state.present_mask[:, None]
+        totals = scores.sum(2, keepdim=True)
+        # A head whose values are all zero has no part in the sum; it would be divided by zero.
+        scores = (scores / torch.where(totals > 0, totals, 1.0)).sum(1)
         # Where all are 0 (all values are zero), the remaining patches are equally significant.
         scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.present_mask)
         return scores / scores.sum(1, keepdim=True)

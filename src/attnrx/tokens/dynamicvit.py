@@ -64,7 +64,12 @@ class DynamicViTPredictor(nn.Module):
 
 @dataclass(frozen=True)
 class DynamicViT(Predicting):
-    """Keeps the patches that a learned predictor selects, from the tokens and their mean (Rao et al., 2021)."""
+    """Keeps the patches that a learned predictor selects, from the tokens and their mean (Rao et al., 2021).
+
+    In training the gradient of a dropped patch's mask is not exactly the paper's: in the masked softmax, the score of a
+    dropped key is clamped to the largest score of the kept ones (`sized_softmax`), which changes no output and bounds
+    this gradient. Without the clamp, `TokenReduction.clamps_scores = False`, it is the paper's.
+    """
 
     def predictor(self, shape: Shape) -> nn.Module:
         return DynamicViTPredictor(shape.width)

@@ -60,10 +60,12 @@ class Soft(Reducer):
 class Packaging(Soft):
     """Keeps the best patches, and one fused token for all others: their mean, weighted by their scores.
 
-    The fused token is added to the `count` kept patches; later stages treat it as a patch.
+    The fused token is added to the `count` kept patches; later stages treat it as a patch. Where it is not `normalized`
+    it is the weighted sum.
     """
 
     extra: ClassVar[int] = 1
+    normalized: bool = True
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of the predictor of the scores, and of the fused token."""
@@ -77,20 +79,22 @@ class Packaging(Soft):
         # The fused token follows the `count` kept ones; it represents all others.
         fused_index = torch.full_like(state.patch_indices, count)
         destinations = destinations_of(kept, fused_index) if state.tracked else None
-        tokens, fused_token = taken(state.patches, kept), _fused(state.patches, weights)
+        tokens, fused_token = taken(state.patches, kept), _fused(state.patches, weights, self.normalized)
         return Reduction(kept, tokens, fused_token, destinations=destinations)
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Overwrites the first pruned patch by the fused token."""
         pruned_mask = state.present_mask * (1 - keep)
-        fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask)
+        fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask, self.normalized)
         # There is a pruned patch to overwrite: `sampled_keep` prunes one where a reducer has an extra token.
         index = pruned_mask.detach().argmax(1, keepdim=True)
         return SampledTokens(state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token), index)
 
 
-def _fused(patches: Tensor, weights: Tensor) -> Tensor:
-    """Returns the weighted mean of the patches, one token per image; zeros where all weights are zero."""
+def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
+    """Returns the weighted mean or sum of the patches, one token per image; zeros where all weights are zero."""
+    if not normalized:
+        return (weights[:, None] @ patches.to(weights.dtype)).to(patches.dtype)
     total = weights.sum(1, keepdim=True)
     # float16 has no 1e-12.
     shares = weights / total.clamp_min(1e-12 if total.dtype.itemsize > 2 else 1e-6)

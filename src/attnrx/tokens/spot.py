@@ -25,6 +25,8 @@ class Spot(Predicting):
     all stages share one predictor. Changed one at a time, the switches are the ablations of Table 2, Figure 5 and Table
     8. With `standardized`, which is not the paper's, every attention feature has mean 0 and variance 1 over the
     patches of an image: raw ones are 10 to 10^5 times smaller than token features.
+
+    In training the gradient of a dropped patch's mask is bounded, as `DynamicViT` states.
     """
 
     mean: bool = True

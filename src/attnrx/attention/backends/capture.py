@@ -1,5 +1,6 @@
 """Backends that pass the attention on: to a token reducer, with tokens weighted by their size, or to an observer."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -63,8 +64,9 @@ class AttentionCapture(Backend):
         sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
         receive: Callable[[CapturedAttention], None],
         wanted: tuple[str, ...],
+        clamps: Callable[[], bool] = lambda: True,
     ):
-        self.sizes, self.receive, self.wanted = sizes, receive, wanted
+        self.sizes, self.receive, self.wanted, self.clamps = sizes, receive, wanted, clamps
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Returns itself, or a faster backend on a CPU if nothing but class attention has to be captured."""
@@ -115,7 +117,8 @@ class AttentionCapture(Backend):
         outputs, heads = [], value.shape[1]
         for part in chunks_of(value, heads, factors.query.shape[1], factors.key.shape[1]):
             images = images_of(part)
-            attention = sized_softmax(scores(factors.of_images(images)), None if sizes is None else sizes[images])
+            part_sizes = None if sizes is None else sizes[images]
+            attention = sized_softmax(scores(factors.of_images(images)), part_sizes, self.clamps())
             self.pass_on(attention, factors, value, part)
             outputs.append(attention @ value[images])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -249,12 +252,14 @@ class Observed(Backend):
 
 
 def sized_softmax(
-    logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
+    logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None, clamps: bool = True
 ) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the attention in which every key is weighted by its size; a key of size 0 has weight zero.
 
     The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
-    finite everywhere: the score of a key of size zero is clamped to the largest score of the others.
+    finite everywhere: the score of a key of size zero is clamped to the largest score of the others. Without `clamps`
+    the gradient is that of the formula of DynamicViT, for keys of size zero as well: it grows exponentially with their
+    scores, up to the square root of the largest number.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
@@ -262,5 +267,7 @@ def sized_softmax(
     # Softmax does not depend on the subtracted constant, so it needs no gradient. It is the largest score of the keys
     # that are present; without the clamp a removed key with a larger score could overflow, and infinity * 0 is NaN.
     largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
-    weighted = (logits - largest).clamp(max=0).exp() * weights
+    # Half of the range of exponents leaves room for the product with a gradient.
+    limit = 0.0 if clamps else math.log(torch.finfo(logits.dtype).max) / 2
+    weighted = (logits - largest).clamp(max=limit).exp() * weights
     return weighted / weighted.sum(-1, keepdim=True)
