@@ -22,8 +22,8 @@ def unit_losses(
     `covariance` is that of the activations, `weight` the map that reads them. With P = (covariance + penalty)^-1 the
     removal of unit u, compensated by the units that remain, adds |w_u|^2 / P_uu to the mean squared error of the output
     plus the penalty on the change of the weights (Optimal Brain Surgeon; Hassibi and Stork, 1993). Weights and P are
-    updated after every removal by a matrix of rank one. The increases are strictly increasing in that order, so that the
-    k largest are those of the last k units.
+    updated after every removal by a matrix of rank one. The increases are strictly increasing in that order, so that
+    the k largest are those of the last k units.
     """
     # Removal of a unit is a step of elimination in P: blocks of removals collect their rank-one updates, which are then
     # applied by one product of matrices, as in blocked factorizations.
