@@ -79,7 +79,9 @@ with torch.no_grad():
     print(f"the copy differs by less than 1e-5: {bool((model(images) - mine(images)).abs().max() < 1e-5)}")
 
 # %% [markdown]
-# `rx.load` changes a copy. It has compared the logits of both on random images before it returns. All verbs take it:
+# `rx.load` changes a copy. It has compared the logits of both on random images before it returns. Where the outputs are
+# no logits of classes, state what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or `"embedding"`. All
+# verbs take the model:
 
 # %%
 diagnosis = rx.diagnose(model, images)

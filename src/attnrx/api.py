@@ -29,19 +29,20 @@ from attnrx.arguments import (
     either,
     instance,
     number,
+    one_of,
     optional,
 )
-from attnrx.checks import Check, Comparison, possible_checks, standard_checks
+from attnrx.checks import Check, Comparison, possible_checks, require_possible, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import CardWarning, InvalidInput, NotSupported
-from attnrx.evidence import Evidence, Finding
+from attnrx.errors import CardWarning, InvalidInput, NonFiniteOutputs, NotSupported
+from attnrx.evidence import Evidence, Finding, judged
 from attnrx.exporting import DYNAMIC, Exported, export, is_exported, load_exported
 from attnrx.model_data import adapt_preprocessing, images_for
 from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra, measure_divergence
-from attnrx.model_outputs import BinaryLogit, Logits, output_kind_of
+from attnrx.model_outputs import STATEMENTS, Logits, output_kind_of, state_outputs_
 from attnrx.models import (
     FAMILIES,
     Reader,
@@ -120,9 +121,10 @@ OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r
     faster=optional(FASTER),
     reader=optional(instance("an attnrx.Reader with the paths of the model's parts", Reader)),
     factory=optional(FUNCTION),
+    outputs=optional(one_of(*STATEMENTS)),
 )
 @verb
-def load(
+def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     source: str | Path | nn.Module,
     seed: int = 0,
     weights: str | Path | None = None,
@@ -134,8 +136,14 @@ def load(
     faster: float | None = None,
     reader: Reader | None = None,
     factory: Callable[..., nn.Module] | None = None,
+    outputs: str | None = None,
 ) -> nn.Module:
     """Loads or builds a model.
+
+    `outputs` states what its outputs are where the model does not: "classes" (logits of classes, or of two classes by
+    one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or "embedding". All
+    comparisons depend on it; copies of the model and saved folders keep it. The configuration of a transformers model
+    states it by `problem_type`; without any statement, outputs of a classifier are classes.
 
     `source` is one of:
 
@@ -154,16 +162,19 @@ def load(
     - a file written by `export`: the returned module runs it with its runtime. A .pt2 file (formats program and
       aotinductor) can run code of its author and needs `trust=True`.
     """
-    # Files of a runtime first: they are no folders, and have no configuration.
-    if isinstance(source, str | Path) and is_exported(source):
-        return load_exported(source, trust)
     # A budget selects a size of an elastic model; for any other source it is an error, not a request to compress.
     has_budget = any(budget is not None for budget in (macs, params, faster))
-    elastic_and_target = _elastic_of(source, target_of(faster, macs, params) if has_budget else None)
-    if elastic_and_target is not None:
-        elastic, target = elastic_and_target
-        return elastic.load(target.of, target.most, factory=factory)
-    return load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
+    # Files of a runtime first: they are no folders, and have no configuration.
+    if isinstance(source, str | Path) and is_exported(source):
+        model = load_exported(source, trust)
+    elif (found := _elastic_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
+        elastic, target = found
+        model = elastic.load(target.of, target.most, factory=factory)
+    else:
+        model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
+    if outputs is not None:
+        state_outputs_(model, outputs)
+    return model
 
 
 def _no_model(value: object) -> str:
@@ -272,13 +283,14 @@ def verify(
         # The standard checks are those that apply; a check that was requested raises where it cannot run.
         chosen, skipped = possible_checks(chosen, comparison)
         notes += skipped
+    require_possible(chosen, comparison)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
     with ExitStack() as files:
         if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):
             comparison = replace(comparison, **_in_runtime(candidate, reference, images, files, notes))
         # One comparison for all checks: the outputs of the models are computed once.
-        findings = tuple(finding for check in chosen for finding in check(comparison))
+        findings = _findings(chosen, comparison, notes)
     facts = {
         "candidate": candidate_fingerprint,
         "reference": reference_fingerprint,
@@ -293,10 +305,32 @@ def verify(
         "tokens": described_tokens(candidate),
         "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
-        "notes": [*notes, *_output_notes(findings, comparison)],
+        "notes": [*notes, *([comparison.kind.note] if comparison.kind.note else [])],
+        "warnings": _chance_notes(findings, comparison),
         **dict(about or {}),  # last: it may replace any of these
     }
     return Evidence(findings, facts)
+
+
+def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str]) -> tuple[Finding, ...]:
+    """Runs the checks; where the candidate returns NaN or infinity, that is a finding, and a note lists the checks that
+    cannot run.
+    """
+    findings: list[Finding] = []
+    failed, problem = [], None
+    for check in checks:
+        try:
+            findings += check(comparison)
+        except NonFiniteOutputs as error:
+            failed.append(check.name)
+            problem = error
+    if problem is None:
+        return tuple(findings)
+    notes.append(f"not checked: {', '.join(failed)}: {problem}")
+    claim = "the candidate returns NaN or infinity for no image"
+    fields = judged(float(problem.count), 0.0, n=problem.images, at_least=False)
+    details = {"quantity": "non-finite outputs"}
+    return (Finding("outputs", claim, float(problem.count), "images", **fields, details=details), *findings)
 
 
 def _exported_fingerprint(candidate: nn.Module) -> str | None:
@@ -344,17 +378,11 @@ def _required_checks(checks: Any) -> tuple[Check, ...]:
     return checks
 
 
-def _output_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
-    """Returns notes on how the outputs were read: one logit, and classes that may not be those of the labels."""
-    kind = comparison.kind
-    if not isinstance(kind, Logits):
-        return []  # labels of nearest neighbours are those of the data
-    notes = [kind.note] if isinstance(kind, BinaryLogit) else []
-    return [*notes, *_chance_notes(findings, comparison)]
-
-
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
-    # Labels of another order of classes give no error, only an accuracy near chance.
+    # Labels of another order of classes give no error, only an accuracy near chance. Those of nearest neighbours are
+    # labels of the data.
+    if not isinstance(comparison.kind, Logits):
+        return []
     expected = {"quantity": "accuracy", "model": "reference"}
     accuracies = [
         finding for finding in findings if finding.check == "accuracy" and expected.items() <= finding.details.items()

@@ -20,6 +20,17 @@ class InvalidInput(AttnrxError, ValueError):
     """An argument, a tensor or a file with invalid content."""
 
 
+class NonFiniteOutputs(InvalidInput):
+    """A candidate that returns NaN or infinity; `count` of `images` images."""
+
+    def __init__(self, count: int, images: int):
+        super().__init__(
+            f"the candidate returns NaN or infinity for {count} of {images} images; "
+            "check its weights and the normalization of the data."
+        )
+        self.count, self.images = count, images
+
+
 class InvalidRule(InvalidInput):
     """A rule with a parameter outside its range."""
 

@@ -148,6 +148,9 @@ class Evidence(Displayed, Tabular):
     """All findings about one candidate; `about` records the models, the data, the settings and the versions.
 
     Printed, it is a table of the findings; `to_csv`, `to_latex` and `to_pandas` return it in other formats.
+
+    Of the texts in `about`, "notes" are remarks, and "warnings" are those without which the numbers mislead: they come
+    first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
     """
 
     findings: tuple[Finding, ...]
@@ -177,7 +180,8 @@ class Evidence(Displayed, Tabular):
         counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in OUTCOMES}
         words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
         parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
-        return Sentence(f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit")
+        counted = f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
+        return Sentence(". ".join((*self.warnings, counted)))
 
     def __str__(self) -> str:
         """Returns the table of the findings, claims first."""
@@ -204,6 +208,11 @@ class Evidence(Displayed, Tabular):
             {**{name: getattr(finding, name) for name in names}, "quantity": finding.details.get("quantity")}
             for finding in self.findings
         ]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What has to be known before the numbers are read, e.g. that the labels are at chance level."""
+        return tuple(map(str, self.about.get("warnings", ())))
 
     def to_html(self) -> str:
         """Returns a whole HTML page of the evidence, as `write_report` writes it, e.g. for an iframe of a notebook.

@@ -52,7 +52,8 @@ def images_for(
     if isinstance(data, ImageSet):
         return data
     scale, preprocess = normalization_of(model), _preprocess_of(model, argument)
-    return image_set(data, preprocess, argument, normalization=scale, limit=limit, seed=seed)
+    outputs = output_kind_of(model).name
+    return image_set(data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs)
 
 
 def _preprocess_of(model: nn.Module, argument: str) -> Callable[[Any], Float[Tensor, "channels height width"]]:

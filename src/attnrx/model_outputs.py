@@ -1,4 +1,4 @@
-"""The kinds of outputs (logits of classes, one binary logit, embeddings), and how those of two models are compared."""
+"""The kinds of outputs (logits of classes or labels, numbers, embeddings), and how those of two models are compared."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attnrx.models import FAMILIES
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.models import FAMILIES, STATED_OUTPUTS
+from attnrx.shapes import Bool, Float, Int, Tensor
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
 # so that the number is fixed: results on different numbers of images can be compared.
@@ -18,7 +19,8 @@ class OutputKind(ABC):
     """How outputs are compared: a divergence per image, and a decision per image that both models make.
 
     `noun`, `distance`, `decision` and `accuracy` are the words of findings, `columns` those of tables for accuracy and
-    divergence; `unit` is that of the divergence, and `doubt` a divergence at which a decision may change.
+    divergence, `returns` those of errors; `unit` is that of the divergence, and `doubt` a divergence at which a
+    decision may change. Without `has_decisions` there is no decision, and so neither agreement nor accuracy.
     """
 
     name: ClassVar[str]
@@ -27,12 +29,16 @@ class OutputKind(ABC):
     decision: ClassVar[str]
     accuracy: ClassVar[str]
     columns: ClassVar[tuple[str, str]]
+    returns: ClassVar[str]
     unit: ClassVar[str]
     doubt: ClassVar[float]
+    has_decisions: ClassVar[bool] = True
+    note: ClassVar[str] = ""
+    """A note that is added to the evidence of such models."""
 
-    @abstractmethod
     def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
         """Returns the outputs of a batch in float64 on the CPU, in the form in which they are stored."""
+        return outputs.double().cpu()
 
     @abstractmethod
     def divergence(
@@ -47,12 +53,36 @@ class OutputKind(ABC):
         """Returns a divergence per image that varies less between images; plans are searched by it."""
 
     @abstractmethod
-    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
-        """Returns the decision per image, a number."""
+    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images *labels"]:
+        """Returns the decision per image: a number, or one number per label."""
+
+    def labels(
+        self, decisions: Int[Tensor, "images *labels"], labels: Int[Tensor, "images *labels"]
+    ) -> Int[Tensor, "images *labels"]:
+        """Returns the label that follows from each decision, given the true labels of all images."""
+        return decisions
+
+    def agreement(
+        self, decisions: Int[Tensor, "images *labels"], others: Int[Tensor, "images *labels"]
+    ) -> Float[Tensor, "images"]:
+        """Returns the share of equal decisions per image."""
+        return (
+            (decisions == others).double().flatten(1).mean(1) if decisions.ndim > 1 else (decisions == others).double()
+        )
+
+    def correct(
+        self, decisions: Int[Tensor, "images *labels"], labels: Int[Tensor, "images *labels"]
+    ) -> Bool[Tensor, "images"]:
+        """Returns whether the label that follows from the decision is the true one; of several labels, all of them."""
+        hits = self.labels(decisions, labels) == labels
+        return hits.flatten(1).all(1) if hits.ndim > 1 else hits
 
     @abstractmethod
-    def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
-        """Returns the label that follows from each decision, given the true labels of all images."""
+    def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
+        """Returns the log-probability of an answer drawn from the outputs, summed over the images.
+
+        The second moment of its gradient is the Fisher information, the curvature of the divergence.
+        """
 
 
 class Logits(OutputKind):
@@ -60,7 +90,7 @@ class Logits(OutputKind):
 
     name, noun, unit, doubt = "logits", "logit", "nats", 0.25
     distance, decision, accuracy = "KL divergence", "prediction", "top-1 accuracy"
-    columns = "top-1", "KL"
+    columns, returns = ("top-1", "KL"), "logits of classes"
 
     def num_classes(self, width: int) -> int:
         """Returns the number of classes that a model with `width` outputs distinguishes."""
@@ -88,22 +118,24 @@ class Logits(OutputKind):
     def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
         return self.class_logits(outputs).argmax(-1)
 
-    def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
-        return decisions
+    def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
+        logits = self.class_logits(outputs)
+        classes = torch.multinomial(logits.detach().float().softmax(-1).cpu(), 1, generator=generator)
+        return logits.log_softmax(-1).gather(1, classes.to(outputs.device)).sum()
 
 
 class BinaryLogit(Logits):
     """One logit per image: that of class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
 
     The divergence is that of the two Bernoulli distributions, and an eighth of the squared difference of the logits its
-    softened limit. Nothing in a model distinguishes a classifier with one logit from a regression model, whose
-    divergence and decisions mean nothing; `note` is added to the evidence of both.
+    softened limit. Nothing in a model distinguishes a classifier with one logit from a regression model, unless it is
+    stated (`load(..., outputs="regression")`).
     """
 
     name = "binary_logit"
-    note: ClassVar[str] = (
+    note = (
         "the model has one output, which is taken as the logit of class 1 against class 0, with the decision at zero; "
-        "for the value of a regression, only the relative logit discrepancy of the check fidelity is meaningful."
+        'if it is the value of a regression, load the model with outputs="regression".'
     )
 
     def num_classes(self, width: int) -> int:
@@ -117,6 +149,76 @@ class BinaryLogit(Logits):
         return outputs.double().cpu()
 
 
+class Multilabel(OutputKind):
+    """One logit per label, each with a sigmoid of its own; a label is predicted above zero.
+
+    The divergence is that of the Bernoulli distributions, summed over the labels, and an eighth of the squared
+    differences its softened limit. Agreement is the share of equal label decisions; an answer is correct if all are.
+    """
+
+    name, noun, unit, doubt = "multilabel", "logit", "nats", 0.25
+    distance, decision, accuracy = "KL divergence", "label", "exact-match accuracy"
+    columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
+
+    def divergence(
+        self, base: Float[Tensor, "images labels"], other: Float[Tensor, "images labels"]
+    ) -> Float[Tensor, "images"]:
+        base, other = base.double(), other.double()
+        total = torch.zeros(len(base), dtype=torch.float64, device=base.device)
+        for sign in (1, -1):  # the label is present, or absent
+            before, after = (nn.functional.logsigmoid(sign * logits) for logits in (base, other))
+            total = total + (before.exp() * (before - after)).sum(-1)
+        return total
+
+    def softened(
+        self, base: Float[Tensor, "images labels"], other: Float[Tensor, "images labels"]
+    ) -> Float[Tensor, "images"]:
+        return (base.double() - other.double()).square().sum(-1) / 8
+
+    def decisions(self, outputs: Float[Tensor, "images labels"]) -> Int[Tensor, "images labels"]:
+        return (outputs > 0).long()
+
+    def drawn(self, outputs: Float[Tensor, "batch labels"], generator: torch.Generator) -> Float[Tensor, ""]:
+        present = torch.bernoulli(outputs.detach().float().sigmoid().cpu(), generator=generator).to(outputs.device)
+        return nn.functional.logsigmoid(torch.where(present > 0, outputs, -outputs)).sum()
+
+
+class Regression(OutputKind):
+    """Numbers: the squared error relative to the variance of the reference's outputs over the images, per output.
+
+    The divergence is the mean over the outputs, so that outputs of different units count the same: over all images it
+    is the share of the variance that is lost. There is no decision.
+    """
+
+    name, noun, unit, doubt = "regression", "output", "", 0.05
+    distance, decision, accuracy = "squared error relative to the variance", "", ""
+    columns, returns = ("", "squared error"), "numbers of a regression"
+    has_decisions = False
+
+    def divergence(
+        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
+    ) -> Float[Tensor, "images"]:
+        base, other = base.double(), other.double()
+        return ((base - other).square() / self._scale(base)).mean(-1)
+
+    def softened(
+        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
+    ) -> Float[Tensor, "images"]:
+        return self.divergence(base, other)
+
+    def decisions(self, outputs: Float[Tensor, "images numbers"]) -> Int[Tensor, "images"]:
+        raise InvalidInput("the numbers of a regression make no decision: there is neither agreement nor accuracy.")
+
+    def drawn(self, outputs: Float[Tensor, "batch numbers"], generator: torch.Generator) -> Float[Tensor, ""]:
+        noise = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
+        return (noise * outputs / self._scale(outputs.detach().double()).sqrt().to(outputs.dtype)).sum()
+
+    def _scale(self, base: Float[Tensor, "images numbers"]) -> Float[Tensor, "numbers"]:
+        variance, square = base.var(0, correction=0), base.square().mean(0)
+        # Equal outputs, or those of one image, have no variance.
+        return torch.where(variance > 1e-12 * square, variance, torch.where(square > 0, square, 1.0))
+
+
 class Embeddings(OutputKind):
     """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
 
@@ -126,9 +228,7 @@ class Embeddings(OutputKind):
     name, noun, unit, doubt = "embedding", "embedding", "", 0.05
     distance, decision = "cosine distance", "nearest neighbour"
     accuracy, columns = "1-nearest-neighbour accuracy", ("1-NN", "cosine distance")
-
-    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
-        return outputs.double().cpu()
+    returns = "embeddings"
 
     def divergence(
         self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
@@ -148,6 +248,11 @@ class Embeddings(OutputKind):
     def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
         return labels[decisions]
 
+    def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
+        # Embeddings are compared by their angle, so their lengths do not count.
+        direction = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
+        return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
+
 
 def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int[Tensor, "images k"]:
     """Returns the `k` nearest neighbours of every image by cosine similarity, among `GROUP` consecutive images.
@@ -166,16 +271,37 @@ def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int
     return torch.cat(neighbours)
 
 
-KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (Logits(), BinaryLogit(), Embeddings())}
+KINDS: dict[str, OutputKind] = {
+    kind.name: kind for kind in (Logits(), BinaryLogit(), Multilabel(), Regression(), Embeddings())
+}
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns how the outputs of a model are compared; those of a model that no family knows are logits."""
+    """Returns how the outputs of a model are compared: as stated when it was loaded, else as its family knows; those of
+    a model that no family knows are logits.
+    """
     # Not `family_of`, which raises: checks also take modules of no family.
     family = next((family for family in FAMILIES if family.matches(model)), None)
-    name = "logits" if family is None else family.output_kind(model)
+    name = getattr(model, STATED_OUTPUTS, None)
+    if name is None:
+        name = "logits" if family is None else family.output_kind(model)
     heads = () if family is None else family.heads(model)
     return KINDS["binary_logit" if name == "logits" and heads and heads[0].out_features == 1 else name]
+
+
+# What a user states -> the kind.
+STATEMENTS = {"classes": "logits", "multilabel": "multilabel", "regression": "regression", "embedding": "embedding"}
+
+
+def state_outputs_(model: nn.Module, outputs: str) -> None:
+    """States what the outputs of a model are, one of STATEMENTS; copies and saved folders of the model keep it.
+
+    Raises:
+        UnknownName: It is not one of STATEMENTS.
+    """
+    if outputs not in STATEMENTS:
+        raise UnknownName("kind of outputs", outputs, STATEMENTS)
+    setattr(model, STATED_OUTPUTS, STATEMENTS[outputs])
 
 
 def divergence(

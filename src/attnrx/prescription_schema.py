@@ -98,7 +98,7 @@ LATENCY = Record(
 # The predictions of a plan (`Plan.promises`), which the check `promises` of `verify` compares with measurements.
 PLAN = Record(
     {
-        "expected": Record(dict.fromkeys(("divergence", "agreement"), MEAN), {"change": MEAN}),
+        "expected": Record({"divergence": MEAN}, dict.fromkeys(("agreement", "change"), MEAN)),
         "measured": Optional(LATENCY),
     },
     open=True,

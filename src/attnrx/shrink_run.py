@@ -189,7 +189,7 @@ class ShrinkRun:
     ) -> Shrunk:
         """Verifies a model against the original; `last` is the check of what was promised."""
         begin("verifying")
-        checks = with_accuracy(self.parts.verified, Fidelity(), Costs(), last)
+        checks = with_accuracy(self.parts.verified, self.original, Fidelity(), Costs(), last)
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
         evidence = verify(model, self.original, self.parts.verified, checks, about, **context)
@@ -305,9 +305,10 @@ def _by_image(prescription: Prescription) -> Prescription:
 def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:
     """Returns the first images with the names of their classes, which are empty without labels."""
     batch = next(iter(images.take(min(SHOWN, len(images))).batches(SHOWN)))
-    labels: list[int] = batch.labels.tolist()
-    if min(labels) < 0:  # -1: without a label
+    # -1: without a label
+    if batch.labels.ndim > 1 or int(batch.labels.min()) < 0:
         return batch.images, ()
+    labels: list[int] = batch.labels.tolist()
     names = dict(enumerate(class_names))
     return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
 

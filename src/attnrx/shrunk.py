@@ -20,6 +20,7 @@ from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.exporting import fitting_names, parse_format, precision_for, remove_export
 from attnrx.model_data import splits_for
+from attnrx.model_outputs import output_kind_of
 from attnrx.models import model_fingerprint, reduction_of
 from attnrx.planning import Plan, Target
 from attnrx.planning.plan_timing import final_protocol
@@ -170,7 +171,7 @@ class Shrunk:
         conditions = Conditions(file.images.device, file.images.precision, threads)
         protocol = final_protocol(conditions, batch)
         speed = 1 / self.target.most if self.target.of == "latency" else None
-        checks = with_accuracy(tested, Fidelity(), Latency(batch, protocol, speed, library=True))
+        checks = with_accuracy(tested, original, Fidelity(), Latency(batch, protocol, speed, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}
         try:
             evidence = verify(file, original, tested, checks, about, batch_size=32)
@@ -201,6 +202,7 @@ class Shrunk:
         )
 
 
-def with_accuracy(images: ImageSet, *checks: Check) -> tuple[Check, ...]:
-    """Returns the checks, preceded by that of the accuracy if the images have labels."""
-    return (Accuracy(None), *checks) if images.has_labels else checks  # reported, without a limit
+def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
+    """Returns the checks, preceded by that of the accuracy if the images have labels and the model makes decisions."""
+    has_accuracy = images.has_labels and output_kind_of(model).has_decisions
+    return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit

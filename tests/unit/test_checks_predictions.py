@@ -229,5 +229,5 @@ def test_shift_compares_classes_of_the_calibration_with_others(setting: Setting)
     with pytest.raises(InvalidInput, match="needs the classes"):
         Shift()(comparison)
     with pytest.raises(InvalidInput, match="give images of both kinds"):
-        Shift(tuple(range(10)))(comparison)
+        Shift((0, 1, 2))(comparison)
     assert dict(parse_checks("shift(classes=0/217,most=1.3)")[0].knobs) == {"classes": (0, 217), "most": 1.3}

@@ -106,7 +106,7 @@ def test_equal_counts_and_numbers_without_names_stay() -> None:
 
 def test_a_reference_near_chance_is_a_warning_in_the_evidence(vit: nn.Module) -> None:
     evidence = rx.verify(vit, vit, rx.adapt_preprocessing(dataset(("a", "b", "c")), vit).test, [Accuracy()])
-    (note,) = evidence.about["notes"]
+    (note,) = evidence.warnings
     assert "no more than guessing" in note and "--label-map" in note
     labels = torch.arange(100) % 10
     assert not chance_notes(proportion(70, 100).scaled(100.0), labels)
@@ -121,7 +121,8 @@ def test_the_command_takes_a_map_and_warns_first(tmp_path: Path, capsys: pytest.
     command = ["verify", str(slim), "--reference", str(slim), "--data", "digits", "--images", "60"]
     code = main([*command, "--checks", "accuracy", "--label-map", str(table)])
     shown = capsys.readouterr()
-    assert code in (0, 1) and "warning: the reference classifies" in shown.err
+    assert code in (0, 1) and "warning: LABELS AT CHANCE LEVEL: the reference classifies" in shown.err
+    assert "LABELS AT CHANCE LEVEL" in shown.out.splitlines()[-1]
     table.write_text("[1, 2]")
     assert main([*command, "--checks", "accuracy", "--label-map", str(table)]) == 2
     assert "give a JSON object" in capsys.readouterr().err

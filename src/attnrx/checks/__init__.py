@@ -12,7 +12,7 @@ from attnrx.checks.accuracy import Accuracy
 from attnrx.checks.aggregation import aggregate
 from attnrx.checks.bounds import Bounds
 from attnrx.checks.calibration import Calibration
-from attnrx.checks.check import Check, RequestedCheck, parse_checks_text, possible_checks
+from attnrx.checks.check import Check, RequestedCheck, parse_checks_text, possible_checks, require_possible
 from attnrx.checks.comparison import Comparison, Predictions
 from attnrx.checks.controls import Controls
 from attnrx.checks.costs import Costs
@@ -63,6 +63,7 @@ __all__ = [
     "all_checks",
     "parse_checks",
     "possible_checks",
+    "require_possible",
     "standard_checks",
 ]
 

@@ -18,7 +18,8 @@ class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
     Embeddings have no classes: theirs is the accuracy of the label of the nearest neighbour (`attnrx.model_outputs`),
-    and is called 1-nearest-neighbour accuracy in the findings.
+    and is called 1-nearest-neighbour accuracy in the findings. Of several labels per image all must be right: exact-
+    match accuracy.
 
     The claim is that the candidate loses at most `most_drop` points. It holds if the whole interval of the change
     satisfies the limit, fails if no part of it does, and is undecided otherwise: a small image set cannot show a small
@@ -27,6 +28,7 @@ class Accuracy(Check):
 
     name: ClassVar[str] = "accuracy"
     needs_labels: ClassVar[bool] = True
+    needs_decisions: ClassVar[bool] = True
     most_drop: float | None = 1.0
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

@@ -10,7 +10,7 @@ from attnrx.checks.comparison import Comparison
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
-from attnrx.model_outputs import Logits
+from attnrx.model_outputs import Embeddings, Logits
 from attnrx.models import FAMILIES
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
@@ -33,6 +33,15 @@ class Check(ABC):
     needs_logits: ClassVar[bool] = False
     """Whether the check reads probabilities, which a model that returns embeddings does not have."""
 
+    needs_decisions: ClassVar[bool] = False
+    """Whether the check compares decisions, which the numbers of a regression do not make."""
+
+    needs_classes: ClassVar[bool] = False
+    """Whether the check needs one class per image as label, which a model of several labels or numbers has not."""
+
+    needs_embeddings: ClassVar[bool] = False
+    """Whether the check compares embeddings: neighbours of class logits are not what such a model is used for."""
+
     needs_layers: ClassVar[bool] = False
     """Whether the check reads the layers of the models, which an exported file does not have."""
 
@@ -54,21 +63,44 @@ class Check(ABC):
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
 
-def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
-    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
-    images = comparison.data
+def unmet_needs(comparison: Comparison) -> dict[str, str]:
+    """Returns the needs of checks, by the name of their flag, that the images, outputs and models do not meet, each
+    with the reason.
+    """
+    images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)
     have_layers = all(any(family.matches(model) for family in FAMILIES) for model in models)
+    returns = f"this model returns {kind.returns}."
     reasons = {
-        "needs_labels": None if images.has_labels else str(images.label_problem),
-        "needs_logits": None if isinstance(comparison.kind, Logits) else "the model returns embeddings.",
-        "needs_layers": None if have_layers else "one of the models, e.g. an exported file, has no layers to count.",
+        "needs_labels": None if images.label_problem is None else str(images.label_problem),
+        "needs_logits": None if isinstance(kind, Logits) else f"it needs probabilities of classes; {returns}",
+        "needs_decisions": None if kind.has_decisions else f"it compares decisions; {returns}",
+        "needs_classes": None
+        if isinstance(kind, Logits | Embeddings)
+        else f"it needs one class per image as label; {returns}",
+        "needs_embeddings": None if isinstance(kind, Embeddings) else f"it needs embeddings; {returns}",
+        "needs_layers": None if have_layers else "it needs layers; one of the models, e.g. an exported file, has none.",
     }
+    return {need: reason for need, reason in reasons.items() if reason is not None}
+
+
+def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
+    """Raises InvalidInput for a check that cannot mean anything with these images, outputs and models."""
+    unmet = unmet_needs(comparison)
+    for check in checks:
+        for need, reason in unmet.items():
+            # Missing labels are reported as an error of the data, with what to do (`require_labels`).
+            if getattr(check, need) and need != "needs_labels":
+                raise InvalidInput(f"the check {check.name} {reason.removeprefix('it ')}")
+
+
+def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
     notes = []
     # One note per reason, and a check without labels and logits in the first only.
-    for need, reason in reasons.items():
+    for need, reason in unmet_needs(comparison).items():
         names = ", ".join(check.name for check in checks if getattr(check, need))
-        if reason is not None and names:
+        if names:
             notes.append(f"not checked: {names}: {reason}")
             checks = [check for check in checks if not getattr(check, need)]
     return tuple(checks), tuple(notes)

@@ -11,8 +11,8 @@ from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet, require_labelled
 from attnrx.data.fixed import start_hint
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import DataError, InvalidInput
-from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
+from attnrx.errors import DataError, InvalidInput, NonFiniteOutputs
+from attnrx.model_outputs import KINDS, Logits, Multilabel, OutputKind, output_kind_of
 from attnrx.models import evaluating
 from attnrx.prescription import Prescription
 from attnrx.progress import track
@@ -25,7 +25,7 @@ class Predictions:
     """The outputs of several models by role, on the same images in the same order."""
 
     outputs: Mapping[str, Float[Tensor, "images classes"]]
-    labels: Int[Tensor, "images"]
+    labels: Int[Tensor, "images *labels"]
     kind: OutputKind = KINDS["logits"]
 
     def __len__(self) -> int:
@@ -34,11 +34,15 @@ class Predictions:
     def correct(self, role: str) -> Bool[Tensor, "images"]:
         # Here and not for every comparison: other checks read no labels.
         require_labelled(self.labels)
-        return self.kind.labels(self.decisions(role), self.labels) == self.labels
+        return self.kind.correct(self.decisions(role), self.labels)
 
-    def decisions(self, role: str) -> Int[Tensor, "images"]:
-        """Returns the class of every image, or the nearest neighbour of its embedding."""
+    def decisions(self, role: str) -> Int[Tensor, "images *labels"]:
+        """Returns the class of every image, its labels, or the nearest neighbour of its embedding."""
         return self.kind.decisions(self.outputs[role])
+
+    def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
+        """Returns the share of equal decisions of two models per image."""
+        return self.kind.agreement(self.decisions(base), self.decisions(other))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +102,8 @@ class Comparison:
             if model not in self._cache:
                 roles.setdefault(model, role)  # the first role, by which errors name the model
         if roles:
-            computed = predict({role: model for model, role in roles.items()}, self)
+            computed = predict({role: model for model, role in roles.items()}, self, validates=False)
+            # Cached as they are: several checks meet a model that returns NaN, which runs once.
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
         classes = {role: values.shape[1] for role, values in outputs.items()}
@@ -106,7 +111,9 @@ class Comparison:
             is_classifier = isinstance(kind, Logits)
             what = "distinguish different numbers of classes" if is_classifier else "return different widths"
             raise InvalidInput(f"the models {what} ({classes}); compare models of the same task.")
-        return Predictions(outputs, self._cache[self.reference][1], kind)
+        predictions = Predictions(outputs, self._cache[self.reference][1], kind)
+        _require_valid(predictions, self.data)
+        return predictions
 
     @property
     def kind(self) -> OutputKind:
@@ -114,10 +121,10 @@ class Comparison:
         return output_kind_of(self.reference)
 
     def require_logits(self, check: str) -> Logits:
-        """Returns what the models return; raises InvalidInput for embeddings, which have no classes."""
+        """Returns what the models return; raises InvalidInput for outputs that are no logits of classes."""
         kind = self.kind
         if not isinstance(kind, Logits):
-            raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns embeddings.")
+            raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns {kind.returns}.")
         return kind
 
     @property
@@ -132,8 +139,13 @@ class Comparison:
         return replace(self, data=self.data.take(images), _cache={})  # the cached outputs are of other images
 
 
-def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
-    """Runs all models on each batch of the data; the outputs are moved to the CPU."""
+def predict(models: Mapping[str, nn.Module], comparison: Comparison, *, validates: bool = True) -> Predictions:
+    """Runs all models on each batch of the data; the outputs are moved to the CPU, in float32 or float64.
+
+    Raises:
+        NonFiniteOutputs: The candidate returns NaN or infinity.
+        InvalidInput: Another model does, or the labels are not those of the outputs.
+    """
     parts: dict[str, list[Tensor]] = {role: [] for role in models}
     labels: list[Tensor] = []
     data = comparison.data.part(*comparison.place, comparison.batch_size)
@@ -144,32 +156,43 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
             # All models on one batch: the data are decoded once, and images are paired whatever the order is.
             labels.append(batch.labels.cpu())
             for role, model in models.items():
-                parts[role].append(answer(model, batch.images).cpu())
+                found = answer(model, batch.images).cpu()
+                # Without loss: sums and comparisons of half precision would be rounded to it.
+                parts[role].append(found.to(torch.promote_types(found.dtype, torch.float32)))
     concatenate = processes.all_rows if comparison.together else torch.cat
     outputs = {role: concatenate(rows) for role, rows in parts.items()}
     predictions = Predictions(outputs, concatenate(labels), comparison.kind)
-    has_labels = data.label_problem is None
-    # After the exchange, so that all processes raise, and none waits for one that has stopped.
-    for role, rows in outputs.items():
-        _require_valid(role, rows, predictions.labels if has_labels else None, predictions.kind)
+    if validates:
+        _require_valid(predictions, data)
     return predictions
 
 
-def _require_valid(role: str, outputs: Tensor, labels: Tensor | None, kind: OutputKind) -> None:
-    bad = int((~outputs.isfinite().all(-1)).sum())
-    if bad:
-        raise InvalidInput(
-            f"the {role} returns NaN or infinity for {bad} of {len(outputs)} images; "
-            "check its weights and the normalization of the data."
-        )
-    if labels is None or not isinstance(kind, Logits):
-        return
-    classes = kind.num_classes(outputs.shape[1])
-    if int(labels.max()) >= classes:
-        raise DataError(
-            f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
-            f"verify on the dataset that the model was trained for.{start_hint(labels, classes)}"
-        )
+def _require_valid(predictions: Predictions, data: ImageSet) -> None:
+    # After the exchange, so that all processes raise, and none waits for one that has stopped.
+    kind, labels = predictions.kind, predictions.labels
+    for role, outputs in predictions.outputs.items():
+        bad = int((~outputs.isfinite().all(-1)).sum())
+        if bad and role == "candidate":
+            raise NonFiniteOutputs(bad, len(outputs))
+        if bad:
+            raise InvalidInput(
+                f"the {role} returns NaN or infinity for {bad} of {len(outputs)} images; "
+                "check its weights and the normalization of the data."
+            )
+        if data.label_problem is not None:
+            continue
+        if isinstance(kind, Multilabel) and labels.shape != outputs.shape:
+            raise DataError(
+                f"the labels of the data are {list(labels.shape)}, and the {role} returns {list(outputs.shape)} logits "
+                "of labels: give a vector of 0 and 1 per image, one number for each label, or no labels."
+            )
+        if isinstance(kind, Logits):
+            classes = kind.num_classes(outputs.shape[1])
+            if int(labels.max()) >= classes:
+                raise DataError(
+                    f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
+                    f"verify on the dataset that the model was trained for.{start_hint(labels, classes)}"
+                )
 
 
 def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
@@ -183,8 +206,9 @@ def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]
     # By the interval, because the accuracy on a few images exceeds guessing by chance.
     if accuracy.low > guessing:
         return []
+    measured = f"{accuracy.value:.1f} % [{accuracy.low:.1f}, {accuracy.high:.1f}] of {len(labels)} images"
     return [
-        f"the reference classifies {accuracy.value:.1f} % [{accuracy.low:.1f}, {accuracy.high:.1f}] of {len(labels)} "
-        f"images as labelled, no more than guessing their most frequent class does ({guessing:.1f} %): the labels may "
-        "not be numbers of the model's classes (--label-column, --label-map), so differences of accuracy mean little."
+        f"LABELS AT CHANCE LEVEL: the reference classifies {measured} as labelled, no more than guessing their most "
+        f"frequent class does ({guessing:.1f} %): the labels may not be numbers of the model's classes "
+        "(--label-column, --label-map), so differences of accuracy mean little"
     ]

@@ -33,6 +33,7 @@ class Controls(Check):
 
     name: ClassVar[str] = "controls"
     needs_labels: ClassVar[bool] = True
+    needs_decisions: ClassVar[bool] = True
     on_request: ClassVar[bool] = True
     prescriptions: Mapping[str, tuple[Prescription, ...]]
     realize: Callable[[Prescription], nn.Module]

@@ -13,7 +13,7 @@ from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.data import require_labelled
 from attnrx.data.images import turns
-from attnrx.errors import DataError
+from attnrx.errors import DataError, NotSupported
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Int, Tensor
@@ -31,6 +31,7 @@ class Features(Check):
 
     name: ClassVar[str] = "features"
     on_request: ClassVar[bool] = True
+    needs_layers: ClassVar[bool] = True
     most_error: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -70,6 +71,8 @@ class PatchProbe(Check):
     name: ClassVar[str] = "patch_probe"
     on_request: ClassVar[bool] = True
     needs_labels: ClassVar[bool] = True
+    needs_classes: ClassVar[bool] = True
+    needs_layers: ClassVar[bool] = True
     ridge: float = 0.01
     most_drop: float | None = 1.0
 
@@ -124,6 +127,11 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
     batches = list(comparison.data.batches(comparison.batch_size, device=comparison.device))
     images, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels"))
     require_labelled(labels)
+    if len(labels.unique()) < 2:
+        raise DataError(
+            f"patch_probe separates classes, and all {len(labels)} images have the label {int(labels[0])}: give images "
+            "of at least two classes."
+        )
     # By class, because data are often sorted by it: a probe does not know a class that it was not trained on.
     second = turns(labels.cpu(), torch.arange(len(labels))) % 2 == 1
     if (tested := int(second.sum())) < 4:
@@ -154,6 +162,11 @@ def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: floa
         index = torch.arange(count)
         return torch.where(index < count // 2, 0, 1).masked_fill(2 * index + 1 == count, -1)
 
+    if min(rows, columns) < 2:
+        raise NotSupported(
+            f"patch_probe labels the patches of the quadrants of a mosaic, and this model has {rows} x {columns} "
+            "patches: it needs at least 2 x 2."
+        )
     row, column = halves(rows)[:, None], halves(columns)[None]
     quadrant = torch.where((row < 0) | (column < 0), -1, 2 * row + column).flatten()
     return classes[:, quadrant.clamp(min=0)].masked_fill(quadrant < 0, -1)

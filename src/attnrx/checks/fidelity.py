@@ -7,9 +7,10 @@ import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import mean_estimate, proportion, studentized
+from attnrx.checks.statistics import mean_estimate, mean_share, studentized
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
+from attnrx.model_outputs import Multilabel
 from attnrx.shapes import Float, Tensor
 
 # The stabilizer epsilon of Eq. 46.
@@ -21,8 +22,9 @@ class Fidelity(Check):
     """Relative discrepancy (Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
 
     Of logits, predictions agree and the divergence is that of Kullback and Leibler in nats (of one logit: that of the
-    sigmoid's probabilities); of embeddings, nearest neighbours agree and the divergence is the cosine distance
-    (`attnrx.model_outputs`).
+    sigmoid's probabilities; of the logits of labels: the sum of theirs, and label decisions agree); of embeddings,
+    nearest neighbours agree and the divergence is the cosine distance; of a regression, the divergence is the squared
+    error relative to the variance, and there is no agreement (`attnrx.model_outputs`).
 
     The paper compares the compressed model with the masked one only; here both are compared with the reference too.
     `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.
@@ -38,7 +40,15 @@ class Fidelity(Check):
             raise InvalidInput(f"least_agreement={self.least_agreement}: give a share of the images in %, 0 to 100.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns three findings per pair of models."""
+        """Returns three findings per pair of models, of labels four and of a regression two.
+
+        Raises InvalidInput for a limit of the agreement of a regression.
+        """
+        if self.least_agreement is not None and not comparison.kind.has_decisions:
+            raise InvalidInput(
+                f"fidelity(least_agreement={self.least_agreement:g}): this model returns {comparison.kind.returns}, "
+                "which make no decision; omit it."
+            )
         findings = _compared("reference", "candidate", comparison, self.most_discrepancy, self.least_agreement)
         if comparison.masked is not None and comparison.masked is not comparison.candidate:
             findings += _compared("reference", "masked", comparison)
@@ -76,7 +86,13 @@ def _compared(
     squares = squared_distances(*outputs)
     distance = studentized(squares, discrepancy, seed, least=0.0)
     # Eq. 46 is defined per batch; the value of the finding is over all images.
-    agreeing = int((predictions.decisions(base) == predictions.decisions(other)).sum())
+    agreements = []
+    if kind.has_decisions:
+        agreeing = predictions.agreement(base, other)
+        agreements.append(("agreement", f"{kind.decision} agreement, {pair}", agreeing, least_agreement))
+        if isinstance(kind, Multilabel):
+            whole = f"images with all {kind.decision}s equal, {pair}"
+            agreements.append(("exact agreement", whole, (agreeing == 1).double(), None))
     return (
         Finding(
             Fidelity.name,
@@ -85,12 +101,15 @@ def _compared(
             seed=seed,
             details={"quantity": "discrepancy", **roles},
         ),
-        Finding(
-            Fidelity.name,
-            f"{kind.decision} agreement, {pair}",
-            unit="%",
-            **proportion(agreeing, n).scaled(100.0).judged(n, least_agreement),
-            details={"quantity": "agreement", **roles},
+        *(
+            Finding(
+                Fidelity.name,
+                claim,
+                unit="%",
+                **mean_share(shares, seed).scaled(100.0).judged(n, limit),
+                details={"quantity": quantity, **roles},
+            )
+            for quantity, claim, shares, limit in agreements
         ),
         Finding(
             Fidelity.name,

@@ -84,11 +84,11 @@ class Promises(Check):
                 "the check promises goes with a prescription that was planned; give that of `attnrx plan`."
             )
         predictions, (base, other) = comparison.predictions, ("reference", "candidate")
-        per_image = {
-            "divergence": predictions.kind.divergence(predictions.outputs[base], predictions.outputs[other]),
-            "agreement": (predictions.decisions(base) == predictions.decisions(other)).double(),
-        }
-        if comparison.data.has_labels:
+        kind = predictions.kind
+        per_image = {"divergence": kind.divergence(predictions.outputs[base], predictions.outputs[other])}
+        if kind.has_decisions:
+            per_image["agreement"] = predictions.agreement(base, other)
+        if kind.has_decisions and comparison.data.has_labels:
             per_image["change"] = predictions.correct(other).double() - predictions.correct(base).double()
         findings = [
             _kept_promise(name, record["expected"][name], values, comparison)

@@ -26,6 +26,7 @@ class Retrieval(Check):
 
     name: ClassVar[str] = "retrieval"
     on_request: ClassVar[bool] = True
+    needs_embeddings: ClassVar[bool] = True
     ks: tuple[int, ...] = (1, 5, 10)
     text_embeddings: Float[Tensor, "classes width"] | None = None
 
@@ -34,6 +35,11 @@ class Retrieval(Check):
         # All other images of a group are neighbours for any model.
         if not self.ks or not all(0 < k < GROUP - 1 for k in self.ks):
             raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 2}.")
+        if self.text_embeddings is not None and len(self.text_embeddings) < 2:
+            raise InvalidInput(
+                f"{self.name}(text_embeddings={list(self.text_embeddings.shape)}): every model puts all images into a "
+                "single class; give the embeddings of at least two."
+            )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         outputs, n, seed = comparison.predictions.outputs, len(comparison.predictions), comparison.seed

@@ -12,6 +12,8 @@ from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.shapes import Bool, Float, Tensor
 
+LEAST = 2  # images of each kind: the mean of one has no interval
+
 
 @dataclass(frozen=True)
 class Shift(Check):
@@ -38,11 +40,20 @@ class Shift(Check):
         comparison.require_logits(self.name)
         known, predictions = self._known(comparison), comparison.predictions
         divergence = predictions.kind.divergence(predictions.outputs["reference"], predictions.outputs["candidate"])
-        n = len(divergence)
-        if known.all() or not known.any():
+        n, width = len(divergence), predictions.outputs["reference"].shape[1]
+        classes = comparison.require_logits(self.name).num_classes(width)
+        if wrong := [index for index in self._classes(comparison) if not 0 <= index < classes]:
+            raise InvalidInput(f"shift(classes={wrong[0]}): the model has the classes 0 to {classes - 1}.")
+        if min(int(known.sum()), int((~known).sum())) < LEAST:
             raise InvalidInput(
                 f"the check shift compares images of the {len(self._classes(comparison))} classes of the calibration "
-                f"with others, and {int(known.sum())} of {n} images are of these classes: give images of both kinds."
+                f"with others, and {int(known.sum())} of {n} images are of these classes: give images of both kinds, "
+                f"at least {LEAST} of each."
+            )
+        if not float(divergence[known].sum()) > 0:
+            raise InvalidInput(
+                "the check shift divides by the divergence on the classes of the calibration, which is 0: the "
+                "candidate returns there what the reference returns."
             )
         # Sums of divergences and numbers of images of both kinds, so that all are resampled together.
         columns = torch.stack([divergence * known, known, divergence * ~known, ~known], dim=-1).double()

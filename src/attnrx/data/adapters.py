@@ -59,6 +59,8 @@ ImageData = Any
 
 NUMBERS = "give one class number (an integer) for each image, e.g. the argmax of a one-hot vector"
 
+VECTORS = "this model has several labels: give a vector of 0 and 1 for each image, one number per label"
+
 Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 
 # Images per batch of data without batches of their own.
@@ -80,6 +82,7 @@ def image_set(
     normalization: Normalization | None = None,
     limit: int = MOST_IMAGES,
     seed: int = 0,
+    outputs: str = "logits",
 ) -> ImageSet:
     """Returns the data as an ImageSet, read in one pass; an ImageSet is returned unchanged.
 
@@ -87,7 +90,8 @@ def image_set(
     the set has a `label_problem`, and functions that need labels raise DataError. At most `limit` images are read: of
     more rows, some that are evenly spread, or of all classes where the dataset lists its labels. `seed` is that of the
     random transforms and samplers of the data. If these give other images in another reading, the set is one draw, and
-    its `notes` state it.
+    its `notes` state it. `outputs` is what the model returns, the name of an `OutputKind`: for "multilabel" a label is
+    a vector of 0 and 1, and the targets of a "regression" are not read.
 
     Raises:
         InvalidInput: The data is of another type, or an item has no image.
@@ -96,7 +100,8 @@ def image_set(
     if isinstance(data, ImageSet):
         return data
     with seeded_draws(seed, _generators_of(data)):
-        return _source_of(data, preprocess, argument).fixed(limit, normalization)
+        source = _source_of(data, preprocess, argument)
+        return replace(source, reading=replace(source.reading, outputs=outputs)).fixed(limit, normalization)
 
 
 def training_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet | None:
@@ -239,6 +244,7 @@ class _Reading:
     argument: str
     preprocess: Preprocess | None = None
     num_classes: int | None = None
+    outputs: str = "logits"
 
     def fields(self, given: Any) -> tuple[Any, Any]:
         if isinstance(given, Batch):
@@ -264,7 +270,13 @@ class _Reading:
         images, labels = self.fields(given)
         images = self.require_images(images, 4)
         # On the CPU, on whatever device the user's loader puts the batch; `_pass` moves it to the device of the pass.
-        numbers = torch.full((len(images),), UNLABELLED) if labels is None else self._numbers(labels)
+        if labels is None or self.outputs == "regression":
+            numbers = torch.full((len(images),), UNLABELLED)
+        else:
+            numbers = self._numbers(labels)
+        if self.outputs == "multilabel" and labels is not None:
+            numbers = self._vectors(numbers, len(images))
+            return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
         # Floats (soft labels, targets of a regression) would be cut to class numbers without an error.
         if numbers.shape != (len(images),) or numbers.is_floating_point():
             raise InvalidInput(
@@ -287,6 +299,13 @@ class _Reading:
             raise InvalidInput(
                 f"{self.argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one."
             )
+        if self.outputs == "regression" or all(label is None for _, label in pairs):
+            return self.batch(torch.stack(images))
+        if self.outputs == "multilabel":
+            vectors = [self._numbers(label) for _, label in pairs]
+            if len({vector.shape for vector in vectors}) > 1:
+                raise InvalidInput(f"the labels of {self.argument} have several shapes; {VECTORS}.")
+            return self.batch((torch.stack(images), torch.stack(vectors)))
         labels = [UNLABELLED if label is None else self._class_number(label) for _, label in pairs]
         return self.batch((torch.stack(images), labels))
 
@@ -305,6 +324,13 @@ class _Reading:
             return torch.as_tensor(labels).detach().cpu()
         except (TypeError, ValueError, RuntimeError):  # names of classes, or lists of several lengths
             raise InvalidInput(f"the labels of {self.argument} are {_described(labels)}; {NUMBERS}.") from None
+
+    def _vectors(self, labels: Tensor, count: int) -> Int[Tensor, "images labels"]:
+        if labels.ndim != 2 or len(labels) != count or not bool(((labels == 0) | (labels == 1)).all()):
+            raise InvalidInput(
+                f"the labels of {self.argument} are {labels.dtype} {list(labels.shape)} for {count} images; {VECTORS}."
+            )
+        return labels.long()
 
     def _class_number(self, label: Any) -> int:
         number = label.item() if math.prod(getattr(label, "shape", (0,))) == 1 else label

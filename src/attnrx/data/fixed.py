@@ -77,14 +77,14 @@ class ImageStore(Displayed):
 
     values: Float[Tensor, "stored channels height width"] | UInt8[Tensor, "stored channels height width"]
     levels: Float[Tensor, "channels 256"] | None
-    numbers: Int[Tensor, "stored"]
+    numbers: Int[Tensor, "stored *labels"]
     sources: Int[Tensor, "stored"]
     hashes: Int[Tensor, "stored"]
 
     @property
     def labels(self) -> Int[Tensor, "stored"] | None:
-        """The labels, by which `take` goes round the classes; None if an image has none."""
-        return self.numbers if bool((self.numbers >= 0).all()) else None
+        """The labels, by which `take` goes round the classes; None if an image has none, or not one class."""
+        return self.numbers if self.numbers.ndim == 1 and bool((self.numbers >= 0).all()) else None
 
     def images(self, rows: Int[Tensor, "batch"]) -> ImageBatch:
         values = self.values[rows]

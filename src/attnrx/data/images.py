@@ -29,10 +29,13 @@ NO_LABELS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """Images on the model's scale, their labels, and `index`: the row of each in its source, for paired comparisons."""
+    """Images on the model's scale, their labels, and `index`: the row of each in its source, for paired comparisons.
+
+    A label is a class number, or one 0 or 1 per label of a model of several labels.
+    """
 
     images: Float[Tensor, "batch channels height width"]
-    labels: Int[Tensor, "batch"]
+    labels: Int[Tensor, "batch *labels"]
     index: Int[Tensor, "batch"]
 
     def __len__(self) -> int:
@@ -243,7 +246,7 @@ def rows_of_part(count: int, process: int, processes: int, batch_size: int) -> s
     return slice(min(first, count), min(last, count))
 
 
-def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -> str:
+def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[bytes]) -> str:
     """Makes a fingerprint from the labels of all images and the content of some."""
     hashed = hashlib.sha256(f"{name}:{len(labels)}".encode())
     hashed.update(labels.cpu().numpy().tobytes())

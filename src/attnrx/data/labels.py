@@ -103,10 +103,10 @@ def require_labels(images: ImageSet) -> None:
         raise DataError(images.label_problem)
 
 
-def require_labelled(labels: Int[Tensor, "images"]) -> None:
+def require_labelled(labels: Int[Tensor, "images *labels"]) -> None:
     """Raises DataError where some of the images, which have labels as a set, have none: every answer would be wrong."""
     # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
-    missing = int((labels < 0).sum())
+    missing = int((labels < 0).flatten(1).any(1).sum() if labels.ndim > 1 else (labels < 0).sum())
     if missing:
         raise DataError(
             f"{missing} of {len(labels)} images have no label: give every image one, or all without labels where none "

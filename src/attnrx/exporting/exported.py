@@ -14,6 +14,7 @@ from torch import nn
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.exporting.format import PRECISIONS, Format, Run, dtype_name, raising
 from attnrx.exporting.formats import FORMATS
+from attnrx.models.family import STATED_OUTPUTS
 from attnrx.serialization import validation as fields
 from attnrx.serialization.config import from_dict
 from attnrx.serialization.storage import check_schema, file_sha256, read_json
@@ -90,6 +91,9 @@ class Exported(nn.Module):
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
+        # Of class logits the width decides; of a file of features there is no kind.
+        if self.facts.get("output") in ("multilabel", "regression", "embedding"):
+            setattr(self, STATED_OUTPUTS, self.facts["output"])
 
     def __repr__(self) -> str:
         batch = "any batch" if self.images.batch is None else f"batches of {self.images.batch}"

@@ -22,7 +22,7 @@ from attnrx.exporting.format import PRECISIONS, Format, dtype_name, raising, scr
 from attnrx.exporting.formats import parse_format
 from attnrx.exporting.own_files import own_script, remove_export, require_export_path, require_own_files, sealed_script
 from attnrx.model_data import dataset_classes, images_for, num_classes, preprocessing_of
-from attnrx.model_outputs import Logits, OutputKind, output_kind_of
+from attnrx.model_outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
 from attnrx.models import (
     TokenReduction,
     described_tokens,
@@ -110,7 +110,7 @@ class ExportSubject:
             },
             "normalization": {"mean": list(mean), "std": list(std)},
             "preprocessing": None if images.shape[0] not in (1, 3) else preprocessing_of(model).to_dict(),
-            "class_names": list(family.class_names(model)) if isinstance(outputs, Logits) else [],
+            "class_names": list(family.class_names(model)) if isinstance(outputs, Logits | Multilabel) else [],
             "output": "logits" if isinstance(outputs, Logits) else outputs.name,
         }
         return cls(converted, images, calibration, facts, outputs)
@@ -118,9 +118,9 @@ class ExportSubject:
     @property
     def noun(self) -> str:
         """The word for one number of the outputs."""
-        if isinstance(self.outputs, Logits):
-            return "logit"
-        return "feature" if self.outputs is None else "feature of the embedding"
+        if self.outputs is None:
+            return "feature"
+        return "feature of the embedding" if isinstance(self.outputs, Embeddings) else self.outputs.noun
 
     @property
     def prunes_tokens(self) -> bool:
@@ -357,10 +357,11 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     verdict = judged(share, limit, n=images, at_least=False)
     parity = Finding("parity", claim, share, **verdict, details=details)
     agreement = None
-    if isinstance(kind, Logits):
-        agreement = 100 * float((kind.decisions(expected) == kind.decisions(actual)).double().mean())
+    if isinstance(kind, Logits | Multilabel):
+        agreement = 100 * float(kind.agreement(kind.decisions(expected), kind.decisions(actual)).mean())
     if parity.outcome == FAILS:
-        kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their class"
+        what = "labels" if isinstance(kind, Multilabel) else "class"
+        kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their {what}"
         raise NotSupported(
             f"the file written as {form.name} does not match the model: a {noun} differs by {largest:.3g}, "
             f"{share:.3g} of the largest where {limit:g} is allowed{kept}. No file was saved."
@@ -368,6 +369,8 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     if agreement is None:
         return (parity,)
     same_class = "images that exported and eager put into the same class"
+    if isinstance(kind, Multilabel):
+        same_class = "labels that exported and eager give to the same images"
     return parity, Finding("parity", same_class, agreement, "%", n=images, details={"quantity": "agreement"})
 
 

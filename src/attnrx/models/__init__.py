@@ -17,7 +17,7 @@ from attnrx.models.checkpoint import (
     require_model_folder,
     save_weights,
 )
-from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
+from attnrx.models.family import STATED_OUTPUTS, Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.input_validation import InputValidation
 from attnrx.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
@@ -77,6 +77,7 @@ __all__ = [
     "LIBRARIES",
     "SCENARIOS",
     "SIZES",
+    "STATED_OUTPUTS",
     "Family",
     "InputValidation",
     "LVViT",

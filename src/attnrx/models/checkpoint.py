@@ -15,7 +15,7 @@ from torch import nn
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import KIND as EVIDENCE
 from attnrx.maps import REALIZATIONS
-from attnrx.models.family import Family, require_ordinary_weights
+from attnrx.models.family import STATED_OUTPUTS, Family, require_ordinary_weights
 from attnrx.models.token_hooks import attach_tokens_, described_tokens
 from attnrx.prescription_schema import KIND as PRESCRIPTION
 from attnrx.serialization.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
@@ -63,7 +63,10 @@ RECORD = Record(
         "notes": JSON_OBJECT,
         SEAL: Text(),
     },
-    more={"torch_dtype": Text()},
+    more={
+        "torch_dtype": Text(),
+        "outputs": Optional(Choice(("logits", "multilabel", "regression", "embedding"))),
+    },
 )
 
 
@@ -105,6 +108,7 @@ def save_weights(
             "family": family.name,
             "model": family.describe(model),
             "tokens": described_tokens(model),
+            "outputs": getattr(model, STATED_OUTPUTS, None),
             "weights_sha256": file_sha256(weights),
             "notes": notes or {},
             **family.config_fields,
@@ -177,6 +181,8 @@ def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path
             f"{folder}: the weights of {source} do not fit config.json ({error}). The two files are of different "
             "models."
         ) from error
+    if record.get("outputs") is not None:
+        setattr(model, STATED_OUTPUTS, record["outputs"])
     return model.eval()
 
 

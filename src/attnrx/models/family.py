@@ -19,6 +19,9 @@ from attnrx.tokens import TokenLayout, TokenPolicy
 MLPRanks = tuple[tuple[int | None, int | None], ...]
 """The ranks of the two maps of every layer's MLP; None for a map that is one matrix."""
 
+STATED_OUTPUTS = "stated_outputs"
+"""The attribute of a model with the name of the `OutputKind` that its user stated; copies of the model keep it."""
+
 
 class Family(ABC):
     """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
@@ -92,7 +95,9 @@ class Family(ABC):
         """Returns the last features of all patches of the images, restored where tokens are pruned or merged."""
 
     def output_kind(self, model: nn.Module) -> str:
-        """Returns what the model returns: "logits", or an "embedding" where it has no classifier."""
+        """Returns what the model returns, the name of an `OutputKind`: "logits", "multilabel", "regression", or an
+        "embedding" where it has no classifier.
+        """
         return "logits"
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:

@@ -41,6 +41,10 @@ def is_transformers_folder(folder: Path | str) -> bool:
     return isinstance(record, Mapping) and "model_type" in record and "kind" not in record
 
 
+# What a configuration states of its logits -> the kind of outputs; without a statement they are logits of classes.
+PROBLEMS = {"multi_label_classification": "multilabel", "regression": "regression"}
+
+
 class HuggingFaceModel(Adopted):
     """A Vision Transformer of transformers with attnrx attention.
 
@@ -253,7 +257,10 @@ class HuggingFaceFamily(AdoptedFamily):
         )
 
     def output_kind(self, model: nn.Module) -> str:
-        return "logits" if reader_of(self._adopted(model).source).answer == "logits" else "embedding"
+        source: Any = self._adopted(model).source
+        return (
+            PROBLEMS.get(source.config.problem_type, "logits") if reader_of(source).answer == "logits" else "embedding"
+        )
 
     def load(self, source: Path | str, **changes: Any) -> Adopted:
         """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
@@ -428,7 +435,7 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
-        if self.output_kind(model) != "logits":
+        if self.output_kind(model) not in ("logits", "multilabel"):
             return ()
         config: Any = self._adopted(model).source.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))

@@ -352,7 +352,7 @@ class Planner:
             step.cost,
             found.divergences.total(choices, weights_of(space, {})),
             deviation.mean,
-            agreement=float(deviation.agrees.mean()),
+            agreement=None if deviation.agrees is None else float(deviation.agrees.mean()),
             change=None if deviation.change is None else float(deviation.change.mean()),
             macs=after.macs / before.macs,
             params=after.params / before.params,
@@ -381,9 +381,8 @@ class _PlansAtCost:
 
 def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:
     """Returns the predictions for other images."""
-    quantities = {"divergence": deviation.divergence, "agreement": deviation.agrees}
-    if deviation.change is not None:
-        quantities["change"] = deviation.change
+    measured = {"divergence": deviation.divergence, "agreement": deviation.agrees, "change": deviation.change}
+    quantities = {name: values for name, values in measured.items() if values is not None}
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")

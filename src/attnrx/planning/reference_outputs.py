@@ -22,12 +22,13 @@ class Deviation:
 
     `divergence` is KL(original || candidate) of the predicted probabilities in nats, `softened` its limit for a high
     temperature, `agrees` 1 for the same predicted class, and `change` +1 if only the candidate is correct, -1 if only
-    the original is, else 0; None for images without labels. Those of embeddings are in `attnrx.model_outputs`.
+    the original is, else 0; None for images without labels. Those of other outputs are in `attnrx.model_outputs`; both
+    are None for a regression, which makes no decision.
     """
 
     divergence: Float[Tensor, "images"]
     softened: Float[Tensor, "images"]
-    agrees: Float[Tensor, "images"]
+    agrees: Float[Tensor, "images"] | None
     change: Float[Tensor, "images"] | None
 
     @property
@@ -41,7 +42,7 @@ class Answers:
     """Batches of images in memory, and the original's outputs for them: log-probabilities or embeddings."""
 
     batches: tuple[Tensor, ...]
-    labels: Int[Tensor, "images"] | None
+    labels: Int[Tensor, "images *labels"] | None
     outputs: Float[Tensor, "images classes"]
     kind: OutputKind
 
@@ -90,12 +91,13 @@ class Answers:
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
         """Returns the deviation of outputs, given per batch."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
-        before, after = kind.decisions(base), kind.decisions(other)
-        change = None
-        if self.labels is not None:
-            correct = [kind.labels(decisions, self.labels) == self.labels for decisions in (before, after)]
-            change = correct[1].double() - correct[0].double()  # paired, so that intervals are those of the difference
-        agrees = (before == after).double()
+        agrees = change = None
+        if kind.has_decisions:
+            before, after = kind.decisions(base), kind.decisions(other)
+            agrees = kind.agreement(before, after)
+            if self.labels is not None:
+                correct = [kind.correct(decisions, self.labels).double() for decisions in (before, after)]
+                change = correct[1] - correct[0]  # paired, so that intervals are those of the difference
         return Deviation(kind.divergence(base, other), kind.softened(base, other), agrees, change)
 
     def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:

@@ -46,8 +46,9 @@ class Distilled:
     """A distilled model, the mean divergence of its outputs before and after on images that it was not fitted to, and
     notes on the images. `learning_rate` is that of the fit; None if no fit was better than none.
 
-    The divergence is the one that is minimized: half the variance of the difference of the logits, or half the squared
-    distance of embeddings relative to their squared norm.
+    The divergence is the one that is minimized: half the variance of the difference of the logits, an eighth of the
+    squared differences of the logits of labels, the squared error of a regression relative to its variance, or half the
+    squared distance of embeddings relative to their squared norm (`OutputKind.softened`).
     """
 
     model: nn.Module
@@ -118,14 +119,16 @@ class _OutputFit:
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
         """Returns the mean divergence on the next images to fit to."""
         pixels = next(self._next)
-        return self._divergence(pixels[~_held_out(pixels)]).mean()
+        return self.kind.softened(*self._outputs(pixels[~_held_out(pixels)])).mean()
 
     def held_out(self) -> float:
         """Returns the mean divergence on the images that are held out."""
         with torch.no_grad():
             held_out = (pixels[_held_out(pixels)] for pixels in self._batches())
-            parts = [self._divergence(pixels) for pixels in held_out if len(pixels)]
-        return float(torch.cat(parts).mean())
+            parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
+        # Of all images together: the scale of a divergence may be that of the outputs of all images.
+        target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
+        return float(self.kind.softened(target, outputs).mean())
 
     def _batches(self) -> Iterator[Tensor]:
         weight = next(self.reference.parameters())
@@ -138,7 +141,8 @@ class _OutputFit:
         if validation is not None:
             self.notes, self.is_validated = [*self.images.notes, *validation.notes()], True
 
-    def _divergence(self, pixels: Tensor) -> Float[Tensor, "images"]:
+    def _outputs(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of the reference and of the model."""
         with torch.no_grad():
             target = self.reference(pixels)
         outputs = self.model(pixels.to(next(self.model.parameters()).dtype))
@@ -147,7 +151,7 @@ class _OutputFit:
                 f"the candidate returns {outputs.shape[1]} numbers per image, the reference {target.shape[1]}; distill "
                 "a model that was made from the reference."
             )
-        return self.kind.softened(target, outputs)
+        return target, outputs
 
 
 def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:

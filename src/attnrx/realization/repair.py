@@ -15,6 +15,7 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.decompositions.hidden_units import RIDGE
 from attnrx.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.model_data import images_for
+from attnrx.model_outputs import output_kind_of
 from attnrx.models import InputValidation, LowRankLinear, block_names, evaluating, family_of, require_all_tokens
 from attnrx.models.verbs import verb
 from attnrx.progress import running, track
@@ -299,8 +300,9 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
     """Returns the weights of the tokens after every block: the root mean square of the gradient of the outputs with
     respect to them, mean 1, mixed with EVEN.
 
-    The gradient is that of the log-probability of a class drawn from the predicted probabilities, so that its second
-    moment is the Fisher information; of embeddings, that of a random projection of the normalized embedding.
+    The gradient is that of the log-probability of an answer drawn from the outputs (`OutputKind.drawn`), e.g. of a
+    class drawn from the predicted probabilities, so that its second moment is the Fisher information; of embeddings,
+    that of a random projection of the normalized embedding.
     """
     # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
     # labels. Its root fits better than the square (docs/results/hidden.md).
@@ -319,7 +321,7 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
             for block in blocks:
                 hooks.callback(block.register_forward_hook(keep).remove)
             answers = model(batch.images.to(weight.dtype).requires_grad_())  # a graph also for frozen weights
-            drawn = _drawn(answers, family.output_kind(model) == "logits", generator)
+            drawn = output_kind_of(model).drawn(answers, generator)
             slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
         running()
         squares = [slope.square().sum((0, -1)) for slope in slopes]
@@ -330,15 +332,6 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
         roots[: len(total)] = total.sqrt()  # the last block of a class-token model may compute that token only
         weights.append((1 - EVEN) * roots / roots.mean().clamp_min(1e-30) + EVEN)
     return weights
-
-
-def _drawn(outputs: Float[Tensor, "batch features"], are_logits: bool, generator: torch.Generator) -> Float[Tensor, ""]:
-    if are_logits:
-        classes = torch.multinomial(outputs.detach().float().softmax(-1).cpu(), 1, generator=generator)
-        return outputs.log_softmax(-1).gather(1, classes.to(outputs.device)).sum()
-    # Embeddings are compared by their angle, so their lengths do not count.
-    direction = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
-    return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
 
 
 class _Branch:

@@ -27,7 +27,7 @@ HUB_NAMES = {
 }
 
 # The task of the hub by what a model returns, and the word for it in code.
-TASKS = {"embedding": ("image-feature-extraction", "embeddings")}
+TASKS = {"embedding": ("image-feature-extraction", "embeddings"), "regression": ("image-feature-extraction", "numbers")}
 CLASSIFICATION = ("image-classification", "logits")
 
 USE = """\
@@ -112,6 +112,9 @@ def _head(facts: Mapping[str, Any], evidence: Evidence | None, task: str) -> str
     # That of nearest neighbours is no result of a classifier.
     found = evidence.of("accuracy") if evidence is not None and task == CLASSIFICATION[0] else ()
     accuracy = next((each.value for each in found if each.details.get("model") == "candidate"), None)
+    # Nor is one that cannot be compared: of several labels, or against labels that are not those of the model.
+    if evidence is not None and (evidence.warnings or facts.get("outputs") == "multilabel"):
+        accuracy = None
     if evidence is not None and accuracy is not None:
         data = str(evidence.about.get("data", "unnamed"))
         lines += ["metrics:", "- accuracy", "model-index:"]

@@ -10,6 +10,7 @@ from typing import Any
 from attnrx.checks.latency import KERNELS
 from attnrx.costs import factors_text, speed_text
 from attnrx.evidence import Evidence, Finding
+from attnrx.model_outputs import KINDS
 from attnrx.reports.content import Measured, ReportContent
 from attnrx.reports.numbers import known
 
@@ -121,14 +122,15 @@ def nothing_removed(evidence: Evidence | None) -> bool:
 
 def statements(evidence: Evidence | None) -> list[str]:
     """Returns what has to be known before the numbers are read."""
+    warnings = [] if evidence is None else list(evidence.warnings)
     if evidence is None or not nothing_removed(evidence):
-        return []
+        return warnings
     measured = speeds(ReportContent("summary", evidence=evidence))
     if not measured:
-        return ["NOTHING WAS REMOVED: this is the unchanged model"]
+        return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
     runtime = measured[0].runtime
     alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
-    return [f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
+    return [*warnings, f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
 
 
 def summary_parts(content: ReportContent) -> list[SummaryPart]:
@@ -143,7 +145,9 @@ def summary_parts(content: ReportContent) -> list[SummaryPart]:
         parts += [SummaryPart(text) for text in _saved(content, unit, name)]
     divergence = finding_of(content, "divergence")
     if divergence is not None and known(divergence.value) is not None:
-        name = "KL" if divergence.unit == "nats" else "cosine distance"
+        about = {} if content.evidence is None else content.evidence.about
+        outputs = str(about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
+        name = KINDS.get(outputs, KINDS["logits"]).columns[1]
         parts.append(SummaryPart(f"{name} {divergence.value:.3f}"))
     images = None if content.evidence is None else content.evidence.about.get("images")
     if isinstance(images, int) and parts:

@@ -17,6 +17,7 @@ from attnrx.checks.statistics import (
     holm,
     mcnemar,
     mean_estimate,
+    mean_share,
     paired_change,
     proportion,
     sign_flip_test,
@@ -228,20 +229,24 @@ class _Original:
     kind: OutputKind
     costs: ModelCosts
     outputs: Float[Tensor, "images classes"]
-    labels: Int[Tensor, "images"]
+    labels: Int[Tensor, "images *labels"]
 
     @classmethod
     def measured(cls, bench: MethodBench) -> "_Original":
         model = bench.model
+        if not output_kind_of(model).has_decisions:
+            raise InvalidInput(
+                f"methods are compared by accuracy, and this model returns {output_kind_of(model).returns}."
+            )
         return cls(bench, output_kind_of(model), family_of(model).costs(model), *_answers(model, bench))
 
     @cached_property
-    def decisions(self) -> Int[Tensor, "images"]:
+    def decisions(self) -> Int[Tensor, "images *labels"]:
         return self.kind.decisions(self.outputs)
 
     @cached_property
     def correct(self) -> Bool[Tensor, "images"]:
-        return self.kind.labels(self.decisions, self.labels) == self.labels
+        return self.kind.correct(self.decisions, self.labels)
 
     @property
     def accuracy(self) -> Estimate:
@@ -257,7 +262,7 @@ class _Original:
         outputs, labels = _answers(candidate, self.bench)
         macs, decisions = _mean_macs(candidate, costs.macs, self.bench), self.kind.decisions(outputs)
         divergence = self.kind.divergence(self.outputs, outputs)  # of every image
-        correct, seed = self.kind.labels(decisions, labels) == labels, self.bench.seed
+        correct, seed = self.kind.correct(decisions, labels), self.bench.seed
         requested_share = share if method.varies else None
         trial = MethodTrial(
             method=method.name,
@@ -268,7 +273,7 @@ class _Original:
             macs_share=macs / self.costs.macs,
             accuracy=_percent(correct),
             change=paired_change(self.correct, correct, seed).scaled(100.0),
-            agreement=_percent(decisions == self.decisions),
+            agreement=mean_share(self.kind.agreement(decisions, self.decisions), seed).scaled(100.0),
             divergence=mean_estimate(divergence, seed),
             n=len(labels),
             seconds=seconds,

@@ -106,7 +106,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if exported is not None:
         lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
     failed = [line for evidence in (shrunk.evidence, exported) if evidence is not None for line in failures(evidence)]
-    return Outcome(record, (*lines, *failed), code=1 if failed else 0)
+    warnings = (f"warning: {each}" for each in shrunk.evidence.warnings)
+    return Outcome(record, (*lines, *failed, *warnings), code=1 if failed else 0)
 
 
 def failures(evidence: "rx.Evidence") -> tuple[str, ...]:

@@ -101,12 +101,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if arguments.out is not None:
         # One process writes; the others wait for it.
         processes.from_first(lambda: evidence.save(arguments.out))
-    for note in evidence.about["notes"]:
+    for note in (*evidence.about["notes"], *evidence.warnings):
         log(f"warning: {note}")
     # By way of JSON text, which has null for NaN.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
-    shown = (_findings_table(evidence), *_robustness_tables(evidence), evidence.summary, written)
+    shown = (_findings_table(evidence), *_robustness_tables(evidence), written, evidence.summary)
     return Outcome(record, shown, code=1 if evidence.failures else 0)
 
 

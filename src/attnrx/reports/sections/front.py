@@ -42,13 +42,10 @@ SPEED = Reading("speedup", "Speed", "x", 2)
 CHANGE = Reading("change", "Change of accuracy", "points", 1, True, 100.0)
 # By what the model returns.
 DIVERGENCES = {
-    "logits": Reading("divergence", "KL from the original", "nats", 3),
-    "embedding": Reading("divergence", "Cosine distance from the original", "", 3),
+    name: Reading("divergence", f"{kind.columns[1][0].upper()}{kind.columns[1][1:]} from the original", kind.unit, 3)
+    for name, kind in KINDS.items()
 }
-AGREEMENTS = {
-    "logits": Reading("agreement", "Same prediction", "%", 1, False, 100.0),
-    "embedding": Reading("agreement", "Same nearest neighbour", "%", 1, False, 100.0),
-}
+AGREEMENTS = {name: Reading("agreement", f"Same {kind.decision}", "%", 1, False, 100.0) for name, kind in KINDS.items()}
 COSTS = (
     Reading("macs", "MACs", "%", 1, False, 100.0),
     Reading("params", "Parameters", "%", 1, False, 100.0),
