@@ -127,6 +127,8 @@ def _generators_of(data: Any) -> list[torch.Generator]:
 
 
 def _source_of(data: Any, preprocess: Preprocess | None, argument: str, training: bool = False) -> "_Source | _Stream":
+    if isinstance(data, Tensor) and data.is_nested:
+        raise InvalidInput(f"{argument} is nested: give one tensor [images, channels, height, width].")
     if isinstance(data, Tensor):
         return _of_tensors((data,), argument)
     # A pair of tensors is (images, labels); a list of tensors is a list of batches.

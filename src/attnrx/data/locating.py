@@ -124,7 +124,11 @@ def _globbed(path: Path) -> Iterator[Path]:
     first_wildcard = next((i for i, part in enumerate(path.parts) if re.search(r"[*?\[]", part)), None)
     if first_wildcard is not None:
         # Path.glob takes relative patterns only, so it starts at the last folder without a wildcard.
-        yield from Path(*path.parts[:first_wildcard]).glob(str(Path(*path.parts[first_wildcard:])))
+        pattern = str(Path(*path.parts[first_wildcard:]))
+        try:
+            yield from Path(*path.parts[:first_wildcard]).glob(pattern)
+        except ValueError as error:  # e.g. ** beside other characters
+            raise DataError(f"{path} is no pattern of files: {error}.") from error
 
 
 def _nothing_found(requested: str | Path) -> DataError:
