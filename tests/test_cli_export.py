@@ -1,6 +1,7 @@
 """Exporting on the command line: files that are timed, verified and refused like models."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,8 @@ def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespac
     given = ("--data", made.data, "--macs", 0.8, "--batch", 2, "--threads", 1, "--no-onnx", "--out", out)
     done = call("shrink", made.run, *given, "--to", "int8")
     assert "model-int8.onnx: " in done.out, done.err
+    (row,) = re.findall(r"^model-int8\.onnx +[\d.]+ MB +(.*)$", done.out, re.MULTILINE)
+    assert re.match(r"\d+\.\d\dx (faster|the speed)", row) and "speed against the unchanged model's file" in done.out
     evidence = rx.Evidence.load(out / "evidence-int8.json")
     assert {"divergence", "agreement", "speed"} <= {one.details["quantity"] for one in evidence.findings}
     assert evidence.about["candidate"] == rx.models.model_fingerprint(rx.load(out / "model-int8.onnx"))
@@ -187,6 +190,7 @@ def test_a_speed_that_the_unchanged_file_has_changes_nothing(made: SimpleNamespa
     given = ("--data", made.data, "--batch", 2, "--threads", 1, "--no-onnx", "--out", out)
     done = call("shrink", made.run, *given, "--faster", 1.0001, "--to", "onnx")
     assert "met by the unchanged model as onnx" in done.err and "model-onnx.onnx: " in done.out
+    assert done.out.count("NOTHING WAS REMOVED") == 2 and done.out.count("is the unchanged model's") == 2
     model, original = rx.load(out), rx.load(made.run)
     assert rx.models.model_fingerprint(model) == rx.models.model_fingerprint(original)
     (speed,) = rx.Evidence.load(out / "evidence-onnx.json").of("latency")[:1]

@@ -18,12 +18,12 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.display import Sentence
 from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.evidence import Evidence
-from attnrx.exporting import fitting_names, parse_format, precision_for, remove_export
+from attnrx.exporting import compare_with_original, fitting_names, parse_format, precision_for, remove_export
 from attnrx.model_data import splits_for
 from attnrx.model_outputs import output_kind_of
 from attnrx.models import model_fingerprint, reduction_of
 from attnrx.planning import Plan, Target
-from attnrx.planning.plan_timing import final_protocol
+from attnrx.planning.plan_timing import final_protocol, rounds_of
 from attnrx.preflight import preflight
 from attnrx.prescription import Prescription
 from attnrx.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
@@ -73,15 +73,22 @@ class Shrunk:
     def __repr__(self) -> str:
         return f"Shrunk({self.summary})"
 
-    @checked(folder=PATH, onnx=FLAG, write_beside=CALLBACK)
+    @checked(folder=PATH, onnx=FLAG, write_beside=CALLBACK, original=optional(MODEL), threads=optional(THREADS))
     def save(
-        self, folder: Path | str, onnx: bool = True, write_beside: Callable[[Path], object] = lambda new: None
+        self,
+        folder: Path | str,
+        onnx: bool = True,
+        write_beside: Callable[[Path], object] = lambda new: None,
+        *,
+        original: nn.Module | None = None,
+        threads: int | None = None,
     ) -> Path:
         """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
 
         Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
         replaced, and its exports removed; files that attnrx did not write are kept. `write_beside` is called with the
-        new folder and writes further files, e.g. by `write_exported`.
+        new folder and writes further files, e.g. by `write_exported`. With the `original`, model.onnx is timed beside
+        the same file of the original, on `threads` threads, for `reports.files_table`.
 
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
@@ -98,7 +105,11 @@ class Shrunk:
                 if onnx:
                     form, names = parse_format("onnx"), fitting_names(self.model, self.class_names)
                     precision = precision_for(self.model, form)
-                    export(self.model, new / "model.onnx", to=form, precision=precision, class_names=names)
+                    file = export(self.model, new / "model.onnx", to=form, precision=precision, class_names=names)
+                    if original is not None and self.prescription is not None:
+                        batch = int(self.evidence.about.get("batch", 32))
+                        timing = {"threads": threads, "batches": (batch,), "rounds": rounds_of(batch)}
+                        compare_with_original(file, original, **timing)
                 write_beside(new)
             except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
                 failures.append(error)

@@ -98,7 +98,7 @@ def demo(
         )
     stage("writing the folder and model.onnx")
     result = replace(shrunk, evidence=evidence)
-    result.save(folder)
+    result.save(folder, original=original, threads=THREADS)
     accuracy = next(each for each in evidence.of("accuracy") if each.details.get("model") == "reference")
     return DemoResult(folder, evidence, result.summary(), accuracy.value, time.perf_counter() - began)
 

@@ -228,12 +228,18 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
 
 @verb
 def compare_with_original(
-    exported: Exported, original: nn.Module, *, calibration: ImageData | None = None, threads: int | None = None
+    exported: Exported,
+    original: nn.Module,
+    *,
+    calibration: ImageData | None = None,
+    threads: int | None = None,
+    batches: Sequence[int] = TIMED,
+    rounds: int = ROUNDS,
 ) -> tuple[LatencyComparison, ...]:
     """Times a file beside the original model, written in the same format, and adds the speeds to PATH.json.
 
     The original has the attention of its own library. Both run in the same runtime with this number of CPU threads, in
-    turns: batches of the file's size, or of each of TIMED.
+    turns: batches of the file's size, or of each of `batches`.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
     images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
@@ -241,12 +247,12 @@ def compare_with_original(
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
     conditions = Conditions(exported.images.device, precision, threads)
-    protocol, noise = LatencyProtocol(conditions, ROUNDS, kernels=False), torch.Generator().manual_seed(0)
+    protocol, noise = LatencyProtocol(conditions, rounds, kernels=False), torch.Generator().manual_seed(0)
     with TemporaryDirectory() as folder:
         other = write_exported(library, Path(folder) / f"original{exported.form.suffix}", exported.form)
         comparisons = tuple(
             compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
-            for batch in (TIMED if size is None else (size,))
+            for batch in (batches if size is None else (size,))
         )
     exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in comparisons]
     write_json(facts_path(exported.path), exported.facts)

@@ -10,6 +10,7 @@ from attnrx.reports.content import (
     TokenSamples,
     TradeOffPoint,
 )
+from attnrx.reports.files import files_table, written_files
 from attnrx.reports.headline import summary_of
 from attnrx.reports.page import evidence_page, write_report
 from attnrx.reports.ranks import PathwayRanks, model_ranks
@@ -26,6 +27,7 @@ __all__ = [
     "TradeOffPoint",
     "completed_card",
     "evidence_page",
+    "files_table",
     "is_unedited",
     "model_card",
     "model_ranks",
@@ -33,4 +35,5 @@ __all__ = [
     "sample_tokens",
     "summary_of",
     "write_report",
+    "written_files",
 ]

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from attnrx.cli.options import COUNT, SEED, add_out
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
@@ -20,7 +20,9 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Runs every step; exit code 1 if a claim fails."""
-    from attnrx_lab.demo import demo  # imports torch, which `--help` does not need
+    # These import torch, which `--help` does not need.
+    from attnrx.reports import files_table
+    from attnrx_lab.demo import demo
 
     result = demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, log=log)
     evidence = result.evidence
@@ -44,6 +46,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         *([] if by_compression is None else [_share_of_compression(by_compression)]),
         evidence.summary,
         *(f"  {each.outcome_text}: {each.claim}, {each.value:.4g}, limit {each.limit:g}" for each in open_claims),
+        Table(*files_table(result.folder)),
         f"report:   {result.report}      ({result.seconds:.0f} s)",
     )
     return Outcome(record, shown, code=1 if evidence.failures else 0)

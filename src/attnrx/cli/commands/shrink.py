@@ -19,7 +19,7 @@ from attnrx.cli.options import (
     add_out,
     option,
 )
-from attnrx.cli.outcome import Outcome, significant
+from attnrx.cli.outcome import Outcome, Table, significant
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
@@ -86,25 +86,27 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
     log("writing the folder and model.onnx" if onnx else "writing the folder")
     exported: rx.Evidence | None = None
+    timing = {"threads": arguments.threads}
 
     def write_exported(new: Path) -> None:
         nonlocal exported
         if arguments.to is not None:
             log(f"writing and verifying the file as {arguments.to}")
-            timing = {"batch": arguments.batch, "threads": arguments.threads}
-            exported = shrunk.write_exported(new, arguments.to, model, splits, **timing)
+            exported = shrunk.write_exported(new, arguments.to, model, splits, batch=arguments.batch, **timing)
 
-    folder = shrunk.save(arguments.out, onnx=onnx, write_beside=write_exported)
+    folder = shrunk.save(arguments.out, onnx=onnx, write_beside=write_exported, original=model, **timing)
     record = {
         "summary": shrunk.summary(),
         "folder": str(folder),
         "prescription": None if shrunk.prescription is None else str(shrunk.prescription),
+        "files": rx.reports.written_files(folder),
         "evidence": shrunk.evidence.to_record(),
         "evidence_exported": None if exported is None else exported.to_record(),
     }
-    lines = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
+    lines: list[str | Table] = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
     if exported is not None:
         lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
+    lines.append(Table(*rx.reports.files_table(folder)))
     failed = [line for evidence in (shrunk.evidence, exported) if evidence is not None for line in failures(evidence)]
     warnings = (f"warning: {each}" for each in shrunk.evidence.warnings)
     return Outcome(record, (*lines, *failed, *warnings), code=1 if failed else 0)

@@ -297,8 +297,8 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
     by_key: dict[str, HeadSpectrum] = {}
     # First the diagnosed directions, all of them kept. A prescription then replaces those that it decides on.
     for index, layer in enumerate(() if diagnosis is None else diagnosis.layers):
-        own = layer.spectrum
-        for head, energy, used in zip(own.heads, own.energy, own.used, strict=True):
+        own, energies = layer.spectrum, _shown_energies(layer)
+        for head, energy, used in zip(own.heads, energies, own.used, strict=True):
             by_key[f"qk-{index}-{head}"] = HeadSpectrum.of(f"Layer {index}, head {head}", energy, used, used)
     for index, layer in enumerate(() if prescription is None else prescription.layers):
         diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
@@ -313,6 +313,17 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
                 title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
                 by_key[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *own)
     return by_key
+
+
+def _shown_energies(layer: LayerDiagnosis) -> Float[Tensor, "heads directions"]:
+    """Returns the energies of a layer's directions; those in the metric "mix" where its own strengths are all equal, as
+    those of a plain dense head are.
+    """
+    energy, mix = layer.spectrum.energy, layer.readings.get("strength_mix")
+    if mix is None or mix.shape != energy.shape or not layer.spectrum.used.all():
+        return energy
+    is_flat = bool((energy - energy.mean(-1, keepdim=True)).abs().max() <= 1e-6 * energy.abs().max())
+    return mix.double().square() if is_flat else energy
 
 
 def _score_energies(diagnosis: LayerDiagnosis, decision: ScoreDecision) -> tuple[Tensor, Tensor]:

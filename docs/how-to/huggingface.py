@@ -1,0 +1,100 @@
+"""A model of transformers: made smaller, and run by pipeline and Trainer as before."""
+
+# %% [markdown]
+# # Models of transformers
+#
+# You have an image model of transformers, and want a smaller one that `pipeline` and `Trainer` take in its place. Needs
+# `pip install 'attnrx[huggingface,train]'`.
+
+# %%
+import numpy
+import torch
+import transformers
+from PIL import Image
+
+import attnrx as rx
+
+transformers.logging.set_verbosity_error()
+
+# %% [markdown]
+# ## Load
+#
+# `rx.load("hf:google/vit-base-patch16-224")` reads a model of the hub, `rx.load("hf:FOLDER")` one that
+# `save_pretrained` wrote, and `rx.load(model)` adopts an instance: here a small one with fresh weights, so that the
+# page runs without a download. The copy has the same outputs, which is proved on random images.
+
+# %%
+config = transformers.ViTConfig(
+    hidden_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=3,
+    intermediate_size=96,
+    image_size=32,
+    patch_size=8,
+    id2label={0: "cat", 1: "dog", 2: "bird"},
+)
+torch.manual_seed(0)
+original = transformers.ViTForImageClassification(config).eval()
+model = rx.load(original)
+
+# %% [markdown]
+# ## Make it smaller
+#
+# With images and a target, `rx.shrink(original, loader, macs=0.6)` chooses the ranks, units and tokens; here they are
+# given. A loader may yield what a processor returns: `{"pixel_values": ..., "labels": ...}`.
+
+# %%
+processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+noise = numpy.random.default_rng(0).integers(0, 256, (32, 32, 32, 3), dtype=numpy.uint8)
+pictures = [Image.fromarray(pixels) for pixels in noise]
+pixels = processor(pictures, return_tensors="pt")["pixel_values"]
+diagnosis = rx.diagnose(model, [(pixels, torch.zeros(len(pixels), dtype=torch.long))], moments=True)
+prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 hidden=uniform_rank:0.5 tokens=ward:0.7@3")
+small = rx.realize(model, prescription)
+before, after = (rx.models.family_of(each).costs(each).macs for each in (model, small))
+print(f"{100 * after / before:.0f} % of the MACs")
+
+# %% [markdown]
+# ## pipeline
+#
+# A saved folder is loaded by `rx.load`; pipelines take the loaded model with the processor of the original. The labels
+# are those of its configuration.
+
+# %%
+rx.save(small, "runs/small-hf")
+small = rx.load("runs/small-hf")
+classify = transformers.pipeline("image-classification", model=small, image_processor=processor, device="cpu")
+answers = classify(pictures[0], top_k=3)
+print(sorted(answer["label"] for answer in answers))
+
+# %% [markdown]
+# ## Trainer
+#
+# The model takes `pixel_values` and `labels` and returns logits with a loss, so that `Trainer` evaluates and fine-tunes
+# it. The ranks and the token policy stay as they are. (`rx.distill` and `rx.train` fit it without labels.)
+
+# %%
+rows = [{"pixel_values": image, "labels": label % 3} for label, image in enumerate(pixels)]
+settings = transformers.TrainingArguments(
+    output_dir="runs/trainer",
+    max_steps=2,
+    per_device_train_batch_size=8,
+    report_to="none",
+    use_cpu=True,
+    disable_tqdm=True,
+    save_strategy="no",
+    logging_strategy="no",
+)
+trainer = transformers.Trainer(model=small, args=settings, train_dataset=rows, eval_dataset=rows)
+trainer.train()
+print(sorted(name for name in trainer.evaluate() if name == "eval_loss"))
+rx.save(trainer.model.eval(), "runs/fine-tuned")
+
+# %% [markdown]
+# ## What can go wrong
+#
+# - `pipeline` prints that the class of the model is not one of its own list; it runs all the same.
+# - A processor is not saved with the model: keep the original's, or its folder.
+# - `rx.load` refuses what it cannot copy exactly, and names the block or the feature
+#   ([which classes are read](../models.md)).
+# - Dense tasks need all patches: prune or merge tokens only where the answer is that of the class token.

@@ -1,0 +1,52 @@
+"""The table of the files of a folder: size, speed against the unchanged model's file, and accuracy."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import report_content
+from attnrx.costs import Ratio
+from attnrx.evidence import Evidence, Finding
+from attnrx.reports import files_table, written_files
+from attnrx.serialization.storage import write_json
+
+
+def folder_with(folder: Path, about: dict, timing_changes: dict) -> Path:
+    timing = replace(report_content.latency(), **timing_changes)
+    record = asdict(timing) | {"image_shape": list(timing.image_shape)}
+    speed = Finding("latency", "speed", 1.06, "x", details={"quantity": "speed", **record})
+    evidence = Evidence((*report_content.evidence().findings, speed), about)
+    evidence.save(folder / "evidence.json")
+    (folder / "model.safetensors").write_bytes(b"0" * 2_500_000)
+    (folder / "model.onnx").write_bytes(b"0" * 3_000_000)
+    speeds = [asdict(replace(timing, faster=Ratio(1.25, 1.2, 1.3), by_runtime=None, by_compression=None))]
+    write_json(folder / "model.onnx.json", {"files": {"model.onnx": "hash"}, "speeds": speeds})
+    (folder / "model-openvino.xml").write_bytes(b"0" * 100_000)
+    (folder / "model-openvino.bin").write_bytes(b"0" * 1_400_000)
+    write_json(folder / "model-openvino.xml.json", {"files": {"model-openvino.bin": "", "model-openvino.xml": ""}})
+    evidence.save(folder / "evidence-openvino.json")
+    return folder
+
+
+def test_every_file_has_its_size_speed_and_accuracy(tmp_path: Path) -> None:
+    rows = written_files(folder_with(tmp_path, {}, {}))
+    assert [(row["file"], row["bytes"], row["faster"]) for row in rows] == [
+        ("model.safetensors", 2_500_000, 1.03),  # by compression, and not by the kernels
+        ("model-openvino.xml", 1_500_000, 1.03),
+        ("model.onnx", 3_000_000, 1.25),
+    ]
+    _, texts, _ = files_table(tmp_path)
+    assert texts[0] == ("model.safetensors", "2.5 MB", "1.03x faster", "95.8 %")
+    assert texts[2] == ("model.onnx", "3.0 MB", "1.25x faster", "as the model")
+
+
+@pytest.mark.parametrize("about", [{"nothing_removed": True}])
+def test_files_of_the_unchanged_model_say_so(about: dict, tmp_path: Path) -> None:
+    _, texts, _ = files_table(folder_with(tmp_path, about, {"by_compression": Ratio(1.0, 1.0, 1.0)}))
+    assert {row[2] for row in texts} == {"is the unchanged model's"}
+
+
+def test_a_speed_without_the_unchanged_model_beside_it_is_not_shown(tmp_path: Path) -> None:
+    folder_with(tmp_path, {}, {"unchanged": None, "by_runtime": None, "by_compression": None})
+    assert written_files(tmp_path)[0]["faster"] is None
