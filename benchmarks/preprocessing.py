@@ -70,7 +70,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = rx.load(arguments.model, weights=arguments.weights).eval()
-    transform = create_transform(**resolve_model_data_config(model))
+    transform: Any = create_transform(**resolve_model_data_config(model))
     columns = arguments.image_column, arguments.label_column, arguments.test_column
     stored = list(pictures(arguments.data, *columns, arguments.images))
     with TemporaryDirectory() as folder:

@@ -25,7 +25,8 @@ def _of_timm():
         embed_dim=SIZES["width"],
         depth=SIZES["depth"],
         num_heads=SIZES["heads"],
-        pretrained_cfg_overlay={"mean": (0.5,), "std": (0.5,)},
+        # Digits fill the images: without a crop.
+        pretrained_cfg_overlay={"mean": (0.5,), "std": (0.5,), "crop_pct": 1.0, "interpolation": "bilinear"},
     )
 
 
