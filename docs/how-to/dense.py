@@ -42,7 +42,7 @@ print(f"the patches of an image share {representatives[0].unique().numel()} toke
 # ## The error of the features
 
 # %%
-checks = rx.checks.parse_checks("features,patch_probe,retrieval")
+checks = rx.checks.parse_checks("features,patch_probe")
 evidence = rx.verify(small, model, splits.test, [rx.checks.all_checks()[each.name](**each.knobs) for each in checks])
 for finding in evidence.findings:
     print(f"{finding.claim}: {finding.value:.3g} {finding.unit}".rstrip())
@@ -50,7 +50,8 @@ for finding in evidence.findings:
 # %% [markdown]
 # `patch_probe` trains a linear classifier of patches on the original's features, and compares its accuracy on the
 # features of both models, on mosaics of four images. `attnrx verify small --reference MODEL --data DATA --checks
-# features,patch_probe` does the same.
+# features,patch_probe` does the same. For a model that returns embeddings, `retrieval` adds the share of the nearest
+# neighbours that it keeps.
 #
 # ## What can go wrong
 #
