@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import attnrx
-from attnrx.errors import AttnrxError, NotSupported
+from attnrx.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.models import model_fingerprint
 from pretrained import VIT, of_hf, of_timm
 
@@ -194,6 +194,14 @@ def test_attributes_that_cannot_be_copied_are_named(attribute: str, tmp_path: Pa
         model.vit.layers[0].mlp.__dict__[attribute] = values[attribute]
         with pytest.raises(NotSupported, match=rf"vit\.layers\.0\.mlp\.{attribute}"):
             attnrx.load(model)
+
+
+@pytest.mark.parametrize("path", ["", "blocks.0.mlp.fc1"])
+def test_weights_on_the_meta_device_are_named(path: str) -> None:
+    model = of_timm(VIT)
+    model.get_submodule(path).to_empty(device="meta")
+    with pytest.raises(InvalidInput, match=f"{path}.* is on the meta device"):
+        attnrx.load(model)
 
 
 class Adapter(nn.Module):

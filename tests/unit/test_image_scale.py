@@ -14,6 +14,7 @@ from attnrx.diagnostics import ImageScale
 from attnrx.diagnostics.image_scale import IMAGENET
 from attnrx.errors import DataError, ScaleWarning
 from attnrx.model_diagnosis import diagnose, measure_divergence
+from attnrx.models import load_model
 from attnrx.realization import realize
 from attnrx.realization.refinement import Refinement, refine
 from attnrx.reports import ReportContent
@@ -21,6 +22,7 @@ from attnrx.reports.page import render
 from attnrx.rules import ContributionEnergy, prescribe_maps
 from cases import CONFIGS, model
 from pictures import speckles
+from pretrained import of_hf
 
 SCALES = {
     "unit": Normalization((0.0,) * 3, (1.0,) * 3),
@@ -117,3 +119,13 @@ def test_the_note_stays_with_the_record_and_is_shown(tmp_path, capsys: pytest.Ca
     )
     _warn(note, ScaleWarning, "x.py", 3)
     assert capsys.readouterr().err == f"attnrx: warning: {note}\n"
+
+
+def test_an_unknown_normalization_is_called_unknown() -> None:
+    """A model of transformers that was made from its configuration has no statistics, whatever images it gets."""
+    model = load_model(of_hf("Dinov2Model"))
+    imagenet = (torch.rand(16, 3, 16, 16) - 0.45) / 0.225
+    with pytest.warns(ScaleWarning, match="its normalization is unknown") as caught:
+        notes = diagnose(model, imagenet).about["notes"]
+    assert len(caught) == 1 and len(notes) == 1 and "0.5" not in notes[0]
+    assert diagnose(model, 2 * torch.rand(16, 3, 16, 16) - 1).about["notes"] == notes

@@ -309,8 +309,41 @@ def test_a_model_that_was_changed_is_not_adopted_silently(name: str) -> None:
 
 
 def test_arguments_that_cannot_be_saved_are_refused() -> None:
-    with pytest.raises(NotSupported, match="act_layer='gelu'"):
-        TIMM.adopt(of_timm(VIT, act_layer=nn.ReLU))
+    class Activation(nn.GELU):
+        """A class of no library."""
+
+    for layer in (Activation, partial(Activation), lambda: nn.GELU()):
+        with pytest.raises(NotSupported, match="act_layer='gelu'"):
+            TIMM.adopt(of_timm(VIT, act_layer=layer))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "activation": {"act_layer": nn.ReLU},
+    "norm": {"norm_layer": nn.LayerNorm},
+    "norm with keywords": {"norm_layer": partial(nn.LayerNorm, eps=1e-3)},
+    "norm of timm": {"norm_layer": timm.layers.RmsNorm},
+    "gated MLP": {"mlp_layer": timm.layers.SwiGLU},
+    "gated MLP with keywords": {"mlp_layer": partial(timm.layers.GluMlp, gate_last=False)},
+    "names": {"act_layer": "relu", "norm_layer": "layernorm"},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_models_with_classes_of_layers_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model = of_timm(VIT, **LAYERS[name])
+    adopted = TIMM.adopt(model)
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(adopted(images), model(images))
+    save_weights(tmp_path / "saved", adopted, TIMM)
+    torch.testing.assert_close(load(tmp_path / "saved")(images), adopted(images))
+
+
+def test_saved_layers_are_classes_of_the_libraries_only() -> None:
+    origin = TIMM.adopt(of_timm(VIT, act_layer=nn.ReLU)).origin
+    for text in ("os:system", "torch.nn:functional", "torch.nn:Parameter", "timm.layers:nothing", "sys:exit"):
+        changed = {**origin.arguments, "act_layer": {"layer class": text, "keywords": {}}}
+        with pytest.raises(InvalidInput, match="no class of layers"):
+            TIMM.create(replace(origin, arguments=changed))
     assert TIMM.adopt(of_timm(VIT, act_layer="relu"))
 
 

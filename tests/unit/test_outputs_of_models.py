@@ -15,6 +15,7 @@ from attnrx.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval, 
 from attnrx.errors import DataError, InvalidInput
 from attnrx.model_data import images_for, splits_for
 from attnrx.model_outputs import GROUP, KINDS, output_kind_of
+from attnrx.planning.reference_outputs import Answers
 from attnrx.realization.fitting import nearest_candidate
 from attnrx_lab.checks import Robustness
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
@@ -239,3 +240,12 @@ def test_the_nearest_candidate_is_that_of_the_outputs_of_the_model(classes: int)
         for parameter in last.parameters():
             parameter.mul_(3.0 if classes == 0 else 1.01)
     assert nearest_candidate([far, near], model, images) is near
+
+
+def test_a_plan_needs_embeddings_with_a_direction() -> None:
+    model = pretrained.of_hf("CLIPVisionModelWithProjection", projection_dim=7)
+    with torch.no_grad():
+        model.visual_projection.weight.zero_()
+    adopted = rx.load(model)
+    with pytest.raises(DataError, match="an embedding of zeros"):
+        Answers.of(adopted, images_for(adopted, torch.linspace(-1, 1, 4).view(4, 1, 1, 1).expand(-1, 3, 16, 16)), 4)

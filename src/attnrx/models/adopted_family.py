@@ -173,7 +173,13 @@ class AdoptedFamily(Family):
         plain = plain_copy(model) if any(reparametrized(model)) else model
         self.require_supported(plain)
         require_own_code(model)
-        require_finite_tensors(model.state_dict(), model_name(model))
+        weights = model.state_dict()
+        without = next(
+            (name for name, tensor in weights.items() if isinstance(tensor, Tensor) and tensor.is_meta), None
+        )
+        if without is not None:
+            raise InvalidInput(f"{model_name(model)} has no weights: {without} is on the meta device. Load them first.")
+        require_finite_tensors(weights, model_name(model))
         stated = {"mean": mean, "std": std, "input_shape": input_shape, "preprocessing": preprocessing}
         origin = self._stated(plain, stated)
         wrapped = self.model_type(model, origin)

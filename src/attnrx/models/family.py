@@ -86,6 +86,10 @@ class Family(ABC):
         """Returns how the model's own library turns a picture into pixels for evaluation; None where none is stated."""
         return None
 
+    def knows_normalization(self, model: nn.Module) -> bool:
+        """Returns whether `normalization` is the model's own, and not a usual one in place of it."""
+        return True
+
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
         """Returns the preprocessor_config.json of transformers for a saved model; {} without one."""
         return {}

@@ -290,6 +290,9 @@ class HuggingFaceFamily(AdoptedFamily):
             )
         return self.adopt(model, **_processor(source, _resizes(model))).eval()
 
+    def knows_normalization(self, model: nn.Module) -> bool:
+        return bool(self._adopted(model).origin.preprocessing)  # the statistics are those of an image processor
+
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
         origin = self._adopted(model).origin
         if not origin.preprocessing:

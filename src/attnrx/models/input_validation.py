@@ -10,6 +10,11 @@ from attnrx.errors import DataError, ScaleWarning
 from attnrx.models.family import Family
 from attnrx.shapes import ImageBatch, Tensor
 
+UNKNOWN_SCALE = (
+    "the scale of the images was not checked: the model has no image processor, so its normalization is unknown. "
+    "Normalize them as in its training."
+)
+
 
 class InputValidation:
     """Validates the batches that the operation `what` passes to a model."""
@@ -19,6 +24,7 @@ class InputValidation:
         self.shape = tuple(family.input_shape(model))
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._scale = ImageScale(*family.normalization(model))
+        self._is_known = family.knows_normalization(model)
         self._warned = False
 
     def take(self, images: ImageBatch) -> Tensor:
@@ -46,14 +52,18 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note, and warns, if the images are not on the model's scale; else an empty list."""
-        return [] if self._scale.fits else [self._warn()]
+        """Returns a note, and warns, if the images are not on the model's scale; a note too if that is unknown."""
+        if not self._scale.fits:
+            return [self._warn()]
+        return [] if self._is_known else [UNKNOWN_SCALE]
 
     def _warn(self) -> str:
-        note = (
-            f"the images passed to {self.what} are not on the model's scale, which is {self._scale.describe()}. "
-            "`attnrx.adapt_preprocessing(splits, model)` converts a dataset."
-        )
+        note = UNKNOWN_SCALE
+        if self._is_known:
+            note = (
+                f"the images passed to {self.what} are not on the model's scale, which is {self._scale.describe()}. "
+                "`attnrx.adapt_preprocessing(splits, model)` converts a dataset."
+            )
         if not self._warned:
             self._warned = True
             warnings.warn(note, ScaleWarning, stacklevel=5)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -52,6 +53,8 @@ POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
 ATTENTION_PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "proj", "q_norm", "k_norm", "norm", "rel_pos"}
 ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table"}
 INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm": "norm"}
+# Where the classes of layers are that a model may be created with, and the name under which they are saved.
+LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
 PATHS = ModelPaths(
     attention="attn",
@@ -288,11 +291,12 @@ class TimmFamily(AdoptedFamily):
         # get_model_args omits the drop rates, which belong to the model when it is trained further.
         arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
         try:
-            arguments = json.loads(json.dumps(arguments))
+            arguments = json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
         except TypeError as error:
             raise NotSupported(
-                f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers "
-                "too, e.g. act_layer='gelu'."
+                f"{name} was created with an argument that cannot be saved ({error}). Layers can be classes of "
+                "torch.nn and timm.layers, with keywords (functools.partial), and activations and norms names, e.g. "
+                "act_layer='gelu'. For a class of your own give attnrx.load(model, reader=attnrx.Reader(...))."
             ) from error
         # Read from the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
         embedding: Any = model.patch_embed
@@ -328,7 +332,7 @@ class TimmFamily(AdoptedFamily):
                 f"timm:{origin.architecture} with {', '.join(forbidden) or 'the address of a hub'}: a saved model may "
                 "have only a timm name and arguments of the model."
             )
-        return _create(origin.architecture, origin.arguments)
+        return _create(origin.architecture, {key: _layer(value) for key, value in origin.arguments.items()})
 
     def restore_buffers_(self, source: nn.Module) -> None:
         for module in source.modules():
@@ -421,6 +425,30 @@ class TimmFamily(AdoptedFamily):
         if getattr(source, "pool_include_prefix", False):
             return f"{source.global_pool} with the tokens before the patches"
         return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
+
+
+def _described_layer(value: Any) -> Any:
+    """Returns a class of torch.nn or timm.layers, or a partial function of one, as JSON; other values unchanged."""
+    kind: Any = value
+    keywords: Mapping[str, Any] = {}
+    if isinstance(value, partial) and not value.args:
+        kind, keywords = value.func, value.keywords
+    for module in LAYER_MODULES if isinstance(kind, type) else ():
+        if getattr(importlib.import_module(module), kind.__name__, None) is kind:
+            return {LAYER: f"{module}:{kind.__name__}", "keywords": dict(keywords)}
+    return value
+
+
+def _layer(value: Any) -> Any:
+    """Returns the class or the partial function that `_described_layer` described; other values unchanged."""
+    if not isinstance(value, Mapping) or value.keys() != {LAYER, "keywords"}:
+        return value
+    module, _, name = str(value[LAYER]).partition(":")
+    # Only classes of these modules: a config.json may come from anywhere.
+    kind = getattr(importlib.import_module(module), name, None) if module in LAYER_MODULES else None
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise InvalidInput(f"{LAYER} {value[LAYER]!r:.80} is no class of layers of {' or '.join(LAYER_MODULES)}.")
+    return partial(kind, **value["keywords"]) if value["keywords"] else kind
 
 
 def _is_meta(buffer: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.data import ImageSet, require_labelled, require_labels
 from attnrx.errors import DataError
-from attnrx.model_outputs import OutputKind, output_kind_of
+from attnrx.model_outputs import Embeddings, OutputKind, output_kind_of
 from attnrx.models import evaluating
 from attnrx.progress import track
 from attnrx.shapes import Float, Int, Tensor
@@ -66,7 +66,14 @@ class Answers:
         numbers = torch.cat(labels) if images.has_labels else None
         if numbers is not None:
             require_labelled(numbers)
-        return cls(tuple(pixels), numbers, torch.cat(outputs), kind)
+        answers = torch.cat(outputs)
+        # Embeddings are compared by their directions, and a plan for outputs without any would be arbitrary.
+        if isinstance(kind, Embeddings) and not bool((answers.abs().amax(-1) > 0).all()):
+            raise DataError(
+                "the model returns an embedding of zeros for an image of the plan, whose direction is undefined: give "
+                "images of its task, or check the weights of its projection."
+            )
+        return cls(tuple(pixels), numbers, answers, kind)
 
     def __len__(self) -> int:
         return len(self.outputs)
