@@ -9,9 +9,11 @@ import importlib.metadata
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -46,6 +48,7 @@ class Refusing(MetaPathFinder):
     """Refuses the modules of all distributions but the named ones."""
 
     def __init__(self, extras: Sequence[str]):
+        self.finders: list[Any] = list(sys.meta_path)
         allowed = named(extras)
         # A module of a namespace has several distributions; one that has none is of the standard library or ours.
         self.refused = {
@@ -54,9 +57,17 @@ class Refusing(MetaPathFinder):
             if not {_key(owner) for owner in owners} & allowed
         }
 
-    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> None:
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        # None and not an error: libraries look for others with importlib.util.find_spec.
         if fullname.partition(".")[0] in self.refused:
-            raise ModuleNotFoundError(f"No module named {fullname!r} (not in the named extras)", name=fullname)
+            return None
+        specs = (finder.find_spec(fullname, path, target) for finder in self.finders)
+        return next((spec for spec in specs if spec is not None), None)
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        for finder in self.finders:
+            if hasattr(finder, "find_distributions"):
+                yield from finder.find_distributions(context)
 
 
 def main(extras: str, file: str) -> None:
@@ -64,7 +75,7 @@ def main(extras: str, file: str) -> None:
     # What was imported by this file itself.
     for module in [name for name in sys.modules if name.partition(".")[0] in finder.refused]:
         del sys.modules[module]
-    sys.meta_path.insert(0, finder)
+    sys.meta_path[:] = [finder]
     runpy.run_path(file, run_name="__main__")
 
 
