@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.models import family_of
 from pretrained import (
     MODULE,
@@ -46,6 +46,22 @@ def test_a_model_of_ones_own_is_adopted_and_left_alone() -> None:
     assert str(model) == before and set(vars(model)) == attributes
     with pytest.raises(NotSupported, match=r"reader=attnrx\.Reader"):
         rx.load(model)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda: 1 / 0, r"the factory of .*OwnViT raised ZeroDivisionError"),
+        (lambda: None, r"the factory of .*OwnViT returned None"),
+        (lambda: nn.Linear(2, 2), r".+"),
+    ],
+)
+def test_a_factory_that_fails_or_returns_no_such_model_is_named(
+    factory: Callable[[], nn.Module], message: str, tmp_path: Path
+) -> None:
+    rx.save(rx.load(shaken(OwnViT()), reader=OWN), tmp_path)
+    with pytest.raises(AttnrxError, match=message):
+        rx.load(tmp_path, factory=factory)
 
 
 @pytest.mark.parametrize("factory", [None, lambda: OwnViT()])

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.arguments import described, described_error
+from attnrx.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
 from attnrx.models.adopted import Adopted, Origin, image_shape
 from attnrx.models.reader import Reader, ReaderFamily
 from attnrx.serialization.config import from_dict, to_dict
@@ -87,6 +88,16 @@ class ModuleFamily(ReaderFamily):
                 f"{origin.architecture} could not be created again with {arguments}: {error}. Give its arguments, "
                 "attnrx.Reader(arguments={...}, ...), or a factory that needs none: attnrx.load(..., factory=...)."
             ) from error
+        except AttnrxError:
+            raise
+        except Exception as error:
+            raise UserCodeError(
+                f"the factory of {origin.architecture} raised {type(error).__name__}: {described_error(error)}"
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise InvalidInput(
+                f"the factory of {origin.architecture} returned {described(model)}: give one that returns the model."
+            )
         unsaved = list(_unsaved(model))
         # On the meta device nothing is computed, so the module is created once more, on the CPU.
         if unsaved:  # buffers that are not in the weights are computed by the module itself
