@@ -183,7 +183,7 @@ def test_an_effort_with_distillation_comes_nearer_to_the_original(
 
 
 def test_a_target_that_no_plan_reaches_is_refused() -> None:
-    with pytest.raises(NotSupported, match="the cheapest|out of reach"):
+    with pytest.raises(NotSupported, match="out of reach"):
         rx.shrink(original(), images(48), macs=0.05)
 
 
