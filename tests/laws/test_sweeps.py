@@ -12,7 +12,7 @@ import pytest
 
 import sweep_work
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx_lab.sweeps import Job, JobState, Result, SweepStudy, grid_jobs, load_jobs
+from attnrx_lab.sweeps import Job, Result, SweepStudy, grid_jobs, load_jobs
 from sweep_work import notes, run, sweep
 
 pytestmark = pytest.mark.slow
@@ -161,11 +161,14 @@ def test_a_job_waits_again_when_its_process_is_gone_and_not_before(tmp_path: Pat
 
 def test_a_worker_that_comes_too_late_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another worker takes the last job between the look at the waiting ones and the request for one."""
-    study = SweepStudy(tmp_path / "results.sqlite")
+    study, other = (SweepStudy(tmp_path / "results.sqlite") for _ in range(2))
+    study.add([Job(("slow",))])
+    waiting = study._trials()
+    assert other.take() is not None
     with monkeypatch.context() as changed:
-        changed.setattr(study, "states", lambda: [JobState(Job(("slow",)), "waiting", 0)])
+        changed.setattr(study, "_trials", lambda states: waiting)
         assert study.take() is None
-    assert study.states() == ()
+    assert [state.state for state in study.states()] == ["running"]
 
 
 def test_the_same_words_are_the_same_job(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "place",
         metavar="FILE",
-        help="run: TOML with `command`, in which {AXIS} stands for a value and {out} for a folder of the job, and "
+        help="run: TOML with `command`, whose jobs alone are run, in which {AXIS} stands for a "
+        "value and {out} for a folder of the job, and "
         "[grid], whose axes are lists of values, or tables of names and values (quote '{AXIS}' if they have spaces); "
         "status, results: the store",
     )
@@ -35,6 +36,7 @@ def add(parser: Parser) -> None:
     option(run, "--workers", THREADS, "jobs side by side", 1)
     option(run, "--threads", THREADS, "CPU threads of a job (an even share)")
     option(run, "--retry", bool, "run failed jobs again, too")
+    option(run, "--trust", bool, "run commands with --trust")
     results = parser.add_argument_group("results")
     option(results, "--csv", "FILE", "also write every number of every run there")
 
@@ -57,16 +59,21 @@ def _run(arguments: Namespace, log: Log) -> Outcome:
     jobs = load_jobs(arguments.place)
     for job in jobs:  # words that no command accepts are refused before any job runs
         try:
-            parsed(job.words)
+            trusts = getattr(parsed(job.words)[-1], "trust", False)
         except SystemExit:  # argparse, after --help
             raise InvalidInput(f"{job.title} shows help; give a command that computes numbers.") from None
-    study = SweepStudy(arguments.store)
+        if trusts and not arguments.trust:
+            raise InvalidInput(
+                f"{arguments.place} has commands with --trust, which run code of the files that they open: add --trust "
+                "to this command if you trust their origin."
+            )
+    study, ids = SweepStudy(arguments.store), {job.id for job in jobs}
     log(f"{len(jobs)} jobs, {study.add(jobs)} of them new to {arguments.store}")
     if arguments.retry:
-        log(f"{study.requeue_failed()} failed jobs wait again")
+        log(f"{study.requeue_failed(ids)} failed jobs wait again")
     # An even share of the processors, so that jobs side by side do not compete for them.
     threads = arguments.threads or max(1, (os.cpu_count() or 1) // arguments.workers)
-    counts = run_jobs(study, run_command, arguments.workers, threads, log)
+    counts = run_jobs(study, run_command, arguments.workers, threads, log, ids)
     return _status(study, code=1 if counts["failed"] else 0)
 
 

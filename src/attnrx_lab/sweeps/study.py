@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +21,16 @@ from attnrx.optional import required_module
 from attnrx.progress import Log
 from attnrx.runtime.subprocess_runner import FORKS, ProcessEnded, Subprocess
 from attnrx.serialization.atomic_writes import process_runs
+from attnrx.serialization.validation import (
+    Field,
+    Integer,
+    Items,
+    Optional,
+    Record,
+    Text,
+    require_regular,
+    validated,
+)
 from attnrx_lab.sweeps.jobs import OUT, Job, Words
 from attnrx_lab.sweeps.summary import Result, of_job, rows_of
 
@@ -32,6 +42,28 @@ NAME = "attnrx sweep"  # of the study in its storage
 STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "done", "FAIL": "failed"}
 Work = Callable[[Words, int], dict[str, Any]]  # words and CPU threads -> a JSON-ready record; importable
 Outcome = tuple[tuple[Result, ...], str | None]  # the numbers of a job, or its error
+
+
+LABEL = Field("a text, a number, true, false or null", lambda value: isinstance(value, str | int | float | None))
+VALUE = Optional(Field("a number", lambda value: type(value) in (int, float)))
+NAMED = Field("an object", lambda value: isinstance(value, dict) and all(map(LABEL.allows, value.values())))
+RESULT = Record(
+    {"metric": Text(), "value": VALUE},
+    {"low": VALUE, "high": VALUE, "n": Optional(Integer()), "unit": Text(), "labels": NAMED},
+)
+# The attributes of a trial, which anybody who can write to the storage can edit.
+TRIAL = Record(
+    {"words": Items(Text(), 1, 10_000), "labels": NAMED},
+    {
+        "owner": Field(
+            "the name of a machine and a process",
+            lambda value: isinstance(value, list) and list(map(type, value)) == [str, int],
+        ),
+        "results": Items(RESULT, 0, 10**6),
+        "error": Optional(Text()),
+    },
+    open=True,
+)
 
 
 @dataclass(frozen=True)
@@ -62,16 +94,18 @@ class SweepStudy:
         self.folder = Path("sweep.jobs" if is_url else Path(place).with_suffix(".jobs"))
         if not (is_url or create or Path(place).exists()):
             raise CheckpointError(f"{place} does not exist; `attnrx sweep run FILE --store {place}` makes it.")
+        if not is_url and Path(place).exists():
+            require_regular(place)  # SQLite would wait for a pipe
         try:
             if not is_url:
                 Path(place).parent.mkdir(parents=True, exist_ok=True)
             # A writer of SQLite waits 60 seconds for another.
             options: Any = {} if is_url else {"connect_args": {"timeout": 60}}
             url = self.place if is_url else f"sqlite:///{place}"
-            storage = self._optuna.storages.RDBStorage(url, engine_kwargs=options)
+            self._storage = self._optuna.storages.RDBStorage(url, engine_kwargs=options)
             if create:
-                self._optuna.create_study(study_name=NAME, storage=storage, load_if_exists=True)
-            self.study: Study = self._optuna.load_study(study_name=NAME, storage=storage)
+                self._optuna.create_study(study_name=NAME, storage=self._storage, load_if_exists=True)
+            self.study: Study = self._optuna.load_study(study_name=NAME, storage=self._storage)
         except Exception as error:  # of SQLAlchemy, of the database's driver, or of Optuna
             raise CheckpointError(
                 f"{place} cannot be used as the storage of a sweep ({str(error).partition(chr(10))[0]}); give a file "
@@ -90,17 +124,22 @@ class SweepStudy:
         # No parameters: those of Optuna belong to a search space, and a job has words instead.
         self.study.enqueue_trial({}, user_attrs={"words": list(job.words), "labels": dict(job.labels)})
 
-    def take(self) -> "tuple[Trial, Job] | None":
-        """Takes a waiting job; None if there is none."""
-        # `ask` makes a new trial where none waits.
-        if all(state.state != "waiting" for state in self.states()):
-            return None
-        trial = self.study.ask()
-        if "words" not in trial.user_attrs:  # another sweep took the last one between the two calls
-            self.study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
-            return None
-        trial.set_user_attr("owner", [platform.node(), os.getpid()])  # identifies the trial as abandoned later
-        return trial, _job(trial)
+    def take(self, ids: Collection[str] | None = None) -> "tuple[Trial, Job] | None":
+        """Takes a waiting job, one of these ids; None if there is none."""
+        # Not `study.ask`, which takes any waiting job: those of other files are not the caller's.
+        states = self._optuna.trial.TrialState
+        study_id = self._storage.get_study_id_from_name(NAME)
+        for waiting in self._trials((states.WAITING,)):
+            job = _job(waiting)
+            if ids is not None and job.id not in ids:
+                continue
+            trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, waiting.number)
+            with suppress(RuntimeError):  # another sweep has finished it meanwhile
+                if self._storage.set_trial_state_values(trial_id, state=states.RUNNING):
+                    trial = self._optuna.trial.Trial(self.study, trial_id)
+                    trial.set_user_attr("owner", [platform.node(), os.getpid()])  # identifies it as abandoned later
+                    return trial, job
+        return None
 
     def finish(self, trial: "Trial", results: Iterable[Result], error: str | None) -> None:
         """Stores the results of a trial, or its error."""
@@ -113,30 +152,51 @@ class SweepStudy:
     def requeue_abandoned(self, own: bool = False) -> None:
         """Adds the jobs again whose sweep on this machine has ended without a result; with `own`, those of this one."""
         running = self._optuna.trial.TrialState.RUNNING
-        for trial in self.study.get_trials(deepcopy=False, states=(running,)):
+        for trial in self._trials((running,)):
             host, process = trial.user_attrs.get("owner", (None, None))
             if host == platform.node() and (process == os.getpid() if own else not process_runs(process)):
                 with suppress(ValueError):  # another sweep was faster
                     self.study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
                     self._enqueue(_job(trial))
 
-    def requeue_failed(self) -> int:
-        """Adds the jobs again whose last attempt failed; returns their number."""
-        failed = [state.job for state in self.states() if state.state == "failed"]
+    def requeue_failed(self, ids: Collection[str] | None = None) -> int:
+        """Adds the jobs again whose last attempt failed, those of these ids; returns their number."""
+        failed = [state.job for state in self.states(ids) if state.state == "failed"]
         for job in failed:
             self._enqueue(job)
         return len(failed)
 
-    def states(self) -> tuple[JobState, ...]:
-        """Returns every job with its last attempt, in the order in which the jobs were added."""
+    def states(self, ids: Collection[str] | None = None) -> tuple[JobState, ...]:
+        """Returns every job, or those of these ids, with its last attempt, in the order in which they were added."""
         trials: dict[str, list[FrozenTrial]] = {}
-        for trial in self.study.get_trials(deepcopy=False):
-            if "words" in trial.user_attrs:
-                trials.setdefault(_job(trial).id, []).append(trial)
+        for trial in self._trials():
+            job = _job(trial)
+            if ids is None or job.id in ids:
+                trials.setdefault(job.id, []).append(trial)
         return tuple(map(_state, trials.values()))
 
-    def counts(self) -> dict[str, int]:
-        states_of_jobs = [state.state for state in self.states()]
+    def _trials(self, states: Any = None) -> "list[FrozenTrial]":
+        """Returns the trials of jobs, in these states of Optuna.
+
+        Raises:
+            CheckpointError: The storage is damaged, or was edited.
+        """
+        try:
+            trials = self.study.get_trials(deepcopy=False, states=states)
+        except Exception as error:  # of SQLAlchemy, of the database's driver, or of Optuna
+            raise CheckpointError(
+                f"{self.place} is damaged ({str(error).partition(chr(10))[0]}); put a copy in its place, or run the "
+                "sweep with a new store."
+            ) from error
+        trials = [trial for trial in trials if "words" in trial.user_attrs]
+        for trial in trials:
+            validated(dict(trial.user_attrs), TRIAL, f"{self.place}, trial {trial.number}")
+            if trial.state.name not in STATES:
+                raise CheckpointError(f"{self.place}, trial {trial.number} is in the state {trial.state.name}.")
+        return trials
+
+    def counts(self, ids: Collection[str] | None = None) -> dict[str, int]:
+        states_of_jobs = [state.state for state in self.states(ids)]
         return {state: states_of_jobs.count(state) for state in STATES.values()}
 
     def results(self) -> tuple[Result, ...]:
@@ -160,8 +220,12 @@ def _state(trials: "list[FrozenTrial]") -> JobState:
     )
 
 
-def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log) -> dict[str, int]:
+def run_jobs(
+    study: SweepStudy, work: Work, workers: int, threads: int, log: Log, ids: Collection[str] | None = None
+) -> dict[str, int]:
     """Runs jobs until none waits, `workers` side by side with `threads` CPU threads each; returns their states.
+
+    With `ids` it runs the jobs with these ids only: others in the storage may be commands of anybody.
 
     Every job has a new process, so a crash ends one job only; it is stored with its error and the others continue.
     After an interruption the running jobs wait again; if the sweep is killed, their processes end by themselves.
@@ -173,7 +237,7 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
     with ThreadPoolExecutor(workers) as pool:
         try:
             while True:
-                while len(running) < workers and (taken := study.take()):
+                while len(running) < workers and (taken := study.take(ids)):
                     folder = (study.folder / taken[1].id).resolve()
                     folder.mkdir(parents=True, exist_ok=True)
                     words = tuple(word.replace(f"{{{OUT}}}", str(folder)) for word in taken[1].words)
@@ -181,7 +245,7 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
                     call = pool.submit(process.call, _run_job, work, words, threads, str(folder / "log.txt"))
                     running[call] = process, *taken
                 if not running:
-                    return study.counts()
+                    return study.counts(ids)
                 for call in wait(running, return_when=FIRST_COMPLETED).done:
                     process, trial, job = running.pop(call)
                     results, error = _outcome_of(call)
@@ -191,7 +255,7 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
                     else:
                         process.close()
                     study.finish(trial, results, error)
-                    counts = study.counts()
+                    counts = study.counts(ids)
                     ended = f"done, {len(results)} numbers" if error is None else f"FAILED: {error}"
                     log(f"{counts['done'] + counts['failed']} of {sum(counts.values())}: {job.title}: {ended}")
         finally:
