@@ -159,7 +159,7 @@ def test_what_was_not_reached_is_told_and_not_drawn(saved: Path) -> None:
     [
         ({"kind": "attnrx evidence"}, "is not an attnrx comparison"),
         ({"trials": []}, "holds no trial yet"),
-        ({"trials": [{"share": 0.5}]}, "not a whole comparison"),
+        ({"trials": [{"share": 0.5}]}, "method is missing"),
         ({"trials": [{"method": "a", "macs_share": "much"}]}, "not a whole comparison"),
     ],
 )

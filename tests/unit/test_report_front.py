@@ -41,7 +41,7 @@ def test_the_front_is_read_from_the_file_of_a_plan(tmp_path: Path) -> None:
     assert [point.speedup for point in found.points] == [1 / 0.8, 1.6]
     assert found.points[0].change == -0.01 and found.points[1].change is None
     for broken, complaint in (
-        ({"front": [{"cost": 0.5}, 3]}, "not a whole plan"),
+        ({"front": [{"cost": 0.5}, 3]}, r"front\[1\] is 3"),
         ({"kind": "x"}, "not an attnrx plan"),
     ):
         path.write_text(json.dumps(record(**broken)))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.exporting.format import PRECISIONS, Format, Run, dtype_name, raising
 from attnrx.exporting.formats import FORMATS
 from attnrx.models.family import STATED_OUTPUTS
@@ -185,7 +185,10 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
     facts = read_json(facts_path(path))
     check_schema(facts, KIND, SCHEMA, facts_path(path))
     facts = _of_present_files(path, validated(facts, RECORD, facts_path(path)))
-    form = from_dict(facts["format"], FORMATS.values())
+    try:
+        form = from_dict(facts["format"], FORMATS.values())
+    except AttnrxError as error:
+        raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
     images = Images(**{**facts["images"], "shape": tuple(facts["images"]["shape"])})
     # Before a runtime, most of them in C++, parses the file.
     changed = _changed_file(path, facts)

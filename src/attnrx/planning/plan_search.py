@@ -16,13 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from attnrx.arguments import COUNT, NATURAL, SEED, TEXT, optional, require_fields
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.optional import required_module
 from attnrx.planning.allocation import Step, even_weights
 from attnrx.planning.sensitivity import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
 from attnrx.progress import track
 from attnrx.serialization.atomic_writes import process_runs
+from attnrx.serialization.validation import require_regular
 
 # The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others,
 # at least BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of several
@@ -136,6 +137,7 @@ def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuild
         return measured.softened
 
     # A resumed study has trials of an earlier run, or of another machine.
+    _require_readable(study, space, search)
     _fail_abandoned(study)
     num_measured = sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
     if num_measured < search.trials:
@@ -158,6 +160,8 @@ def _study(search: Search, name: str) -> Any:
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
+    if search.storage is not None and "://" not in search.storage and Path(search.storage).exists():
+        require_regular(search.storage)  # SQLite would wait for a pipe
     try:
         return optuna.create_study(storage=_address(search.storage), study_name=name, load_if_exists=True)
     # ImportError: the driver of the database is missing. RuntimeError: its tables are those of another version.
@@ -166,6 +170,27 @@ def _study(search: Search, name: str) -> Any:
         raise InvalidInput(
             f"storage={search.storage!r} cannot be opened as a storage of trials ({cause}); give another, or omit it."
         ) from error
+
+
+def _require_readable(study: Any, space: Space, search: Search) -> None:
+    """Raises CheckpointError if a stored trial was damaged or edited."""
+    problem = f"{search.storage} holds trials of a search that cannot be read"
+    sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
+    try:
+        for trial in study.get_trials(deepcopy=False):
+            host, process = trial.user_attrs.get(OWNER, ("", 0))
+            valid = isinstance(host, str) and isinstance(process, int)
+            if valid and trial.value is not None:
+                stored = _trial_of(trial)
+                choices = asdict(stored.step.choices).values()
+                valid = all(len(part) == space.depth and all(isinstance(one, int) for one in part) for part in choices)
+                numbers = [stored.step.cost, stored.step.sensitivity, stored.divergence, *stored.knobs.values()]
+                valid = valid and all(isinstance(number, float | int) for number in numbers)
+            if not valid:
+                raise CheckpointError(f"{problem}: trial {trial.number} was edited. Delete it; it is made again.")
+    except (sqlalchemy.exc.SQLAlchemyError, KeyError, TypeError, ValueError, AttributeError) as error:
+        cause = str(error).partition("\n")[0]
+        raise CheckpointError(f"{problem} ({cause}). Delete it; it is made again.") from error
 
 
 def _sampler(seed: int, number: int) -> Any:

@@ -17,12 +17,42 @@ from attnrx.reports.numbers import percent
 from attnrx.reports.ranks import PathwayRanks
 from attnrx.serialization.storage import check_schema, read_json
 from attnrx.serialization.tables import Cell, Tabular
+from attnrx.serialization.validation import JSON_OBJECT, Items, Number, Optional, Record, Text, validated
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.tokens import TokenPolicy
 
 Interval = tuple[float, float]
 KIND, SCHEMA = "attnrx comparison", 2  # of the file of `attnrx compare`
 PLAN, PLAN_SCHEMA = "attnrx plan", 2  # of the file of `attnrx plan`
+
+
+# More points than a page can show are no result of attnrx; their charts would take hours.
+MOST_POINTS, MOST_PAIRS = 5000, 50_000
+_NUMBER = Optional(Number())
+FRONT = Record(
+    {
+        "spend": Text(),
+        "front": Items(
+            Record(
+                {"cost": Number(1e-9)},
+                dict.fromkeys(("divergence", "agreement", "change", "macs", "params", "faster"), _NUMBER),
+                open=True,
+            ),
+            1,
+            MOST_POINTS,
+        ),
+    },
+    {"about": JSON_OBJECT, "measured": Optional(JSON_OBJECT)},
+    open=True,
+)
+COMPARISON = Record(
+    {"trials": Items(Record({"method": Text()}, open=True), 0, MOST_POINTS), "about": JSON_OBJECT},
+    {
+        "unreached": Items(Record({"method": Text()}, open=True), 0, MOST_POINTS),
+        "differences": Items(Record({"first": Text(), "second": Text()}, open=True), 0, MOST_PAIRS),
+    },
+    open=True,
+)
 
 
 @dataclass(frozen=True)
@@ -198,6 +228,7 @@ class ComparisonRecord(Tabular):
         """
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
+        validated(record, COMPARISON, path)
         try:
             # Read without a schema: what is missing, or of another type, raises one of the errors below.
             trials = tuple(_trial(trial) for trial in record["trials"])
@@ -309,6 +340,7 @@ class PlanFront:
         """
         record = read_json(path)
         check_schema(record, PLAN, PLAN_SCHEMA, path)
+        validated(record, FRONT, path)
         try:
             return cls.of_record(record)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

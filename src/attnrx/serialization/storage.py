@@ -23,6 +23,12 @@ from attnrx.serialization.validation import DEEPEST_JSON, nesting, require_regul
 from attnrx.shapes import Tensor
 
 SEAL = "sha256_of_the_rest"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Those of models, diagnoses and costs; others, e.g. float8 and complex numbers, have hardly any operations.
+DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
 MOST_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 
@@ -47,7 +53,11 @@ def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
     if size > most_bytes:
         raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
@@ -55,6 +65,24 @@ def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
     if nesting(value) > DEEPEST_JSON:
         raise CheckpointError(f"{path} nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep.")
     return value
+
+
+def read_json_lines(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> list[dict[str, Any]]:
+    """Reads a file with one JSON object per line; raises CheckpointError as `read_json`, naming the line."""
+    path = require_regular(path)
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
+    records = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            record = json.loads(line)
+            if not isinstance(record, dict) or nesting(record) > DEEPEST_JSON:
+                raise CheckpointError(f"{path}: line {number} is no JSON object, or nests too deep; make it again.")
+            records.append(record)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); it was truncated or edited. Make it again.") from error
+    return records
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
@@ -80,11 +108,18 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
             f"{path} is not the file that was saved (its sha256 differs): it was truncated or tampered with."
         )
     try:
-        return decode_tensors(content)
-    except (SafetensorError, ValueError) as error:
+        tensors = decode_tensors(content)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:  # KeyError: a type torch lacks
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}); it was truncated or damaged."
         ) from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{path}: the tensor {name!r} is {str(tensor.dtype).removeprefix('torch.')}; it must be of real "
+                "numbers of 16 bits or more, integers or booleans."
+            )
+    return tensors
 
 
 def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:

@@ -20,6 +20,7 @@ from attnrx.serialization.storage import (
     check_schema,
     file_sha256,
     read_json,
+    read_json_lines,
     read_tensors,
     require_finite_tensors,
     write_json,
@@ -219,13 +220,10 @@ class History:
 
     def restore(self, epochs: int, write: bool = True) -> None:
         """Reads the first `epochs` records and discards later ones, whose steps will be repeated."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         try:
-            self.records = [json.loads(line) for line in lines[:epochs]]
-        except json.JSONDecodeError as error:
-            raise CheckpointError(
-                f"{self.path} is damaged ({error}); delete the run's folder and train again."
-            ) from error
+            self.records = read_json_lines(self.path)[:epochs] if self.path.exists() else []
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Or delete the run's folder and train again.") from error
         if len(self.records) < epochs:
             raise CheckpointError(
                 f"{self.path} has {len(self.records)} epochs and the checkpoint {epochs}: lines were removed. "

@@ -1,6 +1,5 @@
 """attnrx report: writes the results of the other commands into one HTML page."""
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,13 +97,12 @@ def _ranks(candidate: "nn.Module") -> "tuple[rx.reports.PathwayRanks, ...]":
 
 
 def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
-    path = Path(folder) / "history.jsonl"
+    from attnrx.serialization.storage import read_json_lines  # imports torch
+
     try:
-        return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"--training {folder}: {path} cannot be read ({error}); give the --out folder of `attnrx train`."
-        ) from error
+        return tuple(read_json_lines(Path(folder) / "history.jsonl"))
+    except CheckpointError as error:
+        raise CheckpointError(f"--training {folder}: {error} Give the --out folder of `attnrx train`.") from error
 
 
 def _point(path: str) -> "rx.reports.TradeOffPoint":
