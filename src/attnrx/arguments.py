@@ -193,8 +193,10 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_path(value: Any) -> bool:
-    parts = value.parts if isinstance(value, Path) else Path(value).parts if isinstance(value, str) else ()
-    return _is_text(str(value)) and bool(parts) and max(len(part.encode()) for part in parts) <= LONGEST_NAME
+    if not isinstance(value, str | Path) or not _is_text(str(value)):
+        return False
+    # The current folder has no parts.
+    return max((len(part.encode()) for part in Path(value).parts), default=0) <= LONGEST_NAME
 
 
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))

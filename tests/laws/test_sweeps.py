@@ -95,7 +95,7 @@ def test_a_sweep_killed_in_the_middle_goes_on(store: Path, tmp_path: Path) -> No
         assert after[entry.job.id] == entry, "what was finished is as it was"
         assert notes(tmp_path, entry.job.labels["seed"]) == ["began", "ended"]
     assert {after[entry.job.id].attempts for entry in begun} == {2}
-    done = {int(entry.job.labels["seed"]) for entry in finished}
+    done = {int(str(entry.job.labels["seed"])) for entry in finished}
     for number in range(6):
         runs = ended.get(number, 0) + (number not in done)
         assert notes(tmp_path, number).count("ended") == runs

@@ -122,5 +122,5 @@ def test_noisy_timings_are_used_and_not_kept(space: Space, cache: Path) -> None:
 
 @pytest.mark.slow
 def test_a_measured_table_states_its_spread(space: Space) -> None:
-    table = measured_cost_table(space, CLOCK, lambda line: None)
+    table = measured_cost_table(space, CLOCK)
     assert table.spread >= 0 and np.isfinite(table.spread)
