@@ -227,14 +227,14 @@ def _is_device(value: Any) -> bool:
 
 
 @contextmanager
-def user_code(what: str) -> Iterator[None]:
-    """Raises what the user's code raises as a UserCodeError that names it; errors of attnrx pass unchanged."""
+def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
+    """Raises what the user's code raises as an `error_class` that names it; errors of attnrx pass unchanged."""
     try:
         yield
-    except (AttnrxError, StopIteration):
+    except AttnrxError:
         raise
     except Exception as error:
-        raise UserCodeError(f"{what} raised {type(error).__name__}: {described_error(error)}") from error
+        raise error_class(f"{what} raised {type(error).__name__}: {described_error(error)}") from error
 
 
 def described_error(error: BaseException) -> str:

@@ -431,7 +431,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, type[BaseException]]] = {
     ),
     "a worker that dies": (lambda: DataLoader(Dying(), 8, num_workers=1), "batch 0 of data", RuntimeError),
     "collate_fn": (lambda: DataLoader(Rows(), 8, collate_fn=collate), "collate_fn of data", KeyError),
-    "iterable": (Breaking, "item 9 of data cannot be read: OSError: the connection was lost", OSError),
+    "iterable": (Breaking, "item 9 of data raised OSError: the connection was lost", OSError),
     "loader of an iterable": (lambda: DataLoader(Breaking(), 4), "item 2 of data", OSError),
     "negative length": (lambda: Long(-1), "the length of data", ValueError),
     "huge length": (lambda: Long(2**70), "the length of data", OverflowError),

@@ -12,7 +12,6 @@ PIL pictures is preprocessed as the model's library does it (`Family.preprocessi
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
+from attnrx.arguments import user_code
 from attnrx.data.fixed import (
     DTYPES,
     MOST_IMAGES,
@@ -45,7 +45,7 @@ from attnrx.data.images import (
     evenly_spaced,
     require_held,
 )
-from attnrx.errors import AttnrxError, DataError, InvalidInput
+from attnrx.errors import DataError, InvalidInput
 from attnrx.preprocessing import Normalization
 from attnrx.shapes import Float, Int, Tensor
 
@@ -156,31 +156,11 @@ def _source_of(data: Any, preprocess: Preprocess | None, argument: str, training
 
 def _length(data: Any, argument: str) -> int | None:
     """Returns the length of a user's data; None for data without one."""
-    try:
-        return len(data)
-    except TypeError:  # of an iterable
-        return None
-    except Exception as error:  # e.g. a negative number
-        raise DataError(
-            f"the length of {argument} ({type(data).__name__}) cannot be read: {_reason(error)}; its __len__ must "
-            "return the number of its items."
-        ) from error
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Raises errors of a user's code as a DataError that names `what` and has the error as its cause."""
-    try:
-        yield
-    except AttnrxError:
-        raise
-    except Exception as error:  # whatever a user's code raises
-        raise DataError(f"{what} cannot be read: {_reason(error)}; its own traceback is above.") from error
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0][:200]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    with user_code(f"the length of {argument} ({type(data).__name__})", DataError):
+        try:
+            return len(data)
+        except TypeError:  # of an iterable
+            return None
 
 
 class _Rows(TensorDataset):
@@ -219,7 +199,7 @@ def _of_loader(loader: DataLoader[Any], argument: str, training: bool) -> "_Sour
         return _Source(loader.dataset, reading, loader, range(len(sampler)))
     if isinstance(sampler, RandomSampler) and not (has_own_batches or sampler.replacement) and len(sampler) == length:
         return _Source(loader.dataset, reading, loader, range(length))
-    with _naming(f"the sampler of {argument}"):
+    with user_code(f"the sampler of {argument}", DataError):
         drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
         found = list(islice(drawn, CANDIDATES))
     # A sampler may draw anything that its dataset takes as an index.
@@ -421,13 +401,15 @@ class _Source:
     def batch(self, rows: Sequence[int]) -> Batch:
         argument, items = self.reading.argument, []
         for row in rows:
-            with _naming(f"item {row} of {argument} ({len(self.rows):,} items)"):
+            with user_code(f"item {row} of {argument} ({len(self.rows):,} items)", DataError):
                 items.append(self.dataset[row])
         if self.loader is None:
-            with _naming(f"an image of the items {rows[0]} to {rows[-1]} of {argument}"):
+            with user_code(f"an image of the items {rows[0]} to {rows[-1]} of {argument}", DataError):
                 batch = self.reading.collated(items)
         else:
-            with _naming(f"the batch that collate_fn of {argument} makes of the items {rows[0]} to {rows[-1]}"):
+            with user_code(
+                f"the batch that collate_fn of {argument} makes of the items {rows[0]} to {rows[-1]}", DataError
+            ):
                 collated = self.loader.collate_fn(items)
             batch = self.reading.batch(collated)
         return _with_rows(batch, rows)
@@ -453,7 +435,7 @@ class _Source:
         parts = iter(row_loader)
         for number, batch_rows in enumerate(rows):
             what = f"batch {number} of {self.reading.argument} (items {batch_rows[0]} to {batch_rows[-1]})"
-            with _naming(what):
+            with user_code(what, DataError):
                 batch = next(parts)
             yield _with_rows(self.reading.batch(batch), batch_rows)
 
@@ -561,11 +543,11 @@ class _Stream:
                 yield self.reading.collated(items)
 
     def _items(self) -> Iterator[Any]:
-        with _naming(f"the first item of {self.reading.argument}"):
+        with user_code(f"the first item of {self.reading.argument}", DataError):
             items = iter(self.source)
         number = 0
         while True:
-            with _naming(f"item {number} of {self.reading.argument}"):
+            with user_code(f"item {number} of {self.reading.argument}", DataError):
                 try:
                     item = next(items)
                 except StopIteration:
