@@ -17,12 +17,18 @@ from attnrx.models import ViTConfig
 CLASSES = ("cat", "dog", "eel")
 
 
-def encoded(label: int, number: int = 0, size: tuple[int, int] = (8, 8), kind: str = "png") -> bytes:
-    """One image: red tells the class, green the number; stripes of blue give it a texture."""
+# The blue of the splits, so that no image is in two of them.
+BLUE = {"train": 200, "validation": 210, "test": 220}
+
+
+def encoded(
+    label: int, number: int = 0, size: tuple[int, int] = (8, 8), kind: str = "png", split: str = "train"
+) -> bytes:
+    """One image: red tells the class, green the number; stripes of blue give it a texture, and tell the split."""
     pixels = np.zeros((*size, 3), dtype=np.uint8)
     pixels[..., 0] = 40 * label
     pixels[..., 1] = number % 256
-    pixels[::2, :, 2] = 200
+    pixels[::2, :, 2] = BLUE.get(split, 200)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format=kind)
     return file.getvalue()
@@ -39,7 +45,10 @@ def rows(count: int, split: str = "train", **options: Any) -> list[dict]:
     """Rows that go round the classes, as the columns of a hub image dataset."""
     return [
         {
-            "image": {"bytes": encoded(i % 3, i, **options), "path": f"{split}/{CLASSES[i % 3]}/{i:04d}.png"},
+            "image": {
+                "bytes": encoded(i % 3, i, split=split, **options),
+                "path": f"{split}/{CLASSES[i % 3]}/{i:04d}.png",
+            },
             "label": i % 3,
             "label_name": CLASSES[i % 3],
             "split": split,
@@ -68,7 +77,7 @@ def write_folder(root: Path, counts: dict[str, int], **options: Any) -> Path:
         for label, name in enumerate(CLASSES):
             (root / split / name).mkdir(parents=True, exist_ok=True)
             for number in range(count):
-                (root / split / name / f"{number:03d}.png").write_bytes(encoded(label, number, **options))
+                (root / split / name / f"{number:03d}.png").write_bytes(encoded(label, number, split=split, **options))
     return root
 
 

@@ -189,7 +189,7 @@ def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> No
         ("train {run} --data {data} --tokens random:0.5@9 --out x", "a model that has 3"),
         ("train {run} --data {data} --tokens spot:0.5@2 --out x", "class token"),
         ("train {run} --data {data} --tokens random:1@2 --out x", "keeps every token"),
-        ("train {run} --data nowhere --tokens random=0.5 --out x", "':' and the keep ratio"),
+        ("train {run} --data {data} --tokens random=0.5 --out x", "':' and the keep ratio"),
         (
             "train {run} --data {data} --tokens ward:mean=0.5@2 --out x",
             "found on images before training; realize the policy",

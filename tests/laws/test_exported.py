@@ -229,7 +229,7 @@ def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
         ({"path": "a.pt2"}, "ends in .onnx"),
         ({"batch": 0}, "dynamic"),
         ({"batch": "some"}, "dynamic"),
-        ({"precision": "float8"}, "choose from"),
+        ({"precision": "float8"}, "give one of"),
         ({"precision": "bfloat16"}, "it is written at float32"),
         ({"to": "onnxx"}, "did you mean 'onnx'"),
         ({"to": "onnx(opset=3)"}, "give 18 to"),

@@ -181,7 +181,7 @@ def test_controls_of_a_model_with_shared_directions_use_as_many(subjects: list[S
 def test_kinds_are_checked(subjects: list[Subject]) -> None:
     subject = subjects[0]
     prescription = rx.prescribe(subject.diagnosis, "tokens=attention_received:0.5@2")
-    with pytest.raises(InvalidInput, match="choose kinds from"):
+    with pytest.raises(InvalidInput, match="give some of"):
         control_prescriptions(subject.diagnosis, prescription, ("smallest",))
     with pytest.raises(NotSupported, match="does not exist for tokens"):
         control_prescriptions(subject.diagnosis, prescription, ("largest",))

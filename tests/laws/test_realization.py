@@ -202,5 +202,5 @@ def test_refusals() -> None:
         realize(other, given)
     with pytest.raises(InvalidInput, match="calibration"):
         realize(vit, given, "compress", "refit")
-    with pytest.raises(InvalidInput, match="choose from"):
+    with pytest.raises(InvalidInput, match="give one of"):
         realize(vit, given, "prune")

@@ -126,5 +126,5 @@ def test_unknown_corruptions_and_severities_are_refused():
         Robustness(("gausian_noise",))
     with pytest.raises(InvalidInput, match="1 is the mildest"):
         Robustness(severities=(0, 1))
-    with pytest.raises(InvalidInput, match="at least one"):
+    with pytest.raises(InvalidInput, match="positive whole number"):
         Robustness(images=0)

@@ -1,5 +1,6 @@
 """The SPOT experiments on tiny models: what is trained and by what, runs that go on, originals that are shared."""
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,10 @@ from attnrx.api import load
 from attnrx.data import Normalization, load_data, object_patches
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import reduction_of
+from attnrx.serialization.atomic_writes import locked
 from attnrx.tokens import Random
 from attnrx_lab.clutter import CLUTTERED, object_finding
 from attnrx_lab.papers import sources
-from attnrx_lab.papers.experiment import alone
 from attnrx_lab.papers.spot import (
     ORIGINALS,
     FineTuning,
@@ -130,10 +131,10 @@ def test_who_comes_second_to_a_folder_waits(tmp_path: Path):
 
     def second() -> None:
         entered.set()
-        with alone(tmp_path / "run"):
+        with locked(tmp_path / "run", math.inf):
             order.append("second")
 
-    with alone(tmp_path / "run"):
+    with locked(tmp_path / "run", math.inf):
         waiting = threading.Thread(target=second)
         waiting.start()
         entered.wait(60)
@@ -147,7 +148,7 @@ def test_who_comes_second_to_a_folder_waits(tmp_path: Path):
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="Choose another folder"), alone(tmp_path / "file" / "run"):
+    with pytest.raises(CheckpointError, match="cannot create the folder"), locked(tmp_path / "file" / "run"):
         pass
 
 

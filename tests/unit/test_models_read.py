@@ -170,7 +170,7 @@ def test_a_wrong_type_of_a_field_is_refused_by_name() -> None:
         with pytest.raises(InvalidInput, match=f"{name}=.*: give"):
             replace(OWN, **{name: value})
     wrong_reader: Any = "stages"
-    with pytest.raises(InvalidInput, match=r"reader='stages': give an attnrx\.Reader"):
+    with pytest.raises(InvalidInput, match=r"reader='stages'\): give an attnrx\.Reader"):
         rx.load(OwnViT(), reader=wrong_reader)
 
 
@@ -261,7 +261,10 @@ def test_a_model_must_return_one_row_per_image(name: str) -> None:
 def test_the_first_block_that_differs_is_named_with_its_part() -> None:
     for part, reason in (("attend", "its attention computes something else"), ("ffn", "the MLP or a norm")):
         model = shaken(OwnViT(depth=3))
-        model.stages[1].get_submodule(part).register_forward_hook(lambda *given: 2 * given[-1])
+        module: Any = model.stages[1].get_submodule(part)
+        # Another class, because hooks are refused by name before.
+        doubled = {"forward": lambda self, *given, base=type(module): 2 * base.forward(self, *given)}
+        module.__class__ = type("Doubled", (type(module),), doubled)
         with pytest.raises(NotSupported, match=f"{reason}.*first block that differs is block 2 of 3"):
             rx.load(model, reader=replace(OWN, arguments={"depth": 3}))
 

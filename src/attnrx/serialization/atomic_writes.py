@@ -16,6 +16,7 @@ import secrets
 import shutil
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -154,17 +155,24 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+_held = threading.local()  # the targets that this thread has locked
+
+
 @contextmanager
 def locked(target: Path | str, seconds: float = PATIENCE) -> Iterator[None]:
     """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
 
-    Other processes and threads wait for it, at most `seconds`. Where there are no locks (a folder without the right to
-    write, some network file systems), the block runs without one.
+    Other processes and threads wait for it, at most `seconds`; the thread that holds it may take it again. Where there
+    are no locks (a folder without the right to write, some network file systems), the block runs without one.
 
     Raises:
         CheckpointError: It was held by another process or thread all the time.
     """
     target = Path(os.path.realpath(target))
+    held: set[Path] = _held.__dict__.setdefault("targets", set())
+    if target in held:
+        yield
+        return
     _create_parent(target)
     path, deadline = target.with_name(f".{target.name}.lock"), time.monotonic() + seconds
     try:
@@ -177,9 +185,11 @@ def locked(target: Path | str, seconds: float = PATIENCE) -> Iterator[None]:
             time.sleep(0.05)
     except OSError:
         descriptor = None
+    held.add(target)
     try:
         yield
     finally:
+        held.remove(target)
         if descriptor is not None:
             with suppress(OSError):  # Windows deletes no open file; the next process takes the one that is there
                 path.unlink()

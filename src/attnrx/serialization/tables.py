@@ -18,7 +18,7 @@ FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 # What begins code, emphasis, a tag, a cell, mathematics or a character reference, and a bracket that ends the text of a
 # link; other brackets, as those of intervals, mark nothing.
-MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=\s*[(\[:]))")
+MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=[(\[:]))")
 LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",

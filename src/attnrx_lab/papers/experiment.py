@@ -1,9 +1,9 @@
 """Experiments: resumable runs that measure candidates, and the numbers of finished runs, from which tables are made."""
 
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from attnrx.data import ImageSet
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.progress import Log, no_log
+from attnrx.serialization.atomic_writes import locked
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import check_schema, read_json, write_json
 
@@ -96,7 +97,7 @@ class Experiment(ABC):
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
-        with alone(folder):  # a second process waits here, and then reads the result of the first
+        with locked(folder, math.inf):  # a second process waits here, and then reads the result of the first
             self.require(folder)
             stored = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
             # A run without stages is complete once it has a result.
@@ -166,26 +167,6 @@ class Experiment(ABC):
     def _header(self) -> dict[str, Any]:
         kind = self.kind.replace("-", " ")
         return {"kind": f"attnrx {kind} run", "schema": SCHEMA, "settings": to_dict(self)}
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process works in the folder; the system releases the lock when this process ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such locks: start one process per run there
-        yield
-        return
-    # Beside the folder, whose content may be deleted while a process waits.
-    path = folder.with_name(f".{folder.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = path.open("w")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}. Choose another folder.") from error
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def evaluation_device() -> torch.device:

@@ -1,6 +1,7 @@
 """The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
 
 import copy
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from attnrx.evidence import Evidence, Finding
 from attnrx.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
 from attnrx.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.progress import Log
+from attnrx.serialization.atomic_writes import locked
 from attnrx.shapes import Bool, Int, Tensor
 from attnrx.tokens import Random, TokenPolicy, parse_policy
 from attnrx.training import TrainingConfig, train
@@ -29,7 +31,6 @@ from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
     MODEL_KNOBS,
     Experiment,
-    alone,
     comparison_with,
     evidence_at,
     evidence_by,
@@ -151,7 +152,7 @@ class SmallOriginal:
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
         """Returns the trained model, which is made in the folder if it is not there."""
-        with alone(place):  # runs of several methods and seeds may need it at the same time
+        with locked(place, math.inf):  # runs of several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place)
         return load(trained.folder).eval()

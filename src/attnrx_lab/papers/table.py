@@ -11,7 +11,7 @@ import torch
 from attnrx.checks.statistics import Estimate, crossed_interval, t_interval
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.serialization.storage import write_json, write_text
-from attnrx.serialization.tables import markdown_table
+from attnrx.serialization.tables import Marked, markdown_table
 from attnrx_lab.papers.experiment import Measure, Run
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 
@@ -106,7 +106,7 @@ class ReproducedTable:
         Every number that does not agree is marked with its verdict (`MARKS`).
         """
         columns = self.recipe.columns
-        rows = [[row, *(self._text(row, column) for column in columns)] for row in self.rows]
+        rows = [[row, *(Marked(self._text(row, column)) for column in columns)] for row in self.rows]
         table = markdown_table(["", *(column.title for column in columns)], rows)
         parts = [f"### {self.recipe.title}", table]
         parts.append(f"{self.source} Seeds: {', '.join(map(str, self.seeds))}. {LEGEND}")
