@@ -262,9 +262,10 @@ def test_the_first_block_that_differs_is_named_with_its_part() -> None:
     for part, reason in (("attend", "its attention computes something else"), ("ffn", "the MLP or a norm")):
         model = shaken(OwnViT(depth=3))
         module: Any = model.stages[1].get_submodule(part)
+        base = type(module)
         # Another class, because hooks are refused by name before.
-        doubled = {"forward": lambda self, *given, base=type(module): 2 * base.forward(self, *given)}
-        module.__class__ = type("Doubled", (type(module),), doubled)
+        doubled = {"forward": lambda self, *given, base=base: 2 * base.forward(self, *given)}
+        module.__class__ = type("Doubled", (base,), doubled)
         with pytest.raises(NotSupported, match=f"{reason}.*first block that differs is block 2 of 3"):
             rx.load(model, reader=replace(OWN, arguments={"depth": 3}))
 

@@ -105,9 +105,14 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
                 inside.pop()
 
     at_once(*[enter] * 4)
-    with locked(tmp_path / "folder"), pytest.raises(CheckpointError, match="by another process or thread"):
+
+    def enter_once() -> None:
         with locked(tmp_path / "folder", seconds=0.0):
             pass
+
+    with locked(tmp_path / "folder"), pytest.raises(CheckpointError, match="by another process or thread"):
+        enter_once()  # the thread that holds the lock
+        at_once(enter_once)
     (tmp_path / ".folder.lock").write_text("")  # of a process that was killed
     with locked(tmp_path / "folder", seconds=0.0):
         pass
@@ -121,7 +126,7 @@ def test_one_call_at_a_time_uses_a_folder(verb: str, tmp_path: Path) -> None:
         "elastic": lambda: rx.elastic(original(), [], tmp_path / "folder", macs=(0.8,)),
     }[verb]
     with locked(tmp_path / "folder"), pytest.raises(CheckpointError, match="being written by another"):
-        call()
+        at_once(call)
     assert not list(tmp_path.iterdir())
 
 
