@@ -1,6 +1,7 @@
 """What can be known before the work is checked before the work: no model is loaded, and nothing is measured."""
 
 import io
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -13,6 +14,9 @@ import attnrx as rx
 import cases
 from attnrx import optional
 from attnrx.cli import main
+from attnrx.cli.commands import command_module, command_modules
+from attnrx.cli.inputs import require_inputs
+from attnrx.cli.parser import Parser
 from attnrx.errors import AttnrxError, NotSupported
 from attnrx.planning import plan_measurements
 
@@ -102,3 +106,15 @@ def test_a_target_below_every_plan_is_refused_by_the_cost_table_alone(monkeypatc
     with pytest.raises(NotSupported, match=r"macs=0.001 is out of reach.*keep at least 0\.\d+ of the macs"):
         rx.plan(model, diagnosis, "macs=0.001x", images, images)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", sorted(command_modules()))
+def test_the_inputs_of_every_command_can_be_checked(name: str) -> None:
+    command = command_module(name)
+    parser = Parser(name, command.SUMMARY, command.EXAMPLE)
+    command.add(parser)
+    options = {action.dest: action.default for action in parser._actions}
+    if "data" in options:
+        require_inputs(Namespace(**{**options, "data": "digits"}))
+        with pytest.raises(AttnrxError, match="nowhere"):
+            require_inputs(Namespace(**{**options, "data": "/nowhere"}))

@@ -42,7 +42,8 @@ def _label_map(path: str) -> dict[str, int]:
 
 
 def _columns(arguments: Namespace) -> "rx.data.Columns | None":
-    named = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
+    # Not every command with data has these options.
+    named = {name: getattr(arguments, name, None) for name in ("image_column", "label_column", "test_column")}
     named = {name: column for name, column in named.items() if column is not None}
     # None lets the reader try the columns of the catalogue too.
     return rx.data.Columns(**named) if named else None
