@@ -20,6 +20,9 @@ from attnrx.models import family_of
 from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.shapes import Float, Tensor
 
+# With so many times the images of the plan their own interval suffices: with a lognormal divergence of sigma 1.5, twice
+# the promise holds in 2 of 200 samples (`kept_promises` of benchmarks/coverage.py).
+MANY_TIMES = 4
 LEAST = 0.02  # of the images: a loss that differs by less from the promised one is the promised one
 
 
@@ -173,9 +176,12 @@ def judged_promise(
     verdict = judged(value, limit, n=n, at_least=not more_is_worse)
     if verdict.get("outcome") == HOLDS:
         # On few images the limit is far from the promise: a model that is twice as bad would often meet it. Excluded
-        # by the interval of these images and by the spread of the plan's, since few images of either lack the tail.
+        # by the interval of these images and, unless they are many times more, by the spread of the plan's: few images of
+        # either lack the tail.
         double, doubt = twice(quantity, promised)
-        ends = min(measured.low, value - doubt / n**0.5), max(measured.high, value + doubt / n**0.5)
+        ends = measured.low, measured.high
+        if n < MANY_TIMES * promised.images:
+            ends = min(measured.low, value - doubt / n**0.5), max(measured.high, value + doubt / n**0.5)
         excluded = judged(value, double, ends, n, at_least=not more_is_worse)
         if excluded["outcome"] != HOLDS:
             verdict |= {"outcome": UNDECIDED, "deciding_n": excluded.get("deciding_n")}
