@@ -176,8 +176,8 @@ def judged_promise(
     verdict = judged(value, limit, n=n, at_least=not more_is_worse)
     if verdict.get("outcome") == HOLDS:
         # On few images the limit is far from the promise: a model that is twice as bad would often meet it. Excluded
-        # by the interval of these images and, unless they are many times more, by the spread of the plan's: few images of
-        # either lack the tail.
+        # by the interval of these images and, unless they are many times more, by the spread of the plan's: few images
+        # of either lack the tail.
         double, doubt = twice(quantity, promised)
         ends = measured.low, measured.high
         if n < MANY_TIMES * promised.images:
