@@ -233,7 +233,7 @@ def test_a_model_is_exported_and_distilled_after_a_call(kind: str, library: str,
         expected = copy.deepcopy(model).float()(images.float())
         torch.testing.assert_close(file(images.float()), expected, rtol=1e-4, atol=1e-4)
     data = torch.cat([inputs(model, 8), -inputs(model, 8)])
-    fitted = rx.distill(model, fresh("none", library), data, Distill(epochs=1, batch=7, learning_rates=(1e-4,)))
+    fitted = rx.distill(model, fresh("none", library), data, Distill(epochs=1, batch=8, learning_rates=(1e-4,)))
     assert fitted.after <= fitted.before
     assert held_tensors(model).keys() == before
 
