@@ -74,7 +74,7 @@ def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
 def test_a_file_is_verified_by_the_default_checks_that_need_no_layers(made: SimpleNamespace) -> None:
     result = record("verify", made.file, "--reference", made.run, "--data", made.data)
     assert {"accuracy", "fidelity", "latency"} <= {finding["check"] for finding in result["findings"]}
-    assert any("not checked: costs: one of the models" in note for note in result["about"]["notes"])
+    assert any("not checked: costs: it needs layers; one of the models" in note for note in result["about"]["notes"])
 
 
 @pytest.mark.slow
