@@ -7,12 +7,10 @@ import io
 import json
 import os
 import re
-import signal
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jaxtyping
@@ -33,6 +31,7 @@ from attnrx.serialization.storage import SEAL, file_sha256, read_json, sealed, w
 from attnrx_lab.sweeps import grid_jobs
 from edits import ABSENT, edited
 from pictures import encoded, rows, write_folder, write_parquet
+from time_limits import time_limit
 
 SECONDS = 60
 NAN, INFINITY = float("nan"), float("inf")
@@ -87,19 +86,12 @@ def write_export(path: Path) -> None:
 @pytest.fixture(autouse=True)
 def as_for_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No type checks of arguments, which users do not have either, a cache of the test, and an end to every hang."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"nothing happened for {SECONDS} s")
-
     jaxtyping.config.update("jaxtyping_disable", True)
     torch.set_default_dtype(torch.float32)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with time_limit(SECONDS):
+        yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 

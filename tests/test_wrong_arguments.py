@@ -1,10 +1,8 @@
 """Every public function and settings class refuses arguments of a wrong type, and values that mean nothing, by name."""
 
 import inspect
-import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jaxtyping
@@ -23,6 +21,7 @@ from attnrx.realization.distillation import Distill
 from attnrx.realization.refinement import Refinement
 from attnrx.realization.repair import Repair
 from attnrx.training import Mixing
+from time_limits import time_limit
 from wrong_arguments import Case, of_class, of_function
 
 SECONDS = 20  # of one call
@@ -133,30 +132,20 @@ SETTINGS: Mapping[type, Mapping[str, Any]] = {
 
 def faults(cases: Iterator[Case]) -> tuple[int, list[str]]:
     """Returns the number of cases, and those that were accepted, hung, or ended in another error."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"nothing happened for {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
     count, found = 0, list[str]()
-    try:
-        for case in cases:
-            count += 1
-            signal.alarm(SECONDS)
-            try:
+    for case in cases:
+        count += 1
+        try:
+            with time_limit(SECONDS):
                 case.call()
-            except AttnrxError as error:
-                # Named by the argument, unless the function has a message of its own.
-                if case.argument not in OWN_VALIDATION and case.argument not in str(error):
-                    found.append(f"{case}: does not name the argument: {error}"[:300])
-            except Exception as error:
-                found.append(f"{case}: {type(error).__name__}: {error}"[:300])
-            else:
-                found += [] if str(case) in ACCEPTED else [f"{case}: accepted"]
-            signal.alarm(0)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        except AttnrxError as error:
+            # Named by the argument, unless the function has a message of its own.
+            if case.argument not in OWN_VALIDATION and case.argument not in str(error):
+                found.append(f"{case}: does not name the argument: {error}"[:300])
+        except Exception as error:
+            found.append(f"{case}: {type(error).__name__}: {error}"[:300])
+        else:
+            found += [] if str(case) in ACCEPTED else [f"{case}: accepted"]
     return count, found
 
 

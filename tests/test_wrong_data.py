@@ -1,8 +1,6 @@
 """Data that cannot be used: every function refuses them by an error of attnrx, caused by that of the user's code."""
 
-import signal
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import jaxtyping
@@ -14,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import attnrx as rx
 from attnrx.errors import AttnrxError
+from time_limits import time_limit
 
 SECONDS = 20
 
@@ -111,10 +110,6 @@ VERBS: dict[str, Callable[[nn.Module, Any], object]] = {
 }
 
 
-def stop(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError(f"nothing happened for {SECONDS} s")
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "verb", [pytest.param(name, marks=() if name == "diagnose" else pytest.mark.slow) for name in VERBS]
@@ -126,13 +121,13 @@ def test_wrong_data_are_refused(verb: str) -> None:
     model = rx.models.initialize_(rx.models.VisionTransformer(config), seed=0).float().eval()
     torch.set_default_dtype(torch.float32)
     jaxtyping.config.update("jaxtyping_disable", True)  # as for a user
-    before, found = signal.signal(signal.SIGALRM, stop), list[str]()
+    found = list[str]()
     try:
         for name, make in WRONG.items():
             data = make()
-            signal.alarm(SECONDS)
             try:
-                VERBS[verb](model, data)
+                with time_limit(SECONDS):
+                    VERBS[verb](model, data)
             except AttnrxError as error:
                 causes = str(error), str(error.__cause__), str(getattr(error.__cause__, "__cause__", None))
                 if name.startswith("user") and not any("of the user" in one or "disk gone" in one for one in causes):
@@ -141,9 +136,6 @@ def test_wrong_data_are_refused(verb: str) -> None:
                 found.append(f"{name}: {type(error).__name__}: {error}"[:300])
             else:
                 found.append(f"{name}: accepted")
-            signal.alarm(0)
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
         jaxtyping.config.update("jaxtyping_disable", False)
     assert not found, f"{len(found)} of {len(WRONG)}:\n" + "\n".join(found)

@@ -4,9 +4,7 @@ A text is read or refused by an error of attnrx, in no time; what is read, reads
 """
 
 import random
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import jaxtyping
@@ -20,6 +18,7 @@ from attnrx.exporting import parse_format
 from attnrx.planning import Target
 from attnrx.rules import parse_rule, parse_rules
 from attnrx.tokens import parse_policy, parse_reducer
+from time_limits import time_limit
 
 # By language: what reads a text, whether what was read has a text of its own, and valid texts.
 LANGUAGES: Mapping[str, tuple[Callable[[str], Any], bool, tuple[str, ...]]] = {
@@ -76,28 +75,19 @@ def edited(text: str, seed: int) -> Iterator[str]:
 
 def faults(read: Callable[[str], Any], has_text: bool, texts: Iterator[str]) -> tuple[int, list[str]]:
     """Returns the number of texts, and those that end in another error, hang, or read differently once written."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"nothing happened for {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
     count, found = 0, list[str]()
-    try:
-        for text in texts:
-            count += 1
-            signal.alarm(SECONDS)
-            try:
+    for text in texts:
+        count += 1
+        try:
+            with time_limit(SECONDS):
                 value = read(text)
                 if has_text and read(str(value)) != value:
                     found.append(f"{text[:80]!r} reads as {value}, which reads otherwise")
-            except AttnrxError as error:
-                if len(str(error)) > 6000:
-                    found.append(f"{text[:80]!r}: a message of {len(str(error))} characters")
-            except Exception as error:
-                found.append(f"{text[:80]!r}: {type(error).__name__}: {error}"[:300])
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        except AttnrxError as error:
+            if len(str(error)) > 6000:
+                found.append(f"{text[:80]!r}: a message of {len(str(error))} characters")
+        except Exception as error:
+            found.append(f"{text[:80]!r}: {type(error).__name__}: {error}"[:300])
     return count, found
 
 
