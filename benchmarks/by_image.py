@@ -17,7 +17,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.models import costs_by_image, family_of
+from attnrx.vit.models import costs_by_image, family_of
 
 
 def main() -> None:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import attnrx as rx
-from attnrx.checks.promises import PredictedQuantity, judged_promise, limits_of
-from attnrx.checks.statistics import estimate, mean_estimate, resampled_means
 from attnrx.cli.inputs import splits_argument
 from attnrx.cli.options import add_data
-from attnrx.costs import Ratio
-from attnrx.evidence import FAILS, HOLDS, OUTCOMES, UNDECIDED
-from attnrx.model_outputs import KINDS
+from attnrx.nouns.evidence import FAILS, HOLDS, OUTCOMES, UNDECIDED
+from attnrx.show.checks.promises import PredictedQuantity, judged_promise, limits_of
+from attnrx.show.checks.statistics import estimate, mean_estimate, resampled_means
+from attnrx.vit.costs import Ratio
+from attnrx.vit.outputs import KINDS
 
 LOGITS = KINDS["logits"]
 Draw = Callable[[int, torch.Generator], Tensor]  # the divergences of so many images, with the mean 1

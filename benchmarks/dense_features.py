@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from attnrx.checks.dense import patch_features
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.models import attach_tokens_, family_of, recording_tokens
-from attnrx.tokens import gathered_rows, parse_policy
+from attnrx.show.checks.dense import patch_features
+from attnrx.vit.models import attach_tokens_, family_of, recording_tokens
+from attnrx.vit.tokens import gathered_rows, parse_policy
 
 SHARES: dict[str, Callable[[int, int], float]] = {
     "copy": lambda layer, depth: 0.0,

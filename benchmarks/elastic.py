@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import attnrx as rx
+from attnrx.change.realization.elastic import ORIGINAL, Elastic
 from attnrx.cli.inputs import splits_argument
 from attnrx.cli.options import add_data
-from attnrx.models import family_of
-from attnrx.realization.elastic import ORIGINAL, Elastic
+from attnrx.vit.models import family_of
 
 
 def main() -> None:

@@ -20,19 +20,19 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.attention import Attention
-from attnrx.checks import Accuracy, Comparison, Fidelity
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
-from attnrx.models import attach_tokens_, family_of
-from attnrx.planning import TimingSettings
-from attnrx.planning.plan import Plan
-from attnrx.reports.figures import Chart, Curve, CurvePoint
-from attnrx.runtime.subprocess_runner import run_in_subprocess
-from attnrx.serialization.storage import read_json, write_json, write_text
-from attnrx.serialization.tables import markdown_table
-from attnrx.tokens import parse_policy
+from attnrx.decide.planning import TimingSettings
+from attnrx.decide.planning.plan import Plan
+from attnrx.show.checks import Accuracy, Comparison, Fidelity
+from attnrx.show.reports.figures import Chart, Curve, CurvePoint
+from attnrx.support.runtime.subprocess_runner import run_in_subprocess
+from attnrx.support.serialization.storage import read_json, write_json, write_text
+from attnrx.support.serialization.tables import markdown_table
+from attnrx.vit.attention import Attention
+from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import parse_policy
 from attnrx_lab.comparison.methods import Method, MethodBench
 
 # Names of methods with the texts of their rules at every point.

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from attnrx.costs import (
+from attnrx.support.serialization.storage import write_json
+from attnrx.vit.costs import (
     Conditions,
     LatencyComparison,
     LatencyProtocol,
@@ -23,8 +24,7 @@ from attnrx.costs import (
     compare_latency,
     compare_memory,
 )
-from attnrx.models import VisionTransformer, ViTConfig, initialize_, named_config
-from attnrx.serialization.storage import write_json
+from attnrx.vit.models import VisionTransformer, ViTConfig, initialize_, named_config
 
 HEADER = (
     f"{'ranks':<14}{'batch':>6} {'precision':<10}{'mode':<9}{'original ms':>12}{'candidate ms':>13}"

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.errors import AttnrxError
-from attnrx.models import LIBRARIES
-from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.support.errors import AttnrxError
+from attnrx.vit.models import LIBRARIES
+from attnrx.vit.models.adopted_family import AdoptedFamily
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 AXES = ("qk", "vo", "hidden", "tokens")
@@ -92,7 +92,7 @@ def of_timm() -> Iterator[tuple[int, Outcome]]:
 def of_transformers() -> Iterator[tuple[int, Outcome]]:
     """Yields the classes with a reader, in their default configuration, and OTHER_CLASSES."""
     transformers: Any = importlib.import_module("transformers")
-    readers = importlib.import_module("attnrx.models.huggingface_readers").READERS
+    readers = importlib.import_module("attnrx.vit.models.huggingface_readers").READERS
     for name in (*readers, *OTHER_CLASSES):
         kind = getattr(transformers, name)
         # The masking of MAE removes patches at random, and a hybrid DPT has a convolutional backbone.

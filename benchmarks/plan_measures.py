@@ -18,13 +18,13 @@ from scipy.stats import spearmanr
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.planning.allocation import Frontier
-from attnrx.planning.cost_table import exact_cost_table
-from attnrx.planning.plan_search import search_ranges, weights_of
-from attnrx.planning.reference_outputs import Answers
-from attnrx.planning.sensitivity import measure_sensitivities
-from attnrx.planning.space import Choices, Space
-from attnrx.tokens import parse_reducer
+from attnrx.decide.planning.allocation import Frontier
+from attnrx.decide.planning.cost_table import exact_cost_table
+from attnrx.decide.planning.plan_search import search_ranges, weights_of
+from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.decide.planning.sensitivity import measure_sensitivities
+from attnrx.decide.planning.space import Choices, Space
+from attnrx.vit.tokens import parse_reducer
 
 Measured = Mapping[str, torch.Tensor]
 FOR_SENSITIVITIES, BATCH = 96, 32  # images

@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageOps
 
 import attnrx as rx
-from attnrx.model_data import input_options
+from attnrx.data.model_data import input_options
 
 ODD = 6  # kinds of changes, by turns
 COMMANDS = 6  # scripts that are run as commands; for the others their functions are called

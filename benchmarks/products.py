@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from attnrx.costs import interleave
-from attnrx.kernels.native_products import PackedMap, native_maps
-from attnrx.runtime.hardware import device_name
+from attnrx.support.runtime.hardware import device_name
+from attnrx.vit.costs import interleave
+from attnrx.vit.kernels.native_products import PackedMap, native_maps
 
 
 def product(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:

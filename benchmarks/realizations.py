@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-from attnrx.checks.statistics import t_interval
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import NoOpPrescription
-from attnrx.models import build_model, evaluating
-from attnrx.rules import EnergyRetention
-from attnrx.serialization.storage import read_json, write_json
+from attnrx.decide.rules import EnergyRetention
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.show.checks.statistics import t_interval
+from attnrx.support.errors import NoOpPrescription
+from attnrx.support.serialization.storage import read_json, write_json
 from attnrx.training import Silent
+from attnrx.vit.models import build_model, evaluating
 
 KINDS = ("mask", "exact", "renormalized", "refit")
 PATCH = 4  # 16 tokens

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.attention import Attention, backend_of
-from attnrx.costs import Conditions, device_name, interleave
-from attnrx.models import LowRankLinear, build_model, family_of
-from attnrx.serialization.storage import write_json
-from attnrx.spec import AttentionSpec
+from attnrx.support.serialization.storage import write_json
+from attnrx.vit.attention import Attention, backend_of
+from attnrx.vit.costs import Conditions, device_name, interleave
+from attnrx.vit.models import LowRankLinear, build_model, family_of
+from attnrx.vit.spec import AttentionSpec
 
 
 @dataclass(frozen=True)

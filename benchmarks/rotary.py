@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import attnrx as rx
+from attnrx.change.realization.refinement import Refinement
 from attnrx.cli.inputs import splits_argument
 from attnrx.cli.options import add_data
-from attnrx.diagnosis import Diagnosis
-from attnrx.models import family_of
-from attnrx.models.timm_family import TimmFamily
-from attnrx.realization.refinement import Refinement
-from attnrx.rules.rotary import COHERENCE
+from attnrx.decide.rules.rotary import COHERENCE
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.vit.models import family_of
+from attnrx.vit.models.timm_family import TimmFamily
 
 CALIBRATION = 48  # images of the diagnosis
 REFINED = Refinement(steps=60, batch=4)
@@ -42,7 +42,7 @@ def twin_of(file: Path) -> nn.Module:
 
 def without_slow_pairs(diagnosis: Diagnosis) -> Diagnosis:
     """Returns the diagnosis as if every pair rotated fast, so that pairs are kept or removed whole."""
-    # Pairs below the least coherence are never stored without rotation (`attnrx.rules.rotary`).
+    # Pairs below the least coherence are never stored without rotation (`attnrx.decide.rules.rotary`).
     layers = (
         replace(layer, readings={**layer.readings, COHERENCE: torch.zeros_like(layer.reading(COHERENCE))})
         for layer in diagnosis.layers

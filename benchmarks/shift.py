@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import attnrx as rx
+from attnrx.change.realization import realize_fitted
+from attnrx.change.realization.repair import Repair
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_mixed_data, add_model
 from attnrx.data import ImageSet
 from attnrx.data.labels import UNLABELLED
 from attnrx.data.mixing import MixedImages
-from attnrx.realization import realize_fitted
-from attnrx.realization.repair import Repair
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import attnrx as rx
-from attnrx.costs import Conditions, LatencyProtocol
-from attnrx.models import build_model
-from attnrx.serialization.storage import read_json, write_text
+from attnrx.support.serialization.storage import read_json, write_text
+from attnrx.vit.costs import Conditions, LatencyProtocol
+from attnrx.vit.models import build_model
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
 
 STAGES = "4,7,10"

@@ -14,15 +14,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from attnrx.checks.statistics import mean_estimate
+from attnrx.change.realization import realize_tokens_
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.models import family_of, reduction_of
-from attnrx.prescription import TokenPrescription
-from attnrx.realization import realize_tokens_
-from attnrx.tokens import TokenState, parse_policy
-from attnrx.tokens.reducer import odds
-from attnrx.tokens.spot import SpotPredictor
+from attnrx.nouns.prescription import TokenPrescription
+from attnrx.show.checks.statistics import mean_estimate
+from attnrx.vit.models import family_of, reduction_of
+from attnrx.vit.tokens import TokenState, parse_policy
+from attnrx.vit.tokens.reducer import odds
+from attnrx.vit.tokens.spot import SpotPredictor
 
 Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -20,20 +20,20 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.checks.statistics import Estimate, mean_estimate
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.costs import device_name
 from attnrx.data import ImageSet
-from attnrx.diagnostics.perturbation import noise_like
-from attnrx.diagnostics.watches import running_mean
-from attnrx.errors import AttnrxError, InvalidInput
-from attnrx.model_diagnosis import patches_left, token_relevance
-from attnrx.models import attach_tokens_, family_of, model_fingerprint, reduction_of
-from attnrx.serialization.storage import write_json
-from attnrx.shapes import Bool, Float, Tensor
-from attnrx.tokens import REDUCERS, TokenPolicy, parse_policy
-from attnrx.tokens.reducer import best
+from attnrx.decide.diagnosing import patches_left, token_relevance
+from attnrx.decide.diagnostics.perturbation import noise_like
+from attnrx.decide.diagnostics.watches import running_mean
+from attnrx.show.checks.statistics import Estimate, mean_estimate
+from attnrx.support.errors import AttnrxError, InvalidInput
+from attnrx.support.serialization.storage import write_json
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.costs import device_name
+from attnrx.vit.models import attach_tokens_, family_of, model_fingerprint, reduction_of
+from attnrx.vit.tokens import REDUCERS, TokenPolicy, parse_policy
+from attnrx.vit.tokens.reducer import best
 
 Row = dict[str, object]
 Relevance = Mapping[str, torch.Tensor]

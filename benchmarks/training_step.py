@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from attnrx.costs import Ratio, Timing, device_name, interleave
-from attnrx.models import VisionTransformer, initialize_, named_config
-from attnrx.serialization.storage import write_json
+from attnrx.support.serialization.storage import write_json
+from attnrx.vit.costs import Ratio, Timing, device_name, interleave
+from attnrx.vit.models import VisionTransformer, initialize_, named_config
 
 
 @dataclass(frozen=True)

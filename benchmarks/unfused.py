@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention import (
+from attnrx.vit.attention import (
     Attention,
     AttentionCapture,
     AttentionContext,
@@ -30,10 +30,10 @@ from attnrx.attention import (
     Native,
     ScoreFactors,
 )
-from attnrx.attention.head_linear import in_buckets
-from attnrx.costs import Conditions, device_name, interleave
-from attnrx.models import build_model, family_of
-from attnrx.spec import AttentionSpec
+from attnrx.vit.attention.head_linear import in_buckets
+from attnrx.vit.costs import Conditions, device_name, interleave
+from attnrx.vit.models import build_model, family_of
+from attnrx.vit.spec import AttentionSpec
 
 
 class PaddedSized(AttentionCapture):

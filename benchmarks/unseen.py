@@ -18,7 +18,6 @@ from itertools import chain
 import torch
 
 import attnrx as rx
-from attnrx.checks.statistics import mean_estimate
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model, option
 from attnrx.data import FixedImages, ImageSet, three_parts
@@ -26,9 +25,10 @@ from attnrx.data.fixed import content_hashes, fix
 from attnrx.data.images import RowImages
 from attnrx.data.labels import Relabelled, own_labels
 from attnrx.data.splits import StoredImages
-from attnrx.errors import InvalidInput
-from attnrx.planning.effort import EFFORTS, effort_of
-from attnrx.shrink_run import DIAGNOSED, PREDICTED
+from attnrx.decide.planning.effort import EFFORTS, effort_of
+from attnrx.show.checks.statistics import mean_estimate
+from attnrx.support.errors import InvalidInput
+from attnrx.verbs.shrink_run import DIAGNOSED, PREDICTED
 
 
 def main() -> None:

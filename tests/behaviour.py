@@ -22,11 +22,11 @@ import attnrx as rx
 import cases
 import pretrained
 from attnrx.data import Columns
-from attnrx.maps import LINEAR_MAPS
-from attnrx.models import family_of
-from attnrx.planning.budget import prescribed_costs
-from attnrx.prescription import LayerPrescription
-from attnrx.rules import Template
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.rules import Template
+from attnrx.nouns.prescription import LayerPrescription
+from attnrx.vit.maps import LINEAR_MAPS
+from attnrx.vit.models import family_of
 
 RECORD = Path(__file__).with_name("behaviour.json")
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -7,39 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from attnrx.checks import (
-    Accuracy,
-    Bounds,
-    Calibration,
-    Check,
-    Controls,
-    Costs,
-    Features,
-    Fidelity,
-    Latency,
-    PatchProbe,
-    Promises,
-    Retrieval,
-    Shift,
-)
-from attnrx.costs import LatencyProtocol
+from attnrx.change.realization import realize
 from attnrx.data import MemoryImages, Normalization, from_tensors
-from attnrx.losses import Loss, PerturbationRobustness, TargetRank, Task
-from attnrx.models import (
-    LVViT,
-    LVViTConfig,
-    Transformer,
-    TransformerConfig,
-    VisionTransformer,
-    ViTConfig,
-    family_of,
-    initialize_,
-    model_fingerprint,
-)
-from attnrx.models.transformer import Model
-from attnrx.prescription import HeadDecision, LayerPrescription, Prescription, ScoreDecision
-from attnrx.realization import realize
-from attnrx.rules import (
+from attnrx.decide.rules import (
     ContributionEnergy,
     EffectiveRank,
     EnergyRetention,
@@ -58,7 +28,37 @@ from attnrx.rules import (
     UniformMatched,
     UniformRank,
 )
-from attnrx.tokens import (
+from attnrx.nouns.prescription import HeadDecision, LayerPrescription, Prescription, ScoreDecision
+from attnrx.show.checks import (
+    Accuracy,
+    Bounds,
+    Calibration,
+    Check,
+    Controls,
+    Costs,
+    Features,
+    Fidelity,
+    Latency,
+    PatchProbe,
+    Promises,
+    Retrieval,
+    Shift,
+)
+from attnrx.training.losses import Loss, PerturbationRobustness, TargetRank, Task
+from attnrx.vit.costs import LatencyProtocol
+from attnrx.vit.models import (
+    LVViT,
+    LVViTConfig,
+    Transformer,
+    TransformerConfig,
+    VisionTransformer,
+    ViTConfig,
+    family_of,
+    initialize_,
+    model_fingerprint,
+)
+from attnrx.vit.models.transformer import Model
+from attnrx.vit.tokens import (
     ATS,
     DTPS,
     AttentionAverage,

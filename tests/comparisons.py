@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.checks import Comparison
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
-from attnrx.models import VisionTransformer
-from attnrx.prescription import LayerPrescription, Prescription
-from attnrx.realization import realize
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.metrics import rewritten
+from attnrx.decide.rules.decisions import keep_only
+from attnrx.decide.rules.metrics import rewritten
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import LayerPrescription, Prescription
+from attnrx.show.checks import Comparison
+from attnrx.vit.models import VisionTransformer
 from cases import pixels
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.shapes import Bool, Float, Tensor
-from attnrx.spectrum import Spectrum
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.spectrum import Spectrum
 
 WIDTH = 5
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention import Attention, Backend
-from attnrx.spec import AttentionSpec
+from attnrx.vit.attention import Attention, Backend
+from attnrx.vit.spec import AttentionSpec
 
 
 @dataclass(frozen=True)

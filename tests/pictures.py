@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from attnrx.data import MemoryImages, Normalization, Splits, from_tensors
-from attnrx.models import ViTConfig
+from attnrx.vit.models import ViTConfig
 
 CLASSES = ("cat", "dog", "eel")
 

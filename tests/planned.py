@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.costs import Conditions
-from attnrx.diagnosis import Diagnosis
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import VisionTransformer, ViTConfig
-from attnrx.planning import TimingSettings
-from attnrx.planning.space import Choices, Space
-from attnrx.realization import realize
-from attnrx.tokens import Ward
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.planning import TimingSettings
+from attnrx.decide.planning.space import Choices, Space
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.vit.costs import Conditions
+from attnrx.vit.models import VisionTransformer, ViTConfig
+from attnrx.vit.tokens import Ward
 from comparisons import pixels
 
 # Three layers of 16 patches, heads of eight directions: every level is another rank.

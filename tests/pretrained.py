@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.models import family_of
-from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.huggingface_family import HuggingFaceFamily
-from attnrx.models.module_family import ModuleFamily
-from attnrx.models.openclip_family import OpenClipFamily
-from attnrx.models.reader import Reader
-from attnrx.models.timm_family import TimmFamily
-from attnrx.models.torchvision_family import TorchvisionFamily
+from attnrx.vit.models import family_of
+from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.huggingface_family import HuggingFaceFamily
+from attnrx.vit.models.module_family import ModuleFamily
+from attnrx.vit.models.openclip_family import OpenClipFamily
+from attnrx.vit.models.reader import Reader
+from attnrx.vit.models.timm_family import TimmFamily
+from attnrx.vit.models.torchvision_family import TorchvisionFamily
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

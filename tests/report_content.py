@@ -7,14 +7,13 @@ from functools import cache
 import torch
 from torch import nn
 
-from attnrx.costs import Conditions, LatencyComparison, Ratio, Timing
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.diagnostics import spectral_shape
-from attnrx.evidence import Evidence, Finding, judged
-from attnrx.models import attach_tokens_, build_model, family_of, model_fingerprint
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
-from attnrx.reports import (
+from attnrx.change.realization import realize
+from attnrx.decide.diagnostics import spectral_shape
+from attnrx.decide.rules import EnergyRetention, prescribe_maps
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.evidence import Evidence, Finding, judged
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.reports import (
     AttentionSamples,
     FrontPoint,
     PlanFront,
@@ -24,9 +23,10 @@ from attnrx.reports import (
     sample_attention,
     sample_tokens,
 )
-from attnrx.rules import EnergyRetention, prescribe_maps
-from attnrx.spectrum import Spectrum
-from attnrx.tokens import AttentionReceived, TokenPolicy
+from attnrx.vit.costs import Conditions, LatencyComparison, Ratio, Timing
+from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
+from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.tokens import AttentionReceived, TokenPolicy
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.checks import Accuracy, Bounds, Calibration, Costs, Fidelity, Latency
-from attnrx.costs import LatencyProtocol
-from attnrx.diagnostics import Moments
-from attnrx.losses import Task
-from attnrx.realization import realize
-from attnrx.runtime import processes
+from attnrx.change.realization import realize
+from attnrx.decide.diagnostics import Moments
+from attnrx.show.checks import Accuracy, Bounds, Calibration, Costs, Fidelity, Latency
+from attnrx.support.runtime import processes
 from attnrx.training import TrainingRun, train
+from attnrx.training.losses import Task
 from attnrx.training.optimization import strengths_of
+from attnrx.vit.costs import LatencyProtocol
 from attnrx_lab.checks import Robustness
 from tiny_runs import At, config, model, run, splits
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from attnrx.errors import InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx_lab.sweeps import Job, SweepStudy, grid_jobs, run_jobs
 
 SLOW = 0.4  # seconds

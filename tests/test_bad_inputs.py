@@ -18,16 +18,16 @@ import pytest
 import torch
 
 import attnrx as rx
+from attnrx.change.exporting import Program
+from attnrx.change.exporting.exported import SCHEMA
 from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
-from attnrx.errors import AttnrxError
-from attnrx.evidence import Evidence, Finding
-from attnrx.exporting import Program
-from attnrx.exporting.exported import SCHEMA
-from attnrx.planning.plan_search import Search, _study
-from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import SEAL, file_sha256, read_json, sealed, write_json
+from attnrx.decide.planning.plan_search import Search, _study
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.support.errors import AttnrxError
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.storage import SEAL, file_sha256, read_json, sealed, write_json
 from attnrx_lab.sweeps import grid_jobs
 from edits import ABSENT, edited
 from pictures import encoded, rows, write_folder, write_parquet

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import report_content
-from attnrx.reports import write_report
+from attnrx.show.reports import write_report
 
 pytestmark = pytest.mark.browser
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 import attnrx as rx
+from attnrx.change.realization.distillation import Distill, distill
+from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.cli import main
 from attnrx.cli.commands import command_modules, costs
 from attnrx.cli.commands.shrink import failures
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
-from attnrx.evidence import Finding
-from attnrx.losses import Distillation, TargetRank, Task
-from attnrx.planning.effort import EFFORTS
-from attnrx.realization.distillation import Distill, distill
-from attnrx.realization.refinement import Refinement, refine
+from attnrx.decide.planning.effort import EFFORTS
+from attnrx.nouns.evidence import Finding
+from attnrx.training.losses import Distillation, TargetRank, Task
 from pictures import write_folder
 
 # Directions removed in % and, exactly and as printed, parameters, their saving in %, MACs and theirs (Tables 1 and 2).

@@ -13,7 +13,7 @@ import torch
 
 import attnrx as rx
 import pretrained
-from attnrx.models import build_model, save_model
+from attnrx.vit.models import build_model, save_model
 from pictures import write_folder
 from test_cli import call, record
 
@@ -154,7 +154,7 @@ def test_bad_input_is_told_and_leaves_nothing(made: SimpleNamespace, words: str,
 def test_without_the_packages_their_extra_is_named(
     made: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnrx import optional
+    from attnrx.support import optional
 
     import_module = optional.importlib.import_module
 

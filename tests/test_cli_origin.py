@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.checks import Accuracy, Fidelity
-from attnrx.realization.elastic import Elastic, Size
+from attnrx.change.realization.elastic import Elastic, Size
+from attnrx.show.checks import Accuracy, Fidelity
 from pictures import rows, write_folder, write_parquet
 from test_cli import call, record
 

@@ -7,7 +7,7 @@ import pytest
 
 import attnrx as rx
 import cases
-from attnrx.models import ViTConfig
+from attnrx.vit.models import ViTConfig
 from pictures import write_folder
 from test_cli import call, record
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.models import build_model, save_model
+from attnrx.vit.models import build_model, save_model
 from pictures import write_folder
 from test_cli import call, record
 

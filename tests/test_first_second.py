@@ -12,13 +12,13 @@ import torch
 
 import attnrx as rx
 import cases
-from attnrx import optional
 from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.inputs import require_inputs
 from attnrx.cli.parser import Parser
-from attnrx.errors import AttnrxError, NotSupported
-from attnrx.planning import plan_measurements
+from attnrx.decide.planning import plan_measurements
+from attnrx.support import optional
+from attnrx.support.errors import AttnrxError, NotSupported
 
 WRONG: dict[str, tuple[str, str]] = {
     "shrink without data": ("shrink svda:digits --data /nowhere --macs 0.5 --out {out}", "nothing at /nowhere"),
@@ -44,8 +44,8 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> Any:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("attnrx.api.load_model", work)
-    monkeypatch.setattr("attnrx.models.build_model", work)
+    monkeypatch.setattr("attnrx.verbs.api.load_model", work)
+    monkeypatch.setattr("attnrx.vit.models.build_model", work)
 
 
 @pytest.mark.parametrize("name", WRONG)

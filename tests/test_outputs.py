@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.errors import FingerprintMismatch, InvalidInput
-from attnrx.models import ViTConfig
-from attnrx.serialization import atomic_writes
+from attnrx.support.errors import FingerprintMismatch, InvalidInput
+from attnrx.support.serialization import atomic_writes
+from attnrx.vit.models import ViTConfig
 from interruptions import visible
 from pictures import write_folder
 from test_cli import call, record

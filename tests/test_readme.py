@@ -19,7 +19,7 @@ STAND_IN = """
 import importlib.util, functools, torch, timm, warnings
 from torch.utils.data import TensorDataset
 import attnrx as rx
-import attnrx.models, attnrx.api, attnrx.data, attnrx.losses
+import attnrx.vit.models, attnrx.verbs.api, attnrx.data, attnrx.training.losses
 
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_modules_of_other_extras_cannot_be_imported(module: str, extra: str) -> 
     assert module not in named_extras.Refusing([extra]).refused and "torch" not in named_extras.Refusing([]).refused
 
 
-@pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+@pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_every_line_of_a_block_names_what_there_is(page: str) -> None:
     """A line of the README read `prescription.layers[0].reasons`, which no layer has."""

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import attnrx_lab.papers
-from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.losses import Ponder
-from attnrx.models import named_config
-from attnrx.serialization.config import to_dict
+from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.serialization.config import to_dict
+from attnrx.training.losses import Ponder
+from attnrx.vit.models import named_config
 from attnrx_lab.papers import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.irratt_tables import CLUTTER
 from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.checks import CHECKS
-from attnrx.costs import Conditions, LatencyProtocol
+from attnrx.change.realization.distillation import Distill
+from attnrx.change.realization.refinement import Refinement
+from attnrx.change.realization.repair import Repair
 from attnrx.data import Augmentation, Columns
-from attnrx.diagnostics import DIAGNOSTICS
-from attnrx.errors import AttnrxError, InvalidInput, UserCodeError
-from attnrx.planning import PlanSettings, Search, Target, TimingSettings
-from attnrx.realization.distillation import Distill
-from attnrx.realization.refinement import Refinement
-from attnrx.realization.repair import Repair
+from attnrx.decide.diagnostics import DIAGNOSTICS
+from attnrx.decide.planning import PlanSettings, Search, Target, TimingSettings
+from attnrx.show.checks import CHECKS
+from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 from attnrx.training import Mixing
+from attnrx.vit.costs import Conditions, LatencyProtocol
 from time_limits import time_limit
 from wrong_arguments import Case, of_class, of_function
 

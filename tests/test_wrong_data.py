@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import attnrx as rx
-from attnrx.errors import AttnrxError
+from attnrx.support.errors import AttnrxError
 from time_limits import time_limit
 
 SECONDS = 20

@@ -10,14 +10,14 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from attnrx.checks import parse_checks
+from attnrx.change.exporting import parse_format
 from attnrx.cli.inputs import parse_losses
 from attnrx.data.locating import locate
-from attnrx.errors import AttnrxError
-from attnrx.exporting import parse_format
-from attnrx.planning import Target
-from attnrx.rules import parse_rule, parse_rules
-from attnrx.tokens import parse_policy, parse_reducer
+from attnrx.decide.planning import Target
+from attnrx.decide.rules import parse_rule, parse_rules
+from attnrx.show.checks import parse_checks
+from attnrx.support.errors import AttnrxError
+from attnrx.vit.tokens import parse_policy, parse_reducer
 from time_limits import time_limit
 
 # By language: what reads a text, whether what was read has a text of its own, and valid texts.

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from attnrx.data import Augmentation, ImageSet, Normalization, Splits, from_tensors
-from attnrx.losses import PerturbationRobustness, TargetRank, Task
-from attnrx.models import VisionTransformer, ViTConfig, initialize_
 from attnrx.training import Reporter, TrainingConfig, TrainingRun, train
+from attnrx.training.losses import PerturbationRobustness, TargetRank, Task
 from attnrx.training.reporters import Outline
+from attnrx.vit.models import VisionTransformer, ViTConfig, initialize_
 
 STEPS_PER_EPOCH = 3
 MODEL = ViTConfig.uniform(

@@ -20,60 +20,60 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOMES = {
-    "AttnrxError": "attnrx.errors",
-    "Budget": "attnrx.api",
-    "Diagnosis": "attnrx.diagnosis",
-    "Evidence": "attnrx.evidence",
-    "Finding": "attnrx.evidence",
-    "Prescription": "attnrx.prescription",
-    "Reader": "attnrx.models",
-    "Spectrum": "attnrx.spectrum",
+    "AttnrxError": "attnrx.support.errors",
+    "Budget": "attnrx.verbs.api",
+    "Diagnosis": "attnrx.nouns.diagnosis",
+    "Evidence": "attnrx.nouns.evidence",
+    "Finding": "attnrx.nouns.evidence",
+    "Prescription": "attnrx.nouns.prescription",
+    "Reader": "attnrx.vit.models",
+    "Spectrum": "attnrx.vit.spectrum",
     "TrainingConfig": "attnrx.training",
-    "ViTConfig": "attnrx.models",
-    "control_prescriptions": "attnrx.api",
-    "diagnose": "attnrx.api",
-    "distill": "attnrx.api",
-    "elastic": "attnrx.shrinking",
-    "export": "attnrx.api",
-    "load": "attnrx.api",
+    "ViTConfig": "attnrx.vit.models",
+    "control_prescriptions": "attnrx.verbs.api",
+    "diagnose": "attnrx.verbs.api",
+    "distill": "attnrx.verbs.api",
+    "elastic": "attnrx.verbs.shrinking",
+    "export": "attnrx.verbs.api",
+    "load": "attnrx.verbs.api",
     "load_data": "attnrx.data",
-    "adapt_preprocessing": "attnrx.api",
-    "measure_divergence": "attnrx.api",
-    "plan": "attnrx.api",
-    "prescribe": "attnrx.api",
-    "prescribe_within": "attnrx.api",
-    "push_to_hub": "attnrx.api",
-    "realize": "attnrx.api",
-    "refine": "attnrx.api",
-    "repair": "attnrx.api",
-    "save": "attnrx.api",
-    "shrink": "attnrx.shrinking",
-    "to_svda": "attnrx.api",
-    "Shrunk": "attnrx.shrunk",
+    "adapt_preprocessing": "attnrx.verbs.api",
+    "measure_divergence": "attnrx.verbs.api",
+    "plan": "attnrx.verbs.api",
+    "prescribe": "attnrx.verbs.api",
+    "prescribe_within": "attnrx.verbs.api",
+    "push_to_hub": "attnrx.verbs.api",
+    "realize": "attnrx.verbs.api",
+    "refine": "attnrx.verbs.api",
+    "repair": "attnrx.verbs.api",
+    "save": "attnrx.verbs.api",
+    "shrink": "attnrx.verbs.shrinking",
+    "to_svda": "attnrx.verbs.api",
+    "Shrunk": "attnrx.verbs.shrunk",
     "train": "attnrx.training",
-    "use_backend": "attnrx.models",
-    "verify": "attnrx.api",
-    "write_report": "attnrx.reports",
+    "use_backend": "attnrx.vit.models",
+    "verify": "attnrx.verbs.api",
+    "write_report": "attnrx.show.reports",
 }
 
-# Subpackages and modules available as attributes, e.g. `attnrx.models.family_of`.
-_PACKAGES = (
-    "planning",
-    "checks",
-    "costs",
-    "data",
-    "diagnostics",
-    "exporting",
-    "losses",
-    "models",
-    "runtime",
-    "realization",
-    "reports",
-    "rules",
-    "serialization",
-    "tokens",
-    "training",
-)
+# Packages available as attributes, e.g. `rx.models.family_of` -> the package.
+_PACKAGES = {
+    "checks": "attnrx.show.checks",
+    "costs": "attnrx.vit.costs",
+    "data": "attnrx.data",
+    "diagnostics": "attnrx.decide.diagnostics",
+    "exporting": "attnrx.change.exporting",
+    "losses": "attnrx.training.losses",
+    "models": "attnrx.vit.models",
+    "planning": "attnrx.decide.planning",
+    "realization": "attnrx.change.realization",
+    "reports": "attnrx.show.reports",
+    "rules": "attnrx.decide.rules",
+    "runtime": "attnrx.support.runtime",
+    "serialization": "attnrx.support.serialization",
+    "tokens": "attnrx.vit.tokens",
+    "training": "attnrx.training",
+}
 
 __all__ = [
     "AttnrxError",
@@ -117,24 +117,19 @@ __all__ = [
 
 # The same names once more, because type checkers and editors do not evaluate `__getattr__`.
 if TYPE_CHECKING:
-    from attnrx import (  # noqa: F401, for type checkers; imported by `__getattr__` at run time
-        checks,
-        costs,
-        data,
-        diagnostics,
-        exporting,
-        losses,
-        models,
-        planning,
-        realization,
-        reports,
-        rules,
-        runtime,
-        serialization,
-        tokens,
-        training,
-    )
-    from attnrx.api import (
+    from attnrx import data, training  # noqa: F401
+    from attnrx.change import exporting, realization  # noqa: F401
+    from attnrx.data import load_data
+    from attnrx.decide import diagnostics, planning, rules  # noqa: F401
+    from attnrx.nouns.diagnosis import Diagnosis
+    from attnrx.nouns.evidence import Evidence, Finding
+    from attnrx.nouns.prescription import Prescription
+    from attnrx.show import checks, reports  # noqa: F401
+    from attnrx.show.reports import write_report
+    from attnrx.support import runtime, serialization  # noqa: F401
+    from attnrx.support.errors import AttnrxError
+    from attnrx.training import TrainingConfig, losses, train  # noqa: F401
+    from attnrx.verbs.api import (
         Budget,
         adapt_preprocessing,
         control_prescriptions,
@@ -154,22 +149,16 @@ if TYPE_CHECKING:
         to_svda,
         verify,
     )
-    from attnrx.data import load_data
-    from attnrx.diagnosis import Diagnosis
-    from attnrx.errors import AttnrxError
-    from attnrx.evidence import Evidence, Finding
-    from attnrx.models import Reader, ViTConfig, use_backend
-    from attnrx.prescription import Prescription
-    from attnrx.reports import write_report
-    from attnrx.shrinking import elastic, shrink
-    from attnrx.shrunk import Shrunk
-    from attnrx.spectrum import Spectrum
-    from attnrx.training import TrainingConfig, train
+    from attnrx.verbs.shrinking import elastic, shrink
+    from attnrx.verbs.shrunk import Shrunk
+    from attnrx.vit import costs, models, tokens  # noqa: F401
+    from attnrx.vit.models import Reader, ViTConfig, use_backend
+    from attnrx.vit.spectrum import Spectrum
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
-        return importlib.import_module(f"attnrx.{name}")
+        return importlib.import_module(_PACKAGES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}.")
     return getattr(importlib.import_module(_HOMES[name]), name)

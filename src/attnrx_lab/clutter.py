@@ -7,15 +7,15 @@ from functools import cache
 import torch
 from torch import nn
 
-from attnrx.checks import statistics
 from attnrx.data import ImageSet, load_data, object_patches
 from attnrx.data.cluttered_digits import PLACEMENTS
-from attnrx.evidence import Finding
-from attnrx.model_diagnosis import patches_left
-from attnrx.models import reduction_of
-from attnrx.shapes import Bool, Tensor
-from attnrx.tokens import Random, TokenState, image_keys, register_reducer
-from attnrx.tokens.reducer import PerPatch
+from attnrx.decide.diagnosing import patches_left
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks import statistics
+from attnrx.support.shapes import Bool, Tensor
+from attnrx.vit.models import reduction_of
+from attnrx.vit.tokens import Random, TokenState, image_keys, register_reducer
+from attnrx.vit.tokens.reducer import PerPatch
 
 CLUTTERED = "cluttered-digits"
 LOOKED_AT = 512  # test images of which the remaining patches are counted

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.api import load, verify
-from attnrx.checks import Latency
-from attnrx.costs import Conditions, LatencyProtocol
 from attnrx.data import Splits, load_data, object_patches
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.evidence import Evidence, Finding, judged
-from attnrx.losses import Task
-from attnrx.models import load_model, reduction_of
-from attnrx.optional import required_module
-from attnrx.progress import Log, no_log
-from attnrx.shrinking import shrink
+from attnrx.nouns.evidence import Evidence, Finding, judged
+from attnrx.show.checks import Latency
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.optional import required_module
+from attnrx.support.progress import Log, no_log
 from attnrx.training import Reporter, TrainingConfig, train
+from attnrx.training.losses import Task
+from attnrx.verbs.api import load, verify
+from attnrx.verbs.shrinking import shrink
+from attnrx.vit.costs import Conditions, LatencyProtocol
+from attnrx.vit.models import load_model, reduction_of
 from attnrx_lab.clutter import CLUTTERED, object_finding
 
 # The target is GAIN times the speed of the unchanged model in attnrx's kernels, which is measured first: how much

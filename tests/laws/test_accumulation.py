@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.losses import Distillation, FeatureDistillation, PerturbationRobustness, Task
-from attnrx.models import save_model
 from attnrx.training import Mixing
+from attnrx.training.losses import Distillation, FeatureDistillation, PerturbationRobustness, Task
+from attnrx.vit.models import save_model
 from tiny_runs import model, run, weights
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.attention import AttentionCapture, Backend, Eager, Explicit, Flex, Fused, Native, Observed
-from attnrx.attention.backends import generated
-from attnrx.kernels.compilation import native_library
-from attnrx.observation import Observation
+from attnrx.vit.attention import AttentionCapture, Backend, Eager, Explicit, Flex, Fused, Native, Observed
+from attnrx.vit.attention.backends import generated
+from attnrx.vit.kernels.compilation import native_library
+from attnrx.vit.observation import Observation
 from layers import LAYERS, Case, by_definition
 
 Sizes = torch.Tensor | None

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.attention import Backend, Eager, Explicit, Fused, Observed, using
-from attnrx.errors import NotSupported, UnknownName
-from attnrx.kernels.compilation import native_library
-from attnrx.models import family_of, observing
-from attnrx.observation import Observation
-from attnrx.realization import realize
+from attnrx.change.realization import realize
+from attnrx.support.errors import NotSupported, UnknownName
+from attnrx.vit.attention import Backend, Eager, Explicit, Fused, Observed, using
+from attnrx.vit.kernels.compilation import native_library
+from attnrx.vit.models import family_of, observing
+from attnrx.vit.observation import Observation
 from cases import CONFIGS, PATTERNS, images, model, prescription
 
 

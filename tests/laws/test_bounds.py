@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import cases
-from attnrx.checks import Bounds
-from attnrx.checks.bounds import (
+from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.show.checks import Bounds
+from attnrx.show.checks.bounds import (
     FLOOR,
     bound_ratio,
     head_scores,
@@ -14,7 +15,6 @@ from attnrx.checks.bounds import (
     spectral_norm,
     theorem_1,
 )
-from attnrx.diagnostics.spectral_shape import effective_rank
 from comparisons import Setting, weakest_removed
 
 BATCH, TOKENS, HEADS, DIRECTIONS, SCALE = 3, 6, 2, 5, 5**-0.5

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import attnrx as rx
-from attnrx.errors import InvalidInput
-from attnrx.kernels.cached_weights import CachedWeights
-from attnrx.models import recording_tokens
-from attnrx.models.call_state import CallState
-from attnrx.realization.distillation import Distill
-from attnrx.tokens import TokenPolicy
+from attnrx.change.realization.distillation import Distill
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.models import recording_tokens
+from attnrx.vit.models.call_state import CallState
+from attnrx.vit.tokens import TokenPolicy
 from cases import REDUCTIONS
 from pretrained import adopted_once
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import cases
-from attnrx.checks import aggregate, all_checks
-from attnrx.evidence import Evidence, Finding
-from attnrx.models import model_fingerprint
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.checks import aggregate, all_checks
+from attnrx.vit.models import model_fingerprint
 from comparisons import Setting
 
 CONFIGS = ("svda", "dense")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attnrx.attention import Attention, AttentionCapture, Eager, Explicit, Fused, ScoreFactors, using
-from attnrx.attention.backends import explicit
-from attnrx.models import chunked_forward, family_of, observing
-from attnrx.realization import realize
-from attnrx.spec import AttentionSpec
+from attnrx.change.realization import realize
+from attnrx.vit.attention import Attention, AttentionCapture, Eager, Explicit, Fused, ScoreFactors, using
+from attnrx.vit.attention.backends import explicit
+from attnrx.vit.models import chunked_forward, family_of, observing
+from attnrx.vit.spec import AttentionSpec
 from cases import CONFIGS, LVVITS, PATTERNS, images, model, own, prescription
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.attention import Autotuned, Backend, Explicit, Fused
-from attnrx.costs import Conditions
-from attnrx.models import attach_tokens_, family_of
-from attnrx.realization import realize
+from attnrx.change.realization import realize
+from attnrx.vit.attention import Autotuned, Backend, Explicit, Fused
+from attnrx.vit.costs import Conditions
+from attnrx.vit.models import attach_tokens_, family_of
 from cases import CONFIGS, PATTERNS, images, model, prescription
 from layers import LAYERS
 

@@ -8,9 +8,9 @@ from test_repair import images_of
 
 import attnrx as rx
 import cases
-from attnrx.errors import DataError, NotSupported
-from attnrx.models import family_of
-from attnrx.realization.repair import Repair
+from attnrx.change.realization.repair import Repair
+from attnrx.support.errors import DataError, NotSupported
+from attnrx.vit.models import family_of
 from pretrained import CASES, adopted_once
 
 # Forms that are not plain dot products.

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from attnrx.attention import Eager, using
-from attnrx.costs import PartCosts, count_params, count_product_macs, direction_costs, layer_costs
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import Transformer, VisionTransformer, family_of
-from attnrx.realization import compressed_spec, realize
-from attnrx.spec import AttentionSpec
+from attnrx.change.realization import compressed_spec, realize
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import PartCosts, count_params, count_product_macs, direction_costs, layer_costs
+from attnrx.vit.models import Transformer, VisionTransformer, family_of
+from attnrx.vit.spec import AttentionSpec
 from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 COMPRESSIONS = list(product(OWN, PATTERNS, ("renormalized", "exact")))

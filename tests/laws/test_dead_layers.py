@@ -6,11 +6,11 @@ import torch
 import attnrx as rx
 import cases
 from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
-from attnrx.maps import OUTPUT_MAPS
-from attnrx.models import VisionTransformer, family_of
-from attnrx.rules import in_metric as stated
-from attnrx.rules import parse_rule
+from attnrx.decide.rules import in_metric as stated
+from attnrx.decide.rules import parse_rule
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.vit.maps import OUTPUT_MAPS
+from attnrx.vit.models import VisionTransformer, family_of
 from comparisons import pixels
 
 DEAD = 1  # the layer

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.decompositions import (
+from attnrx.change.decompositions import (
     BlockTerms,
     Canonical,
     CorrectionSchedule,

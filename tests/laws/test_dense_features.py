@@ -12,14 +12,14 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.checks import PatchProbe
-from attnrx.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
-from attnrx.checks.retrieval import neighbours_kept, zero_shot
-from attnrx.errors import DataError, InvalidInput, NotSupported
-from attnrx.exporting import PatchFeatures, export
-from attnrx.model_outputs import nearest_neighbours
-from attnrx.models import attach_tokens_, family_of, recording_tokens, reduction_of
-from attnrx.tokens import TokenPolicy, ToMe
+from attnrx.change.exporting import PatchFeatures, export
+from attnrx.show.checks import PatchProbe
+from attnrx.show.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
+from attnrx.show.checks.retrieval import neighbours_kept, zero_shot
+from attnrx.support.errors import DataError, InvalidInput, NotSupported
+from attnrx.vit.models import attach_tokens_, family_of, recording_tokens, reduction_of
+from attnrx.vit.outputs import nearest_neighbours
+from attnrx.vit.tokens import TokenPolicy, ToMe
 from cases import REDUCTIONS
 from pretrained import CASES, HF, TIMM, adopted_once
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cases
-from attnrx.models import attach_tokens_, family_of
-from attnrx.tokens import parse_policy
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import parse_policy
 from pretrained import adopted_once
 
 POLICIES = (None, "ward:0.5@2", "tome:0.5@2", "pitome:0.5@2", "attention_received:0.5@2")

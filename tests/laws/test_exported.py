@@ -13,10 +13,10 @@ from test_tokens import deep, inputs
 from torch import nn
 
 import attnrx as rx
-from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
-from attnrx.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.exporting import FORMATS, Format, Onnx, parse_format
-from attnrx.models import family_of
+from attnrx.change.exporting import FORMATS, Format, Onnx, parse_format
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies
+from attnrx.vit.models import family_of
 from pretrained import TIMM, VIT, of_timm
 
 pytest.importorskip("onnxruntime")

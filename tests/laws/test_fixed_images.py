@@ -25,13 +25,13 @@ from torch.utils.data import (
 )
 
 import attnrx as rx
+from attnrx.change.realization.repair import Repair
 from attnrx.data import FixedImages, Normalization, fixed, from_tensors, three_parts
 from attnrx.data.division import fixed_images
 from attnrx.data.fixed import ONE_DRAW, content_hashes
-from attnrx.errors import AttnrxError, DataError, InvalidInput
-from attnrx.model_data import images_for, splits_for
-from attnrx.realization.repair import Repair
-from attnrx.runtime.hardware import cache_folder
+from attnrx.data.model_data import images_for, splits_for
+from attnrx.support.errors import AttnrxError, DataError, InvalidInput
+from attnrx.support.runtime.hardware import cache_folder
 from comparisons import pixels
 from planned import CONFIG, original
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import cases
-from attnrx.attention import Attention
-from attnrx.kernels import compilation
-from attnrx.kernels.native_products import PackedMap, native_maps
-from attnrx.models import attach_tokens_, family_of
-from attnrx.spec import AttentionSpec
-from attnrx.tokens import parse_policy
+from attnrx.vit.attention import Attention
+from attnrx.vit.kernels import compilation
+from attnrx.vit.kernels.native_products import PackedMap, native_maps
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import parse_policy
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),

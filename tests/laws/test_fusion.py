@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import cases
-from attnrx.attention import Eager, using
+from attnrx.change.realization import realize
 from attnrx.data import Augmentation, Normalization, Splits
-from attnrx.errors import NotSupported
-from attnrx.losses import FusionOwnership, LossContext, Task
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import VisionTransformer, family_of, load_model, save_model
-from attnrx.realization import realize
-from attnrx.rules import EnergyRetention, FusionOwner, SharedRank, prescribe_maps
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules import EnergyRetention, FusionOwner, SharedRank, prescribe_maps
+from attnrx.support.errors import NotSupported
 from attnrx.training import TrainingConfig, train
+from attnrx.training.losses import FusionOwnership, LossContext, Task
 from attnrx.training.optimization import constrain_, turn_
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.models import VisionTransformer, family_of, load_model, save_model
 from comparisons import pixels
 from tiny_runs import At
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import attnrx as rx
 import cases
-from attnrx.decompositions import elimination_losses
-from attnrx.errors import InvalidRule, NoOpPrescription, UnknownName
-from attnrx.models import family_of
-from attnrx.planning.budget import prescribed_costs
-from attnrx.rules import control_prescriptions
-from attnrx.rules.outputs import HEAD_METRICS
+from attnrx.change.decompositions import elimination_losses
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.rules import control_prescriptions
+from attnrx.decide.rules.outputs import HEAD_METRICS
+from attnrx.support.errors import InvalidRule, NoOpPrescription, UnknownName
+from attnrx.vit.models import family_of
 from comparisons import pixels
 from pretrained import VIT, of_timm
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 import attnrx as rx
 import cases
-from attnrx.decompositions import compensated, unit_losses
-from attnrx.decompositions.hidden_units import BLOCK
-from attnrx.decompositions.least_squares import DAMPING
-from attnrx.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName
-from attnrx.models import LowRankLinear, family_of
-from attnrx.planning.budget import prescribed_costs
-from attnrx.rules import control_prescriptions
-from attnrx.rules.outputs import HIDDEN_METRICS
+from attnrx.change.decompositions import compensated, unit_losses
+from attnrx.change.decompositions.hidden_units import BLOCK
+from attnrx.change.decompositions.least_squares import DAMPING
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.rules import control_prescriptions
+from attnrx.decide.rules.outputs import HIDDEN_METRICS
+from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName
+from attnrx.vit.models import LowRankLinear, family_of
 from comparisons import pixels
 from pretrained import VIT, of_timm
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.exporting import own_exports
-from attnrx.models import ViTConfig
-from attnrx.planning import Target
-from attnrx.prescription import TokenPrescription
-from attnrx.serialization import atomic_writes
-from attnrx.shrunk import Shrunk
+from attnrx.change.exporting import own_exports
+from attnrx.decide.planning import Target
+from attnrx.nouns.prescription import TokenPrescription
+from attnrx.support.serialization import atomic_writes
+from attnrx.verbs.shrunk import Shrunk
+from attnrx.vit.models import ViTConfig
 from cases import model
 from interruptions import snapshots, visible, watched
 from pictures import write_folder

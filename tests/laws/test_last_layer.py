@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.attention import Attention
-from attnrx.models import family_of, recording_blocks, use_backend
-from attnrx.models.token_hooks import attach_tokens_
+from attnrx.vit.attention import Attention
+from attnrx.vit.models import family_of, recording_blocks, use_backend
+from attnrx.vit.models.token_hooks import attach_tokens_
 from pretrained import CASES, TIMM, adopted_once, of_timm
 
 # Models that pool all patches, or by attention; of the classifiers of DINOv2 the class token and the mean.

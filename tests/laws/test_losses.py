@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses import LOSSES as KINDS
-from attnrx.losses import (
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.serialization.config import from_dict, to_dict
+from attnrx.training.losses import LOSSES as KINDS
+from attnrx.training.losses import (
     Distillation,
     FeatureDistillation,
     FusionOwnership,
@@ -24,8 +25,7 @@ from attnrx.losses import (
     Task,
     TokenSimilarity,
 )
-from attnrx.models import family_of, recording_blocks, save_model
-from attnrx.serialization.config import from_dict, to_dict
+from attnrx.vit.models import family_of, recording_blocks, save_model
 from cases import CONFIGS, LOSSES, images, model
 
 NAMES = [*LOSSES, "distillation", "feature_distillation"]

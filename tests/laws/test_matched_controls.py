@@ -9,12 +9,12 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
-from attnrx.models import family_of
-from attnrx.planning.budget import prescribed_costs
-from attnrx.prescription import Prescription
-from attnrx.rules import CONTROLS, control_prescriptions
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.rules import CONTROLS, control_prescriptions
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
+from attnrx.vit.models import family_of
 from comparisons import pixels
 from pretrained import VIT, of_timm
 

@@ -10,18 +10,18 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.attention import Eager, using
-from attnrx.costs import count_params, count_product_macs
-from attnrx.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
-from attnrx.kernels.compilation import native_library
-from attnrx.models import attach_tokens_, family_of
-from attnrx.prescription import Basis, Prescription, ScoreDecision
-from attnrx.realization.directions import compressed_spec
-from attnrx.realization.refinement import Refinement, refine
-from attnrx.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
-from attnrx.serialization.storage import read_json, write_json
-from attnrx.tokens import parse_policy
+from attnrx.change.realization.directions import compressed_spec
+from attnrx.change.realization.refinement import Refinement, refine
+from attnrx.decide.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
+from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision
+from attnrx.support.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
+from attnrx.support.serialization.storage import read_json, write_json
 from attnrx.training.optimization import constrain_
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import count_params, count_product_macs
+from attnrx.vit.kernels.compilation import native_library
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import parse_policy
 from comparisons import logits, pixels
 
 DENSE = cases.CONFIGS["dense"]

@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.prescription import ScoreDecision
-from attnrx.rules import (
+from attnrx.decide.rules import (
     ContributionEnergy,
     EnergyRetention,
     LargestMatched,
@@ -21,6 +20,7 @@ from attnrx.rules import (
     UniformMatched,
     score_bound,
 )
+from attnrx.nouns.prescription import ScoreDecision
 from cases import RULES
 from diagnoses import diagnosis, permuted
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
-from attnrx.costs.memory import profiled
-from attnrx.errors import InvalidInput, KernelWarning, NotSupported
-from attnrx.kernels import compilation
-from attnrx.kernels.native_attention import native_attention, native_joint_attention, native_mixed_attention
-from attnrx.spec import AttentionSpec
+from attnrx.support.errors import InvalidInput, KernelWarning, NotSupported
+from attnrx.vit.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
+from attnrx.vit.costs.memory import profiled
+from attnrx.vit.kernels import compilation
+from attnrx.vit.kernels.native_attention import native_attention, native_joint_attention, native_mixed_attention
+from attnrx.vit.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnrx.errors import InvalidInput
-from attnrx.kernels import compilation
-from attnrx.kernels.native_merging import Merged
-from attnrx.models.token_reduction import compressed_state
-from attnrx.tokens import TokenState, parse_reducer
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.kernels import compilation
+from attnrx.vit.kernels.native_merging import Merged
+from attnrx.vit.models.token_reduction import compressed_state
+from attnrx.vit.tokens import TokenState, parse_reducer
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 

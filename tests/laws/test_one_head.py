@@ -8,14 +8,14 @@ import torch
 
 import attnrx as rx
 import cases
-from attnrx.attention import Eager, using
-from attnrx.costs import count_product_macs
 from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.models import VisionTransformer, ViTConfig, family_of
-from attnrx.prescription import Basis, Prescription
-from attnrx.serialization.storage import read_json, write_json
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Basis, Prescription
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.serialization.storage import read_json, write_json
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import count_product_macs
+from attnrx.vit.models import VisionTransformer, ViTConfig, family_of
 from comparisons import logits, pixels
 
 CONFIGS = {

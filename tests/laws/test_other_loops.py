@@ -17,7 +17,7 @@ from test_pretrained import images_for
 from torch import nn
 
 import attnrx as rx
-from attnrx.models import family_of
+from attnrx.vit.models import family_of
 from pretrained import HF, TIMM, VIT, of_hf, of_timm
 
 timm = pytest.importorskip("timm")

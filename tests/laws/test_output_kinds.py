@@ -12,16 +12,16 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 import attnrx as rx
-from attnrx.checks import Accuracy, Calibration, Controls, Fidelity, PatchProbe, Promises, Retrieval, Shift
-from attnrx.errors import DataError, InvalidInput
-from attnrx.evidence import Evidence
-from attnrx.model_data import images_for
-from attnrx.model_outputs import KINDS, output_kind_of
-from attnrx.planning.planner import expected_of
-from attnrx.planning.reference_outputs import Answers
-from attnrx.realization.distillation import Distill
-from attnrx.realization.fitting import nearest_candidate
-from attnrx.realization.repair import _importance
+from attnrx.change.realization.distillation import Distill
+from attnrx.change.realization.fitting import nearest_candidate
+from attnrx.change.realization.repair import _importance
+from attnrx.data.model_data import images_for
+from attnrx.decide.planning.planner import expected_of
+from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.nouns.evidence import Evidence
+from attnrx.show.checks import Accuracy, Calibration, Controls, Fidelity, PatchProbe, Promises, Retrieval, Shift
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.vit.outputs import KINDS, output_kind_of
 
 IMAGES = torch.randn(48, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

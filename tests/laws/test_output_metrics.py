@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 import attnrx as rx
 import cases
-from attnrx.attention import Attention
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidRule, NoOpPrescription, UnknownName
-from attnrx.maps import LINEAR_MAPS, OUTPUT_MAPS
-from attnrx.models import VisionTransformer, family_of
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.support.errors import InvalidRule, NoOpPrescription, UnknownName
+from attnrx.vit.attention import Attention
+from attnrx.vit.maps import LINEAR_MAPS, OUTPUT_MAPS
+from attnrx.vit.models import VisionTransformer, family_of
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]  # three heads of four directions, an MLP of 12 and 24 features

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, AttentionContext, Eager, Fused, Native, Positions, backend_of
-from attnrx.attention.autotune import CANDIDATES, measured_record
-from attnrx.errors import InvalidInput
-from attnrx.spec import AttentionSpec
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.attention import Attention, AttentionContext, Eager, Fused, Native, Positions, backend_of
+from attnrx.vit.attention.autotune import CANDIDATES, measured_record
+from attnrx.vit.spec import AttentionSpec
 
 WIDTH, HEADS, DIM, TOKENS, PREFIX = 24, 3, 8, 29, 2
 FULL = ((0, 1, 2, 3),) * HEADS

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import cases
+from attnrx.change.realization import realize
 from attnrx.data import MemoryImages, Normalization, from_tensors
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import NotSupported
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import family_of, load_model, save_model
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
-from attnrx.rules import TotalRank, UniformRank, prescribe_maps
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules import TotalRank, UniformRank, prescribe_maps
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import NotSupported
+from attnrx.vit.models import family_of, load_model, save_model
 from comparisons import logits, whole
 from pretrained import CASES, HF, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 
@@ -97,7 +97,7 @@ def test_a_compressed_model_is_the_same_in_another_process(name: str, tmp_path: 
     save_model(tmp_path / "small", small)
     assert torch.equal(logits(load_model(tmp_path / "small"), images), logits(small, images))
     script = (
-        "import sys, torch; from attnrx.models import load_model; torch.set_num_threads(1);"
+        "import sys, torch; from attnrx.vit.models import load_model; torch.set_num_threads(1);"
         "model = load_model(sys.argv[1]); batch = torch.load(sys.argv[2]);"
         "torch.save(torch.no_grad()(model)(batch), sys.argv[3])"
     )

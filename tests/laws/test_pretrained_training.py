@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
-from attnrx.errors import InvalidInput
-from attnrx.losses import Distillation, FeatureDistillation, Task
-from attnrx.models import block_names, family_of, load_model, parameter_blocks, recording_blocks, save_model
+from attnrx.support.errors import InvalidInput
 from attnrx.training import TrainingConfig, train
+from attnrx.training.losses import Distillation, FeatureDistillation, Task
+from attnrx.vit.models import block_names, family_of, load_model, parameter_blocks, recording_blocks, save_model
 from pretrained import CASES, adopted_once
 from tiny_runs import At
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.models import family_of, load_model, reduction_of
-from attnrx.serialization.storage import read_json
+from attnrx.support.serialization.storage import read_json
 from attnrx.training import TrainingRun
 from attnrx.training.checkpoints import Checkpoints, History
+from attnrx.vit.models import family_of, load_model, reduction_of
 from shared_runs import compressed, fine_tuned, start, verified
 from tiny_runs import run, weights
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.kernels.ragged_launch import ragged_attention
+from attnrx.vit.kernels.ragged_launch import ragged_attention
 
 pytest.importorskip("triton")
 
@@ -44,8 +44,8 @@ def compare(ranks: tuple[int, ...], value_dims: tuple[int, ...], tokens: int, de
 def interpreted() -> None:
     """What the process with the interpreter runs."""
     import attnrx as rx
-    from attnrx.attention import Ragged
-    from attnrx.realization import realize
+    from attnrx.change.realization import realize
+    from attnrx.vit.attention import Ragged
     from cases import CONFIGS, PATTERNS, images, model, prescription
     from layers import LAYERS, by_definition
 
@@ -94,9 +94,9 @@ def test_kernels_equal_eager_on_cuda(shape: tuple[tuple[int, ...], tuple[int, ..
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="speed is measured on CUDA")
 def test_ragged_ranks_are_faster_than_padding_on_cuda() -> None:
     """Twelve heads of which one kept all directions and eleven a few: padding computes all as the one."""
-    import attnrx.costs as costs
-    from attnrx.attention import Attention, Fused, Ragged
-    from attnrx.spec import AttentionSpec
+    import attnrx.vit.costs as costs
+    from attnrx.vit.attention import Attention, Fused, Ragged
+    from attnrx.vit.spec import AttentionSpec
 
     ranks = (64, *(8,) * 11)
     spec = AttentionSpec("dense", 768, 64, ranks, tuple(range(12)), 0.125, 64, value_ranks=ranks)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.errors import InvalidInput
-from attnrx.models import attach_tokens_, family_of, token_run
-from attnrx.tokens import Random, TokenPolicy, TokenState, image_keys
-from attnrx.tokens.random import scrambled
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import attach_tokens_, family_of, token_run
+from attnrx.vit.tokens import Random, TokenPolicy, TokenState, image_keys
+from attnrx.vit.tokens.random import scrambled
 from pretrained import TIMM, VIT, timm
 
 COUNT = 50

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnrx.change.realization import realize, realizing
 from attnrx.data import ImageSet, Normalization, from_tensors
-from attnrx.errors import FingerprintMismatch, InvalidInput, NotSupported
-from attnrx.models import TransformerConfig, VisionTransformer, family_of, observing
-from attnrx.realization import realize, realizing
+from attnrx.support.errors import FingerprintMismatch, InvalidInput, NotSupported
+from attnrx.vit.models import TransformerConfig, VisionTransformer, family_of, observing
 from cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import attnrx as rx
 import cases
-from attnrx.errors import NoOpPrescription
-from attnrx.models import family_of
-from attnrx.planning.budget import prescribed_costs
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.support.errors import NoOpPrescription
+from attnrx.vit.models import family_of
 from comparisons import pixels
 
 CONFIG = cases.ViTConfig.uniform("dense", width=16, depth=2, heads=4, **cases.TINY)

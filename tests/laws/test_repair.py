@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import attnrx as rx
 import cases
-from attnrx.errors import InvalidInput, InvalidRule, NotSupported
-from attnrx.models import family_of
-from attnrx.realization.repair import Repair, repair
+from attnrx.change.realization.repair import Repair, repair
+from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
+from attnrx.vit.models import family_of
 from pretrained import CASES, adopted_once
 
 # Those whose blocks add the normalized output of the MLP: it has no target.

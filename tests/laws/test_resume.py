@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.errors import TrainingInterrupted
+from attnrx.support.errors import TrainingInterrupted
 from attnrx.training import Mixing, TrainingRun, checkpoints
 from tiny_runs import At, run, same
 

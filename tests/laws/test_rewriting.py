@@ -7,17 +7,10 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.attention import Eager, using
-from attnrx.costs import count_product_macs
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput
-from attnrx.maps import OUTPUT_MAPS
-from attnrx.model_diagnosis import diagnose, measure_divergence
-from attnrx.models import VisionTransformer, family_of, observing
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
-from attnrx.rules import (
+from attnrx.decide.diagnosing import diagnose, measure_divergence
+from attnrx.decide.rules import (
     METRICS,
     EnergyRetention,
     FusionRank,
@@ -29,8 +22,15 @@ from attnrx.rules import (
     in_metric,
     prescribe_maps,
 )
-from attnrx.rules.metrics import rewritten
-from attnrx.rules.shared import JointForm
+from attnrx.decide.rules.metrics import rewritten
+from attnrx.decide.rules.shared import JointForm
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import count_product_macs
+from attnrx.vit.maps import OUTPUT_MAPS
+from attnrx.vit.models import VisionTransformer, family_of, observing
 from comparisons import logits, pixels, whole
 
 DENSE = cases.CONFIGS["dense"]

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.evidence import Evidence, Finding
-from attnrx.models import LVViTConfig, ViTConfig, family_of, load_model, model_fingerprint, save_model
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
-from attnrx.serialization.config import from_dict, to_dict
-from attnrx.serialization.storage import sealed
-from attnrx.spec import AttentionSpec
+from attnrx.change.realization import realize
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.serialization.config import from_dict, to_dict
+from attnrx.support.serialization.storage import sealed
+from attnrx.vit.models import LVViTConfig, ViTConfig, family_of, load_model, model_fingerprint, save_model
+from attnrx.vit.spec import AttentionSpec
 from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 

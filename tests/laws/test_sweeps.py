@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sweep_work
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx_lab.sweeps import Job, Result, SweepStudy, grid_jobs, load_jobs
 from sweep_work import notes, run, sweep
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.losses import Distillation, FeatureDistillation, LossContext, TokenSimilarity
-from attnrx.models import initialize_
+from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.training import TrainingConfig, train
+from attnrx.training.losses import Distillation, FeatureDistillation, LossContext, TokenSimilarity
+from attnrx.vit.models import initialize_
 from cases import CONFIGS, images, model
 from tiny_runs import MODEL, At, config, splits
 from tiny_runs import model as student

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import cases
-from attnrx.models import attach_tokens_, block_names, family_of, recording_tokens
-from attnrx.tokens import parse_policy
+from attnrx.vit.models import attach_tokens_, block_names, family_of, recording_tokens
+from attnrx.vit.tokens import parse_policy
 from pretrained import adopted_once
 
 THREADS = 2

@@ -12,10 +12,10 @@ from test_tokens import deep, fits, inputs, reduced
 from torch import nn
 
 import cases
-from attnrx.exporting import export
-from attnrx.models import attach_tokens_, family_of
-from attnrx.realization import realize
-from attnrx.tokens import TokenPolicy
+from attnrx.change.exporting import export
+from attnrx.change.realization import realize
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import TokenPolicy
 from cases import PATTERNS, REDUCTIONS
 from pretrained import adopted_once
 

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.api import control_prescriptions, prescribe
-from attnrx.checks import Bounds, Comparison
-from attnrx.costs import count_params, count_product_macs
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import (
+from attnrx.change.realization import prescribed_tokens, realize
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription, TokenPrescription
+from attnrx.show.checks import Bounds, Comparison
+from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
+from attnrx.verbs.api import control_prescriptions, prescribe
+from attnrx.vit.costs import count_params, count_product_macs
+from attnrx.vit.models import (
     attach_tokens_,
     counted_by_spec,
     evaluating,
@@ -25,10 +28,7 @@ from attnrx.models import (
     model_fingerprint,
     save_model,
 )
-from attnrx.planning.budget import prescribed_costs
-from attnrx.prescription import Prescription, TokenPrescription
-from attnrx.realization import prescribed_tokens, realize
-from attnrx.tokens import TokenPolicy, parse_policy
+from attnrx.vit.tokens import TokenPolicy, parse_policy
 from cases import PATTERNS, REDUCTIONS, with_heads
 from comparisons import pixels
 from pretrained import TIMM, VIT, inputs, of_timm

@@ -9,8 +9,8 @@ from test_tokens import inputs, reduced
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnrx.models import family_of, observing, token_run
-from attnrx.tokens import AttentionAverage, ClassAttention, Reducer, Spot, TokenPolicy, TokenState
+from attnrx.vit.models import family_of, observing, token_run
+from attnrx.vit.tokens import AttentionAverage, ClassAttention, Reducer, Spot, TokenPolicy, TokenState
 
 TOKENS = 17  # 16 patches and the class token
 STAGES = (2, 4)

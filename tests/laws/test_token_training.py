@@ -10,11 +10,12 @@ import torch
 from test_tokens import fits, inputs, reduced
 from torch import nn
 
-from attnrx.attention import sized_softmax
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
-from attnrx.errors import InvalidInput, NotSupported, TrainingDiverged
-from attnrx.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
-from attnrx.models import (
+from attnrx.support.errors import InvalidInput, NotSupported, TrainingDiverged
+from attnrx.training import TrainingConfig, TrainingRun, train
+from attnrx.training.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
+from attnrx.vit.attention import sized_softmax
+from attnrx.vit.models import (
     attach_tokens_,
     family_of,
     load_model,
@@ -23,10 +24,9 @@ from attnrx.models import (
     reduction_of,
     save_model,
 )
-from attnrx.models import token_reduction as reducing_module
-from attnrx.tokens import DTPS, ClassAttention, DynamicViT, EViT, Spot, SPViT, TokenPolicy, TokenState, sampled_keep
-from attnrx.tokens.reducer import best, odds
-from attnrx.training import TrainingConfig, TrainingRun, train
+from attnrx.vit.models import token_reduction as reducing_module
+from attnrx.vit.tokens import DTPS, ClassAttention, DynamicViT, EViT, Spot, SPViT, TokenPolicy, TokenState, sampled_keep
+from attnrx.vit.tokens.reducer import best, odds
 from cases import REDUCTIONS
 from pretrained import TIMM, VIT, adopted_once, of_timm
 from tiny_runs import At, same, weights

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model, token_run
-from attnrx.serialization.config import to_dict
-from attnrx.tokens import (
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.serialization.config import to_dict
+from attnrx.vit.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model, token_run
+from attnrx.vit.tokens import (
     DTPS,
     REDUCERS,
     HaltingScores,

@@ -12,11 +12,11 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.kernels import compilation
-from attnrx.models import attach_tokens_, costs_by_image, family_of, reduction_of, token_run
-from attnrx.models.token_reduction import compressed_state
-from attnrx.tokens import TokenPolicy, Ward, parse_policy, parse_reducer
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.vit.kernels import compilation
+from attnrx.vit.models import attach_tokens_, costs_by_image, family_of, reduction_of, token_run
+from attnrx.vit.models.token_reduction import compressed_state
+from attnrx.vit.tokens import TokenPolicy, Ward, parse_policy, parse_reducer
 from pretrained import adopted_once
 
 FAMILIES = ("vit", "vit, no class token", "dinov2, registers", "hf dinov2", "dinov3", "rotary, mixed", "dense")

@@ -8,11 +8,11 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.errors import DataError, InvalidInput
-from attnrx.losses import Distillation, FeatureDistillation, Task
-from attnrx.models import family_of
+from attnrx.support.errors import DataError, InvalidInput
 from attnrx.training import TrainingConfig
+from attnrx.training.losses import Distillation, FeatureDistillation, Task
 from attnrx.training.reporters import PlainLines
+from attnrx.vit.models import family_of
 from pretrained import TIMM, VIT, adopted_once, of_timm
 
 COUNT = 16

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 import attnrx as rx
 import cases
 from attnrx.data import Batch, ImageSet, image_set
-from attnrx.errors import AttnrxError, DataError, InvalidInput
-from attnrx.model_data import images_for, splits_for
+from attnrx.data.model_data import images_for, splits_for
+from attnrx.support.errors import AttnrxError, DataError, InvalidInput
 from attnrx_lab.checks import Transfer
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import attnrx
-from attnrx.errors import NotSupported
+from attnrx.support.errors import NotSupported
 from cases import CONFIGS
 from cases import model as model_of
 from pretrained import BEIT, OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning"),
+    pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning"),
     pytest.mark.usefixtures("single_precision"),
 ]
 

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 import attnrx
-from attnrx.checks import Fidelity
+from attnrx.change.realization.distillation import Distill
+from attnrx.change.realization.refinement import Refinement
+from attnrx.change.realization.repair import Repair
 from attnrx.data import Normalization, from_tensors
-from attnrx.models import VisionTransformer, model_fingerprint
-from attnrx.realization.distillation import Distill
-from attnrx.realization.refinement import Refinement
-from attnrx.realization.repair import Repair
+from attnrx.show.checks import Fidelity
+from attnrx.vit.models import VisionTransformer, model_fingerprint
 from cases import CONFIGS, pixels
 from cases import model as model_of
 from pretrained import VIT, of_timm
 
-pytestmark = pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
 
 
 def images(model: nn.Module) -> Any:

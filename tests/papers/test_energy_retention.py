@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from attnrx.rules import EnergyRetention, Threshold, prescribe_maps
+from attnrx.decide.rules import EnergyRetention, Threshold, prescribe_maps
 from diagnoses import diagnosis, of_strengths
 
 

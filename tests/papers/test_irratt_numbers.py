@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from attnrx.costs import (
+from attnrx.vit.costs import (
     IRRATT,
     Compression,
     ModelCosts,
@@ -14,7 +14,7 @@ from attnrx.costs import (
     linear_costs,
     norm_costs,
 )
-from attnrx.spec import AttentionSpec
+from attnrx.vit.spec import AttentionSpec
 
 LAYERS, PATCHES, PATCH, CLASSES = 12, 196, 3 * 16 * 16, 1000
 WIDTHS = {"deit_small": (384, 6), "deit_base": (768, 12)}

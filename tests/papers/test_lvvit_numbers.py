@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from attnrx.attention import Eager, using
-from attnrx.costs import count_params, count_product_macs
-from attnrx.models import build_model, family_of, lvvit_config
-from attnrx.tokens import DynamicViT, Reducer, Spot, TokenLayout, TokenPolicy
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import count_params, count_product_macs
+from attnrx.vit.models import build_model, family_of, lvvit_config
+from attnrx.vit.tokens import DynamicViT, Reducer, Spot, TokenLayout, TokenPolicy
 
 STAGES = {"t": (4, 7, 10), "s": (5, 9, 13)}
 LAYOUT = TokenLayout(1, 196, class_token=True, pooled="max")

@@ -6,10 +6,10 @@ The paper's "GFLOPS" are multiply-accumulates, of the classifier too, with a Lay
 import pytest
 import torch
 
-from attnrx.costs import IRRATT, ModelCosts, token_costs
-from attnrx.models import build_model, family_of
-from attnrx.spec import AttentionSpec
-from attnrx.tokens import Shape, TokenLayout, parse_policy
+from attnrx.vit.costs import IRRATT, ModelCosts, token_costs
+from attnrx.vit.models import build_model, family_of
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import Shape, TokenLayout, parse_policy
 
 pytest.importorskip("timm")
 

@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from attnrx.diagnostics.geometry import alignment, key_covariances, query_grams, selectivity
-from attnrx.diagnostics.perturbation import response
-from attnrx.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
-from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
+from attnrx.decide.diagnostics.geometry import alignment, key_covariances, query_grams, selectivity
+from attnrx.decide.diagnostics.perturbation import response
+from attnrx.decide.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
+from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
 
 STRENGTH = torch.tensor(
     [

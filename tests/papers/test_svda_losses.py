@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from attnrx.errors import InvalidInput
-from attnrx.losses import LossContext, PerturbationRobustness, TargetRank
-from attnrx.models import family_of, observing
+from attnrx.support.errors import InvalidInput
+from attnrx.training.losses import LossContext, PerturbationRobustness, TargetRank
 from attnrx.training.optimization import strengths_of
+from attnrx.vit.models import family_of, observing
 from cases import CONFIGS, images, model
 
 

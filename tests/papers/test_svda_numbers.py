@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from attnrx.costs import count_params, direction_costs
-from attnrx.models import build_model, named_config
+from attnrx.vit.costs import count_params, direction_costs
+from attnrx.vit.models import build_model, named_config
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.attention import (
+from attnrx.support.errors import CacheWarning, CheckpointError
+from attnrx.support.runtime.hardware import Measurements, cache_folder
+from attnrx.support.serialization.storage import read_json
+from attnrx.vit.attention import (
     Attention,
     AttentionCapture,
     AttentionContext,
@@ -20,11 +23,8 @@ from attnrx.attention import (
     Fused,
     autotune,
 )
-from attnrx.attention.factors import ScoreFactors
-from attnrx.errors import CacheWarning, CheckpointError
-from attnrx.runtime.hardware import Measurements, cache_folder
-from attnrx.serialization.storage import read_json
-from attnrx.spec import AttentionSpec
+from attnrx.vit.attention.factors import ScoreFactors
+from attnrx.vit.spec import AttentionSpec
 
 SPEC = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
 WIDE = replace(SPEC, ranks=(4, 4, 4))

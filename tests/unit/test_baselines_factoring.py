@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import cases
-from attnrx.api import diagnose, prescribe, realize
-from attnrx.attention import Eager, using
-from attnrx.costs import count_params, count_product_macs
+from attnrx.change.decompositions import LowRank, plain_svd
 from attnrx.data import ImageSet
-from attnrx.decompositions import LowRank, plain_svd
-from attnrx.errors import NotSupported
-from attnrx.models import VisionTransformer, family_of
+from attnrx.support.errors import NotSupported
+from attnrx.verbs.api import diagnose, prescribe, realize
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import count_params, count_product_macs
+from attnrx.vit.models import VisionTransformer, family_of
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
@@ -179,7 +179,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_pruning_costs_what_it_says_and_leaves_the_width() -> None:
     pytest.importorskip("torch_pruning", reason="torch-pruning is not installed: pip install 'attnrx[baselines]'")
     timm = pytest.importorskip("timm", reason="timm is not installed")
-    from attnrx.models import load_model
+    from attnrx.vit.models import load_model
 
     torch.manual_seed(0)
     source = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5)

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import cases
-from attnrx.api import diagnose, prescribe, realize
-from attnrx.costs import count_params
-from attnrx.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.losses import LossContext
-from attnrx.models import family_of
-from attnrx.planning.budget import prescribed_costs
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.training.losses import LossContext
+from attnrx.verbs.api import diagnose, prescribe, realize
+from attnrx.vit.costs import count_params
+from attnrx.vit.models import family_of
 from attnrx_lab.baselines import GATES, GateBudget, GatedBaseline, GatedModel, gated, prescribe_gates
 from attnrx_lab.baselines.gates import gated_macs
 from comparisons import logits, pixels

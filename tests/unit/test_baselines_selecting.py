@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import cases
-from attnrx.api import diagnose, realize
-from attnrx.costs import count_params
-from attnrx.errors import NotSupported
-from attnrx.models import VisionTransformer, build_model, family_of
-from attnrx.prescription import LayerPrescription
-from attnrx.tokens import parse_policy
+from attnrx.nouns.prescription import LayerPrescription
+from attnrx.support.errors import NotSupported
+from attnrx.verbs.api import diagnose, realize
+from attnrx.vit.costs import count_params
+from attnrx.vit.models import VisionTransformer, build_model, family_of
+from attnrx.vit.tokens import parse_policy
 from attnrx_lab.baselines import (
     PRESCRIBED,
     CorpBaseline,

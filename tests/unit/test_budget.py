@@ -6,15 +6,23 @@ import pytest
 import torch
 
 import cases
-from attnrx.api import prescribe
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import VisionTransformer, family_of, initialize_
-from attnrx.planning.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescribe_within, prescribed_costs
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
-from attnrx.rules import ByLayer, Template, TopRank, parse_rule
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.planning.budget import (
+    GRID,
+    SCOPES,
+    Budget,
+    costs_at,
+    largest_share,
+    prescribe_within,
+    prescribed_costs,
+)
+from attnrx.decide.rules import ByLayer, Template, TopRank, parse_rule
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported
+from attnrx.verbs.api import prescribe
+from attnrx.vit.models import VisionTransformer, family_of, initialize_
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]

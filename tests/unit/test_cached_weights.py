@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
-from attnrx.attention import Attention, Auto
-from attnrx.kernels import cached_weights, compilation, packed_linear
-from attnrx.kernels.cached_weights import content_of
-from attnrx.kernels.packed_linear import PackedLinear
-from attnrx.models.fused_mlp import FusedMLP
-from attnrx.models.low_rank_linear import LowRankLinear
-from attnrx.spec import AttentionSpec
+from attnrx.vit.attention import Attention, Auto
+from attnrx.vit.kernels import cached_weights, compilation, packed_linear
+from attnrx.vit.kernels.cached_weights import content_of
+from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.models.fused_mlp import FusedMLP
+from attnrx.vit.models.low_rank_linear import LowRankLinear
+from attnrx.vit.spec import AttentionSpec
 from layers import LAYERS
 from pretrained import adopted_once, inputs
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.checks import aggregate
-from attnrx.checks.statistics import t_interval
-from attnrx.errors import InvalidInput
-from attnrx.evidence import Evidence, Finding
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.checks import aggregate
+from attnrx.show.checks.statistics import t_interval
+from attnrx.support.errors import InvalidInput
 
 
 def run(value: float, seed: int, limit: float | None = None) -> Evidence:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnrx.checks import Bounds
-from attnrx.checks.bounds import SpectralChange
-from attnrx.errors import FingerprintMismatch
+from attnrx.show.checks import Bounds
+from attnrx.show.checks.bounds import SpectralChange
+from attnrx.support.errors import FingerprintMismatch
 from cases import PATTERNS, prescription
 from comparisons import Setting, weakest_removed
 
@@ -51,7 +51,7 @@ def test_findings_say_how_near_the_bound_is_reached():
 
 def test_rows_that_are_not_of_unit_length_are_caught(monkeypatch: pytest.MonkeyPatch):
     """A defect of the attention, planted: without the norms Theorem 1 does not hold, and the check must say so."""
-    monkeypatch.setattr("attnrx.attention.forms.unit_rows", lambda rows, width=None: 10 * rows)
+    monkeypatch.setattr("attnrx.vit.attention.forms.unit_rows", lambda rows, width=None: 10 * rows)
     setting = Setting.of("svda-deep")
     setting = Setting(setting.reference, weakest_removed(setting.reference, 6))
     findings = Bounds(images=8)(setting.comparison(setting.reference, images=8))
@@ -63,7 +63,7 @@ def test_the_result_does_not_depend_on_the_batches(monkeypatch: pytest.MonkeyPat
     setting = Setting.of("svda")
     comparison = setting.comparison(setting.compressed, images=12)
     at_once = Bounds(images=12)(comparison)
-    monkeypatch.setattr("attnrx.checks.bounds.AT_ONCE", 5)
+    monkeypatch.setattr("attnrx.show.checks.bounds.AT_ONCE", 5)
     for whole, cut in zip(at_once, Bounds(images=12)(comparison), strict=True):
         assert cut.value == pytest.approx(whole.value, rel=1e-9)
 

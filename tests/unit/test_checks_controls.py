@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.checks import Controls
-from attnrx.checks.controls import resample_draws, spread
-from attnrx.evidence import Finding
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
+from attnrx.change.realization import realize
+from attnrx.nouns.evidence import Finding
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks import Controls
+from attnrx.show.checks.controls import resample_draws, spread
 from comparisons import Setting, weakest_removed
 
 RANDOM = 6

@@ -11,12 +11,12 @@ from torch import nn
 import attnrx as rx
 import planned
 import pretrained
-from attnrx.checks import Check, Comparison, Costs, Latency, Promises
-from attnrx.costs import LatencyProtocol, count_params
-from attnrx.errors import InvalidInput
-from attnrx.exporting import parse_format
-from attnrx.model_data import images_for
-from attnrx.reports import summary_of
+from attnrx.change.exporting import parse_format
+from attnrx.data.model_data import images_for
+from attnrx.show.checks import Check, Comparison, Costs, Latency, Promises
+from attnrx.show.reports import summary_of
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.costs import LatencyProtocol, count_params
 from comparisons import Setting
 
 
@@ -86,7 +86,7 @@ PLANNED = {"precision": "float32", "threads": 1, "clock": "wall", "batch": 2, "f
     ids=lambda check: check.name,
 )
 @pytest.mark.parametrize("changed", [True, False])
-@pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+@pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
 def test_a_speed_has_the_unchanged_model_in_the_same_kernels_beside_it(check: Check, changed: bool):
     model = rx.load(pretrained.of_timm("vit_tiny_patch16_224"))
     candidate = rx.realize(model, rx.prescribe(rx.diagnose(model, [noise(model)]), "qk=uniform_rank:0.5"))
@@ -117,7 +117,7 @@ def test_a_model_without_another_library_is_timed_beside_itself(library: bool):
     ],
 )
 @pytest.mark.parametrize("changed", [True, False])
-@pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+@pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
 def test_a_file_has_the_file_of_the_unchanged_model_beside_it(to: str, runtime: str, changed: bool, tmp_path: Path):
     torch.set_default_dtype(torch.float32)
     model, form = rx.load(pretrained.of_timm("vit_tiny_patch16_224")), parse_format(to)

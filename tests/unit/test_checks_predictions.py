@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.checks import (
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks import (
     Accuracy,
     Calibration,
     Comparison,
@@ -20,9 +21,8 @@ from attnrx.checks import (
     parse_checks,
     standard_checks,
 )
-from attnrx.errors import DataError, InvalidInput
-from attnrx.evidence import Finding
-from attnrx.models import VisionTransformer
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.vit.models import VisionTransformer
 from comparisons import Setting, pixels, poisoned
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import cases
-from attnrx.checks import Comparison
 from attnrx.data import Normalization
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx.models import attach_tokens_, family_of
-from attnrx.tokens import TokenPolicy, ToMe
+from attnrx.show.checks import Comparison
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import TokenPolicy, ToMe
 from attnrx_lab.checks import Robustness
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS
 from comparisons import Setting, pixels

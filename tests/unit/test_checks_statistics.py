@@ -11,8 +11,8 @@ import pytest
 import torch
 from scipy import stats
 
-from attnrx.checks import statistics as own
-from attnrx.errors import InvalidInput
+from attnrx.show.checks import statistics as own
+from attnrx.support.errors import InvalidInput
 
 
 @cache

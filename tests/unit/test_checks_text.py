@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import cases
-from attnrx.checks import (
+from attnrx.show.checks import (
     CHECKS,
     Accuracy,
     Calibration,
@@ -18,7 +18,7 @@ from attnrx.checks import (
     parse_checks,
     standard_checks,
 )
-from attnrx.errors import AttnrxError, InvalidInput
+from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx_lab.checks import Robustness, Transfer
 from comparisons import pixels
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.checks import Comparison
 from attnrx.data import MemoryImages, Normalization, from_tensors
-from attnrx.errors import DataError, InvalidInput
-from attnrx.models import attach_tokens_, evaluating, family_of, head_features, load_model
-from attnrx.tokens import AttentionReceived, TokenPolicy
+from attnrx.show.checks import Comparison
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.vit.models import attach_tokens_, evaluating, family_of, head_features, load_model
+from attnrx.vit.tokens import AttentionReceived, TokenPolicy
 from attnrx_lab.checks import Transfer
 
 CONFIG = cases.CONFIGS["dense"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.kernels import compilation
-from attnrx.runtime import child_processes
-from attnrx.runtime.subprocess_runner import run_in_subprocess
+from attnrx.support.runtime import child_processes
+from attnrx.support.runtime.subprocess_runner import run_in_subprocess
+from attnrx.vit.kernels import compilation
 from attnrx_lab.sweeps import SweepStudy, grid_jobs, run_jobs
 from sweep_work import work
 
@@ -109,7 +109,10 @@ def test_processes_are_started_in_one_module() -> None:
     """Other ways to start one would have another path, folder and environment."""
     starts = {"subprocess", "multiprocessing", "_posixsubprocess", "pty"}
     calls = ("system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "startfile")
-    allowed = {"attnrx/runtime/child_processes.py": {"subprocess"}, "attnrx/runtime/subprocess_runner.py": {"os.fork"}}
+    allowed = {
+        "attnrx/support/runtime/child_processes.py": {"subprocess"},
+        "attnrx/support/runtime/subprocess_runner.py": {"os.fork"},
+    }
     for path in sorted(SOURCES.rglob("*.py")):
         found = set()
         for node in ast.walk(ast.parse(path.read_text())):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from attnrx.errors import NotSupported
-from attnrx.planning import measured_costs
-from attnrx.planning.cost_table import CostTable, exact_cost_table
-from attnrx.planning.measured_costs import ATTEMPTS, STEADY, cached_cost_table, measured_cost_table
-from attnrx.planning.space import Space
-from attnrx.serialization.storage import read_tensors, write_tensors
+from attnrx.decide.planning import measured_costs
+from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
+from attnrx.decide.planning.measured_costs import ATTEMPTS, STEADY, cached_cost_table, measured_cost_table
+from attnrx.decide.planning.space import Space
+from attnrx.support.errors import NotSupported
+from attnrx.support.serialization.storage import read_tensors, write_tensors
 from planned import CLOCK, spanned
 
 Edit = Callable[[CostTable], CostTable]

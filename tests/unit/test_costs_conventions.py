@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from attnrx.attention import Eager, using
 from attnrx.cli import main
-from attnrx.costs import (
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import (
     CONVENTIONS,
     IRRATT,
     SVDA,
@@ -21,9 +22,8 @@ from attnrx.costs import (
     layer_costs,
     paper_convention,
 )
-from attnrx.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.models import FAMILIES, VisionTransformer, ViTConfig, family_of
-from attnrx.spec import BIASES, AttentionSpec
+from attnrx.vit.models import FAMILIES, VisionTransformer, ViTConfig, family_of
+from attnrx.vit.spec import BIASES, AttentionSpec
 from cases import CONFIGS, images, model
 
 FULL = AttentionSpec.full("dense", width=12, heads=3)

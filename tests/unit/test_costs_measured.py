@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.attention import Eager, using
-from attnrx.costs import (
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.runtime.hardware import device_name
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.costs import (
     Conditions,
     LatencyProtocol,
     Ratio,
@@ -20,10 +22,8 @@ from attnrx.costs import (
     latency,
     profiled,
 )
-from attnrx.costs.latency import REFERENCE, UNCHANGED
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx.models import family_of
-from attnrx.runtime.hardware import device_name
+from attnrx.vit.costs.latency import REFERENCE, UNCHANGED
+from attnrx.vit.models import family_of
 from cases import CONFIGS, images, model
 
 QUICK = LatencyProtocol(rounds=4, warmup=1)

@@ -10,7 +10,7 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter, zoom
 
 from attnrx.data.images import generator
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
 from attnrx_lab.corruptions.methods import landscape, streaked
 

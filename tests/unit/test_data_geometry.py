@@ -12,7 +12,7 @@ from PIL import Image
 import attnrx as rx
 import odd_pictures
 from attnrx.data import load_data
-from attnrx.model_data import input_options
+from attnrx.data.model_data import input_options
 from pictures import CLASSES, write_parquet
 
 timm = pytest.importorskip("timm")

@@ -8,7 +8,7 @@ import torch
 import attnrx as rx
 from attnrx.data import Batch, ImageSet, Normalization, Splits, from_tensors, mix_data, require_labels
 from attnrx.data.mixing import MixedImages, Mosaics
-from attnrx.errors import DataError, InvalidInput
+from attnrx.support.errors import DataError, InvalidInput
 
 HALF = Normalization.half(3)
 

@@ -8,7 +8,7 @@ import torch
 from attnrx.data import Augmentation, Batch, Normalization
 from attnrx.data.images import held_out
 from attnrx.data.sets import MemoryImages, PixelStore
-from attnrx.errors import DataError, InvalidInput
+from attnrx.support.errors import DataError, InvalidInput
 
 COUNT = 53
 AUGMENTATION = Augmentation(padding=2)

@@ -12,9 +12,9 @@ from torchvision.transforms.v2 import functional as reference
 from attnrx.data import Augmentation, Normalization
 from attnrx.data.images import generator
 from attnrx.data.pixels import Draws, decode, guess_geometry
-from attnrx.errors import InvalidInput
-from attnrx.preprocessing import ImageGeometry
-from attnrx.shapes import Tensor
+from attnrx.support.errors import InvalidInput
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.shapes import Tensor
 
 
 def noise(*shape: int) -> Tensor:

@@ -13,7 +13,7 @@ from attnrx.data.images import evenly_spaced
 from attnrx.data.locating import EMBEDDED, locate
 from attnrx.data.splits import DatasetReader, Opened
 from attnrx.data.tables import ParquetReader
-from attnrx.errors import DataError
+from attnrx.support.errors import DataError
 from pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
 
 
@@ -200,7 +200,7 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         raise ConnectionError("Couldn't reach 'ethz/food101' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    monkeypatch.setattr("attnrx.serialization.hub._connection_problem", str)
+    monkeypatch.setattr("attnrx.support.serialization.hub._connection_problem", str)
     with pytest.raises(DataError, match=r"ethz/food101.*Couldn't reach.*local copy.*ATTNRX_DATA"):
         load_data("food101")
 

@@ -15,7 +15,7 @@ from attnrx.data import loading as loading_module
 from attnrx.data import shards as shards_module
 from attnrx.data.sets import StreamedImages
 from attnrx.data.shards import ShardImages
-from attnrx.errors import DataError
+from attnrx.support.errors import DataError
 from pictures import CLASSES, rows, write_folder, write_parquet, write_shard
 
 

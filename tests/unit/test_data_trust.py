@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 import attnrx as rx
 import odd_pictures
 from attnrx.data import load_data
-from attnrx.errors import AttnrxError, DataError
+from attnrx.support.errors import AttnrxError, DataError
 from pictures import CLASSES, encoded, everything, rows, write_folder, write_parquet, write_shard
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0

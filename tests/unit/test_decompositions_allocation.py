@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from attnrx.decompositions.allocation import allocate_by_loss, water_fill
-from attnrx.decompositions.balanced import balance
-from attnrx.errors import InvalidInput
-from attnrx.shapes import Tensor
+from attnrx.change.decompositions.allocation import allocate_by_loss, water_fill
+from attnrx.change.decompositions.balanced import balance
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Tensor
 
 
 def allowed(directions: int, multiple: int, minimum: int) -> list[int]:

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from attnrx.decompositions.balanced import Balanced, balance, factor_directions, svd_directions
-from attnrx.errors import InvalidInput
-from attnrx.shapes import Tensor
+from attnrx.change.decompositions.balanced import Balanced, balance, factor_directions, svd_directions
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Tensor
 
 HEADS, SIZE = 3, 8
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.decompositions import (
+from attnrx.change.decompositions import (
     BlockTerms,
     Canonical,
     CorrectionSchedule,
@@ -20,7 +20,7 @@ from attnrx.decompositions import (
     tied_als,
     water_filled_blocks,
 )
-from attnrx.errors import UnknownName
+from attnrx.support.errors import UnknownName
 
 QUICK = CorrectionSchedule(sweeps=15, correction_sweeps=5)
 

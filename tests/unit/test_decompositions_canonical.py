@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.decompositions import (
+from attnrx.change.decompositions import (
     Canonical,
     CorrectionSchedule,
     FactoredTensor,
@@ -15,7 +15,7 @@ from attnrx.decompositions import (
     least_sensitivity,
     water_filled,
 )
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.support.errors import InvalidInput, UnknownName
 from sensitivities import term_sensitivity
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from attnrx.decompositions import (
+from attnrx.change.decompositions import (
     Canonical,
     CorrectionSchedule,
     FactoredTensor,
@@ -15,7 +15,7 @@ from attnrx.decompositions import (
     epc,
     least_sensitivity,
 )
-from attnrx.decompositions.canonical import bounded_update, column_sensitivity
+from attnrx.change.decompositions.canonical import bounded_update, column_sensitivity
 from sensitivities import term_sensitivity
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.decompositions.low_rank import (
+from attnrx.change.decompositions.low_rank import (
     LowRank,
     activation_aware,
     asvd,
@@ -16,8 +16,8 @@ from attnrx.decompositions.low_rank import (
     plain_svd,
     svd_llm,
 )
-from attnrx.errors import InvalidInput
-from attnrx.shapes import Tensor
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Tensor
 
 SHAPES = [(6, 10), (10, 6), (7, 7)]
 

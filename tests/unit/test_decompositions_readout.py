@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attnrx.decompositions import Balanced, balance, read_out
-from attnrx.shapes import Tensor
+from attnrx.change.decompositions import Balanced, balance, read_out
+from attnrx.support.shapes import Tensor
 
 HEADS, SIZE = 3, 4
 FEATURES = HEADS * SIZE

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from attnrx.attention import Attention
+from attnrx.change.realization import realize
 from attnrx.data import Normalization, from_tensors
-from attnrx.errors import InvalidInput
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import family_of
-from attnrx.realization import realize
-from attnrx.rules import Rule, SharedRank, TotalRank, prescribe_maps
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules import Rule, SharedRank, TotalRank, prescribe_maps
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.attention import Attention
+from attnrx.vit.models import family_of
 from cases import CONFIGS, images, model
 from pictures import speckles
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.diagnosis import Diagnosis
-from attnrx.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare_diagnoses
-from attnrx.errors import InvalidInput
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import VisionTransformer, family_of, model_fingerprint
-from attnrx.realization import realize
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare_diagnoses
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import VisionTransformer, family_of, model_fingerprint
 from cases import CONFIGS, PATTERNS, model, prescription
 from pictures import speckles as data
 

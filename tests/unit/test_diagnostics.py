@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from attnrx.diagnostics import DIAGNOSTICS, Panel, PerturbationResponse, SpectralShape, suited_diagnostics
-from attnrx.diagnostics.geometry import alignment, selectivity
-from attnrx.diagnostics.perturbation import noise_like
-from attnrx.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
-from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
-from attnrx.errors import InvalidInput
-from attnrx.observation import Observation
-from attnrx.serialization.config import from_dict, to_dict
-from attnrx.spectrum import Spectrum
+from attnrx.decide.diagnostics import DIAGNOSTICS, Panel, PerturbationResponse, SpectralShape, suited_diagnostics
+from attnrx.decide.diagnostics.geometry import alignment, selectivity
+from attnrx.decide.diagnostics.perturbation import noise_like
+from attnrx.decide.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
+from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
+from attnrx.support.errors import InvalidInput
+from attnrx.support.serialization.config import from_dict, to_dict
+from attnrx.vit.observation import Observation
+from attnrx.vit.spectrum import Spectrum
 
 HEADS, DIRECTIONS, TOKENS, HEAD_DIM, WIDTH = 3, 4, 5, 2, 6
 

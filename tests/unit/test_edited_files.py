@@ -14,13 +14,13 @@ import torch
 from test_exported_trust import planted
 
 import attnrx as rx
-from attnrx.checks.promises import PredictedQuantity
-from attnrx.errors import AttnrxError, CheckpointError
-from attnrx.exporting import load_exported
-from attnrx.planning import Plan, Point
-from attnrx.realization.elastic import Elastic, Size
-from attnrx.reports import ComparisonRecord, PlanFront
-from attnrx.serialization.storage import SEAL, read_json, read_json_lines, read_tensors, sealed, write_json
+from attnrx.change.exporting import load_exported
+from attnrx.change.realization.elastic import Elastic, Size
+from attnrx.decide.planning import Plan, Point
+from attnrx.nouns.predictions import PredictedQuantity
+from attnrx.show.reports import ComparisonRecord, PlanFront
+from attnrx.support.errors import AttnrxError, CheckpointError
+from attnrx.support.serialization.storage import SEAL, read_json, read_json_lines, read_tensors, sealed, write_json
 from attnrx.training.checkpoints import History
 from comparisons import pixels
 from planned import CONFIG, original
@@ -119,7 +119,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_schema() -> int:
-    from attnrx.reports.content import SCHEMA
+    from attnrx.show.reports.content import SCHEMA
 
     return SCHEMA
 

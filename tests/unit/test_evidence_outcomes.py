@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from attnrx.checks.accuracy import change_of_accuracy
-from attnrx.checks.statistics import paired_change
-from attnrx.errors import InvalidInput
-from attnrx.evidence import Evidence, Finding, judged
-from attnrx.reports.card import model_card
-from attnrx.reports.content import ReportContent
-from attnrx.reports.page import render
+from attnrx.nouns.evidence import Evidence, Finding, judged
+from attnrx.show.checks.accuracy import change_of_accuracy
+from attnrx.show.checks.statistics import paired_change
+from attnrx.show.reports.card import model_card
+from attnrx.show.reports.content import ReportContent
+from attnrx.show.reports.page import render
+from attnrx.support.errors import InvalidInput
 
 
 def change(lost: int, gained: int, images: int, most_drop: float = 1.0) -> Finding:

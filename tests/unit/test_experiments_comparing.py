@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import cases
-from attnrx.api import prescribe
-from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
-from attnrx.maps import LAYER_MAPS
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import family_of
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
-from attnrx.serialization.storage import read_json
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.support.serialization.storage import read_json
+from attnrx.verbs.api import prescribe
+from attnrx.vit.maps import LAYER_MAPS
+from attnrx.vit.models import family_of
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from attnrx_lab.comparison.comparing import ImageResults, paired_differences
 from comparisons import pixels

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.api import diagnose, realize, save
-from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.models import build_model, family_of
-from attnrx.progress import no_log
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.progress import no_log
+from attnrx.verbs.api import diagnose, realize, save
+from attnrx.vit.models import build_model, family_of
 from attnrx_lab.papers.fusion import FusionExperiment, blocks
 from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod, paper_price, realized_price
 

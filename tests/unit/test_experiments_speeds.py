@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import cases
-from attnrx.costs import Conditions, LatencyProtocol
-from attnrx.errors import InvalidInput
-from attnrx.models import build_model, family_of
-from attnrx.serialization.storage import read_json
+from attnrx.support.errors import InvalidInput
+from attnrx.support.serialization.storage import read_json
+from attnrx.vit.costs import Conditions, LatencyProtocol
+from attnrx.vit.models import build_model, family_of
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
 
 PROTOCOL = LatencyProtocol(Conditions(threads=1), rounds=2, warmup=1, clock="cpu")
@@ -91,7 +91,7 @@ def test_the_images_are_noise_of_the_size_that_the_model_reads() -> None:
     assert torch.equal(batch, next(iter(noise_bench(bench.model, seed=3, images=5).test.batches(8))).images)
 
 
-@pytest.mark.filterwarnings("error::attnrx.errors.ScaleWarning")
+@pytest.mark.filterwarnings("error::attnrx.support.errors.ScaleWarning")
 def test_the_noise_is_on_the_scale_of_the_model() -> None:
     # The statistics of the digits, which are far from those of pixels in [-1, 1].
     noise_bench(build_model("dense:digits", mean=(0.305,), std=(0.376,)))

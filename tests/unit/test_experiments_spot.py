@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.api import load
 from attnrx.data import Normalization, load_data, object_patches
-from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.models import reduction_of
-from attnrx.serialization.atomic_writes import locked
-from attnrx.tokens import Random
+from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.serialization.atomic_writes import locked
+from attnrx.verbs.api import load
+from attnrx.vit.models import reduction_of
+from attnrx.vit.tokens import Random
 from attnrx_lab.clutter import CLUTTERED, object_finding
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.spot import (

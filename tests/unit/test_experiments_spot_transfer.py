@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx_lab.papers.spot_transfer import SpotTransferExperiment, candidate_parts
 
 pytestmark = pytest.mark.usefixtures("single_precision")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.errors import CheckpointError, UnknownName
-from attnrx.evidence import Evidence
+from attnrx.nouns.evidence import Evidence
+from attnrx.support.errors import CheckpointError, UnknownName
 from attnrx_lab.papers import Run
 from attnrx_lab.papers.svda import CONTROL_KINDS, RATIO, SvdaExperiment
 

@@ -10,9 +10,9 @@ import torch
 from scipy import stats
 
 import attnrx_lab.papers
-from attnrx.checks.statistics import crossed_interval
 from attnrx.cli.main import main
-from attnrx.errors import InvalidInput
+from attnrx.show.checks.statistics import crossed_interval
+from attnrx.support.errors import InvalidInput
 from attnrx_lab.papers import ReproducedTable, Run, load_recipe, make_table
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 from attnrx_lab.papers.svda import SvdaExperiment

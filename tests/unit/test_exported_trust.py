@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx.exporting import FORMATS, load_exported
-from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import file_sha256, read_json, write_json
+from attnrx.change.exporting import FORMATS, load_exported
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.storage import file_sha256, read_json, write_json
 from test_cli import call
 
 

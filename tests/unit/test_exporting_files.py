@@ -16,10 +16,10 @@ from torch import nn
 import attnrx as rx
 import odd_pictures
 import pretrained
-from attnrx.errors import InvalidInput
-from attnrx.exporting import Onnx, own_exports, own_script, parse_format, precision_for, remove_export
-from attnrx.exporting.own_files import sealed_script
-from attnrx.model_data import preprocessing_of, splits_for
+from attnrx.change.exporting import Onnx, own_exports, own_script, parse_format, precision_for, remove_export
+from attnrx.change.exporting.own_files import sealed_script
+from attnrx.data.model_data import preprocessing_of, splits_for
+from attnrx.support.errors import InvalidInput
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

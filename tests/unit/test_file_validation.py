@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import CheckpointError
-from attnrx.evidence import Evidence, Finding
-from attnrx.prescription import Prescription
-from attnrx.rules import parse_rule, prescribe_maps
-from attnrx.serialization.storage import read_json, read_tensors, write_json
+from attnrx.decide.rules import parse_rule, prescribe_maps
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import CheckpointError
+from attnrx.support.serialization.storage import read_json, read_tensors, write_json
 from diagnoses import diagnosis
 from edits import ABSENT, write_edited
 

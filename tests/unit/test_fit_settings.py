@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import attnrx as rx
+from attnrx.change.realization.distillation import Distill
+from attnrx.change.realization.fit_settings import KINDS, recorded_settings, settings_of
+from attnrx.change.realization.refinement import Refinement
+from attnrx.change.realization.repair import Repair
 from attnrx.cli.inputs import made
-from attnrx.models import model_fingerprint
-from attnrx.planning.effort import EFFORTS
-from attnrx.realization.distillation import Distill
-from attnrx.realization.fit_settings import KINDS, recorded_settings, settings_of
-from attnrx.realization.refinement import Refinement
-from attnrx.realization.repair import Repair
+from attnrx.decide.planning.effort import EFFORTS
+from attnrx.vit.models import model_fingerprint
 from comparisons import pixels
 from pictures import write_folder
 from planned import CONFIG, original

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import attnrx
-from attnrx.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.models import model_fingerprint
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.vit.models import model_fingerprint
 from pretrained import VIT, of_hf, of_timm
 
 IMAGES = torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 GLOBAL: Any = None
-pytestmark = pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
 
 
 def closure(model: Any) -> str:

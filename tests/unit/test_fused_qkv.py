@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention import Attention
-from attnrx.spec import AttentionSpec
+from attnrx.vit.attention import Attention
+from attnrx.vit.spec import AttentionSpec
 
 SPECS = {
     "dense": AttentionSpec("dense", 12, 4, (4, 4, 4), (0, 1, 2), 0.5, 4, "none"),

@@ -12,11 +12,11 @@ import torch
 
 import attnrx as rx
 import cases
-from attnrx.errors import CardWarning, CheckpointError, DataError, InvalidInput
-from attnrx.evidence import Evidence, Finding
-from attnrx.models import load_model
-from attnrx.reports import completed_card, model_card
-from attnrx.serialization.hub import local_copies_if_unreachable
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.reports import completed_card, model_card
+from attnrx.support.errors import CardWarning, CheckpointError, DataError, InvalidInput
+from attnrx.support.serialization.hub import local_copies_if_unreachable
+from attnrx.vit.models import load_model
 from test_cli import call, record
 
 hub = pytest.importorskip("huggingface_hub")
@@ -45,7 +45,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise OSError(f"404 for {repo_id} at {revision}\nand more")
         return str(root / repo_id)
 
-    monkeypatch.setattr("attnrx.serialization.hub._connection_problem", str)
+    monkeypatch.setattr("attnrx.support.serialization.hub._connection_problem", str)
     monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     return root

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from attnrx.change.realization import realize
+from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.cli.main import _warn
 from attnrx.data import MemoryImages, Normalization
-from attnrx.diagnosis import Diagnosis
-from attnrx.diagnostics import ImageScale
-from attnrx.diagnostics.image_scale import IMAGENET
-from attnrx.errors import DataError, ScaleWarning
-from attnrx.model_diagnosis import diagnose, measure_divergence
-from attnrx.models import load_model
-from attnrx.realization import realize
-from attnrx.realization.refinement import Refinement, refine
-from attnrx.reports import ReportContent
-from attnrx.reports.page import render
-from attnrx.rules import ContributionEnergy, prescribe_maps
+from attnrx.decide.diagnosing import diagnose, measure_divergence
+from attnrx.decide.rules import ContributionEnergy, prescribe_maps
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.show.reports import ReportContent
+from attnrx.show.reports.page import render
+from attnrx.support.errors import DataError, ScaleWarning
+from attnrx.vit.models import load_model
+from attnrx.vit.models.image_scale import IMAGENET, ImageScale
 from cases import CONFIGS, model
 from pictures import speckles
 from pretrained import of_hf

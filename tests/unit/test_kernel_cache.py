@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.errors import KernelWarning
-from attnrx.kernels import compilation
-from attnrx.kernels.native_attention import native_attention
+from attnrx.support.errors import KernelWarning
+from attnrx.vit.kernels import compilation
+from attnrx.vit.kernels.native_attention import native_attention
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 

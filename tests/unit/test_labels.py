@@ -10,13 +10,13 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.checks import Accuracy, Fidelity
-from attnrx.checks.comparison import chance_notes
-from attnrx.checks.statistics import proportion
 from attnrx.cli import main
 from attnrx.data import Columns, ImageSet, Normalization, Relabelled, Splits, fit_labels, from_tensors, imagenet_indices
-from attnrx.errors import DataError, UnknownName
-from attnrx.models import build_model
+from attnrx.show.checks import Accuracy, Fidelity
+from attnrx.show.checks.comparison import chance_notes
+from attnrx.show.checks.statistics import proportion
+from attnrx.support.errors import DataError, UnknownName
+from attnrx.vit.models import build_model
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 
 IMAGENETTE = {"tench": 0, "English springer": 217, "cassette player": 482, "chain saw": 491, "church": 497}

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import attnrx
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
-from attnrx.models import model_fingerprint
-from attnrx.serialization.storage import SEAL, sealed, write_json
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.support.serialization.storage import SEAL, sealed, write_json
+from attnrx.vit.models import model_fingerprint
 from pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 
 transformers = pytest.importorskip("transformers")

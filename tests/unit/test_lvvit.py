@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import attnrx as rx
-from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.models import LVViT, LVViTConfig, attach_tokens_, build_model, family_of
-from attnrx.models.lvvit import SIZES, LVViTFamily, published_names
-from attnrx.serialization.storage import write_tensors
-from attnrx.tokens import Random, TokenPolicy
+from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.serialization.storage import write_tensors
 from attnrx.training import train
+from attnrx.vit.models import LVViT, LVViTConfig, attach_tokens_, build_model, family_of
+from attnrx.vit.models.lvvit import SIZES, LVViTFamily, published_names
+from attnrx.vit.tokens import Random, TokenPolicy
 from cases import LVVITS, images, own
 from tiny_runs import At, config, same, splits
 

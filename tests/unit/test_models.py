@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.attention import Attention
-from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.models import ViTConfig, build_model, family_of, load_model, model_fingerprint, save_model
-from attnrx.models.vit import sincos_positions
-from attnrx.spec import AttentionSpec
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.vit.attention import Attention
+from attnrx.vit.models import ViTConfig, build_model, family_of, load_model, model_fingerprint, save_model
+from attnrx.vit.models.vit import sincos_positions
+from attnrx.vit.spec import AttentionSpec
 from cases import CONFIGS, images, model
 
 
@@ -96,7 +96,7 @@ def test_the_scale_is_a_stored_fact() -> None:
 
 def test_scores_are_bounded_by_the_largest_strength() -> None:
     """Theorem 1's premise: |score| <= max|strength| * scale."""
-    from attnrx.models import observing
+    from attnrx.vit.models import observing
 
     vit, worst = model(CONFIGS["svda"]), []
     layers = family_of(vit).attention(vit)

@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.api import load, push_to_hub
-from attnrx.attention import Attention
-from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.model_data import preprocessing_of
-from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.checkpoint import load_weights, save_weights
-from attnrx.models.huggingface_readers import READERS, reader_of
-from attnrx.models.low_rank_linear import LowRankLinear
-from attnrx.models.module_family import ModuleFamily
-from attnrx.models.token_hooks import attach_tokens_
-from attnrx.tokens import parse_policy
+from attnrx.data.model_data import preprocessing_of
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.verbs.api import load, push_to_hub
+from attnrx.vit.attention import Attention
+from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.checkpoint import load_weights, save_weights
+from attnrx.vit.models.huggingface_readers import READERS, reader_of
+from attnrx.vit.models.low_rank_linear import LowRankLinear
+from attnrx.vit.models.module_family import ModuleFamily
+from attnrx.vit.models.token_hooks import attach_tokens_
+from attnrx.vit.tokens import parse_policy
 from pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 from test_cli import record
 

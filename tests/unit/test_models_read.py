@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.models import family_of
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.vit.models import family_of
 from pretrained import (
     MODULE,
     OPEN_CLIP,

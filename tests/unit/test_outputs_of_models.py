@@ -11,12 +11,12 @@ from torch.nn.functional import normalize
 
 import attnrx as rx
 import pretrained
-from attnrx.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval, Shift
-from attnrx.errors import DataError, InvalidInput
-from attnrx.model_data import images_for, splits_for
-from attnrx.model_outputs import GROUP, KINDS, output_kind_of
-from attnrx.planning.reference_outputs import Answers
-from attnrx.realization.fitting import nearest_candidate
+from attnrx.change.realization.fitting import nearest_candidate
+from attnrx.data.model_data import images_for, splits_for
+from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval, Shift
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.vit.outputs import GROUP, KINDS, output_kind_of
 from attnrx_lab.checks import Robustness
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from pretrained import adopted_once

@@ -21,11 +21,25 @@ from torch.testing import assert_close
 import cases
 import planned
 import pretrained
-from attnrx.checks import Comparison, Promises
-from attnrx.checks.promises import limits_of
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import (
+from attnrx.decide.planning import AXES, Plan, PlanSettings, PredictedQuantity, Search, Target, plan
+from attnrx.decide.planning.allocation import Frontier, Step, even_weights, filled
+from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
+from attnrx.decide.planning.effort import EFFORTS
+from attnrx.decide.planning.measured_costs import cached_cost_table
+from attnrx.decide.planning.plan_measurements import PlanMeasurements
+from attnrx.decide.planning.plan_search import Trial, _Proposals, _sampler, refine_plan, varied, weights_of
+from attnrx.decide.planning.planner import Planner
+from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.decide.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, recorded, resumed
+from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import Finding
+from attnrx.nouns.predictions import limits_of
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks import Comparison, Promises
+from attnrx.support.errors import (
     AttnrxError,
     FingerprintMismatch,
     InvalidInput,
@@ -34,24 +48,10 @@ from attnrx.errors import (
     TargetMet,
     UnknownName,
 )
-from attnrx.evidence import Finding
-from attnrx.model_outputs import KINDS, divergence, softened_divergence
-from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
-from attnrx.planning import AXES, Plan, PlanSettings, PredictedQuantity, Search, Target, plan
-from attnrx.planning.allocation import Frontier, Step, even_weights, filled
-from attnrx.planning.cost_table import CostTable, exact_cost_table
-from attnrx.planning.effort import EFFORTS
-from attnrx.planning.measured_costs import cached_cost_table
-from attnrx.planning.plan_measurements import PlanMeasurements
-from attnrx.planning.plan_search import Trial, _Proposals, _sampler, refine_plan, varied, weights_of
-from attnrx.planning.planner import Planner
-from attnrx.planning.reference_outputs import Answers
-from attnrx.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, recorded, resumed
-from attnrx.planning.space import RANKS, Choices, Space
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
-from attnrx.serialization.storage import read_json
-from attnrx.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward
+from attnrx.support.serialization.storage import read_json
+from attnrx.vit.models import VisionTransformer, chunked_forward, family_of, load_model
+from attnrx.vit.outputs import KINDS, divergence, softened_divergence
+from attnrx.vit.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward
 from comparisons import pixels
 from planned import CLOCK, CONFIG, made
 

@@ -10,12 +10,12 @@ from torch import nn
 import attnrx as rx
 import planned
 import pretrained
-from attnrx.errors import NotSupported
-from attnrx.models import family_of
-from attnrx.planning import Plan, PlanSettings, Search, Target
-from attnrx.planning.measured_costs import measured_cost_table
-from attnrx.planning.space import Choices
-from attnrx.realization import realize
+from attnrx.change.realization import realize
+from attnrx.decide.planning import Plan, PlanSettings, Search, Target
+from attnrx.decide.planning.measured_costs import measured_cost_table
+from attnrx.decide.planning.space import Choices
+from attnrx.support.errors import NotSupported
+from attnrx.vit.models import family_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -14,9 +14,7 @@ from torch.testing import assert_close
 import attnrx as rx
 import planned
 import pretrained
-from attnrx.attention import Attention, AttentionCapture
-from attnrx.models import family_of
-from attnrx.planning.cost_correction import (
+from attnrx.decide.planning.cost_correction import (
     MOST,
     STAGES,
     _everywhere,
@@ -27,11 +25,13 @@ from attnrx.planning.cost_correction import (
     never_slower,
     never_slower_mlp,
 )
-from attnrx.planning.cost_table import CostTable, exact_cost_table
-from attnrx.planning.measured_costs import _Timer, measured_cost_table
-from attnrx.planning.plan_settings import PlanSettings
-from attnrx.planning.space import RANKS, Choices, Space
-from attnrx.planning.target import Target
+from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
+from attnrx.decide.planning.measured_costs import _Timer, measured_cost_table
+from attnrx.decide.planning.plan_settings import PlanSettings
+from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.decide.planning.target import Target
+from attnrx.vit.attention import Attention, AttentionCapture
+from attnrx.vit.models import family_of
 from planned import CLOCK, made
 
 

@@ -10,10 +10,10 @@ import torch
 from PIL import Image, ImageOps
 
 import odd_pictures
-from attnrx.errors import InvalidInput
-from attnrx.model_data import dataset_classes, preprocessing_of
-from attnrx.preprocessing import ImageGeometry, Normalization, Preprocessing
-from attnrx.shapes import Tensor
+from attnrx.data.model_data import dataset_classes, preprocessing_of
+from attnrx.support.errors import InvalidInput
+from attnrx.support.preprocessing import ImageGeometry, Normalization, Preprocessing
+from attnrx.support.shapes import Tensor
 from odd_pictures import ODD
 
 timm = pytest.importorskip("timm")

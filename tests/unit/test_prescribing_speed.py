@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.rules import prescribe_maps
-from attnrx.shapes import Tensor
-from attnrx.spectrum import Spectrum
+from attnrx.decide.rules import prescribe_maps
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.support.shapes import Tensor
+from attnrx.vit.spectrum import Spectrum
 
 HEADS, DIRECTIONS, WIDTH, LAYERS = 12, 64, 768, 12
 LIMIT = 10.0  # CPU seconds of one thread

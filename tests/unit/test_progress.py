@@ -7,9 +7,9 @@ import pytest
 
 import attnrx as rx
 import cases
-from attnrx import progress
-from attnrx.progress import begin, passed_on, phases, track
-from attnrx.realization.repair import Repair
+from attnrx.change.realization.repair import Repair
+from attnrx.support import progress
+from attnrx.support.progress import begin, passed_on, phases, track
 
 SHARES = {"reading": 1.0, "measuring": 2.0, "writing": 1.0}
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import cases
-from attnrx.errors import InvalidInput
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import family_of
-from attnrx.realization import realize
-from attnrx.realization.refinement import Refinement, refine
-from attnrx.rules import SharedRank, TotalRank, UniformRank, prescribe_maps
+from attnrx.change.realization import realize
+from attnrx.change.realization.refinement import Refinement, refine
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules import SharedRank, TotalRank, UniformRank, prescribe_maps
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import family_of
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]

@@ -3,8 +3,8 @@
 import re
 
 import report_content
-from attnrx.evidence import Evidence, Finding
-from attnrx.reports import model_card
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.reports import model_card
 
 
 def tables(card: str) -> list[list[str]]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from attnrx.checks.statistics import Estimate
 from attnrx.cli import main
-from attnrx.errors import CheckpointError
-from attnrx.reports import ComparisonRecord, ReportContent
-from attnrx.reports.page import render
+from attnrx.show.checks.statistics import Estimate
+from attnrx.show.reports import ComparisonRecord, ReportContent
+from attnrx.show.reports.page import render
+from attnrx.support.errors import CheckpointError
 from attnrx_lab.comparison.comparing import Difference, MethodTrial, Trials
 from attnrx_lab.comparison.methods import Unreached
 

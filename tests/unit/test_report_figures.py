@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 import report_content
-from attnrx.diagnosis import LayerDiagnosis
-from attnrx.reports import ReportContent
-from attnrx.reports.drawing import AxisScale, as_uri, colour, log_span, mosaic, overlay, span
-from attnrx.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap, IntervalRow, spectrum_bars
-from attnrx.reports.sections.layers import maps
+from attnrx.nouns.diagnosis import LayerDiagnosis
+from attnrx.show.reports import ReportContent
+from attnrx.show.reports.drawing import AxisScale, as_uri, colour, log_span, mosaic, overlay, span
+from attnrx.show.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap, IntervalRow, spectrum_bars
+from attnrx.show.reports.sections.layers import maps
 
 NASTY = "</svg><script>alert(1)</script>"
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import report_content
-from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.evidence import Evidence, Finding
-from attnrx.reports import ComparisonRecord, FrontPoint, PlanFront, ReportContent
-from attnrx.reports.content import ComparedTrial, Measured
-from attnrx.reports.page import render
-from attnrx.reports.sections.front import STEPS, front
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.reports import ComparisonRecord, FrontPoint, PlanFront, ReportContent
+from attnrx.show.reports.content import ComparedTrial, Measured
+from attnrx.show.reports.page import render
+from attnrx.show.reports.sections.front import STEPS, front
+from attnrx.support.errors import CheckpointError, InvalidInput
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 

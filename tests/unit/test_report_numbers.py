@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attnrx.reports.numbers import MINUS, MISSING, TIMES, fixed, interval, number, percent, plain, quantity, short
+from attnrx.show.reports.numbers import MINUS, MISSING, TIMES, fixed, interval, number, percent, plain, quantity, short
 
 
 @pytest.mark.parametrize(

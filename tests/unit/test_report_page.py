@@ -13,20 +13,20 @@ import torch
 
 import cases
 import report_content
-from attnrx.costs import LatencyComparison, Ratio, Timing
-from attnrx.diagnostics import suited_diagnostics
-from attnrx.errors import FingerprintMismatch, InvalidInput
-from attnrx.evidence import Evidence, Finding
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import family_of
-from attnrx.prescription import LayerPrescription, Prescription, ScoreDecision, TokenPrescription
-from attnrx.realization import realize
-from attnrx.reports import AttentionSamples, ReportContent, model_card, sample_attention, summary_of, write_report
-from attnrx.reports.numbers import TIMES
-from attnrx.reports.page import SECTIONS, render
-from attnrx.reports.sections.layers import explored_spectra
-from attnrx.reports.sections.verdict import verdict
-from attnrx.rules import prescribe_maps
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.diagnostics import suited_diagnostics
+from attnrx.decide.rules import prescribe_maps
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.nouns.prescription import LayerPrescription, Prescription, ScoreDecision, TokenPrescription
+from attnrx.show.reports import AttentionSamples, ReportContent, model_card, sample_attention, summary_of, write_report
+from attnrx.show.reports.numbers import TIMES
+from attnrx.show.reports.page import SECTIONS, render
+from attnrx.show.reports.sections.layers import explored_spectra
+from attnrx.show.reports.sections.verdict import verdict
+from attnrx.support.errors import FingerprintMismatch, InvalidInput
+from attnrx.vit.costs import LatencyComparison, Ratio, Timing
+from attnrx.vit.models import family_of
 from pictures import speckles
 
 EVERYTHING = [

@@ -7,17 +7,17 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from attnrx.diagnosis import Diagnosis
-from attnrx.diagnostics import suited_diagnostics
-from attnrx.model_diagnosis import diagnose
-from attnrx.models import family_of
-from attnrx.prescription import Basis, LayerPrescription, Prescription, ScoreDecision
-from attnrx.realization import realize
-from attnrx.reports import PathwayRanks, ReportContent, model_ranks
-from attnrx.reports.page import render
-from attnrx.reports.ranks import HeadRank, prescribed_ranks
-from attnrx.reports.sections.layers import changes
-from attnrx.rules import SharedRank, TotalRank, prescribe_maps
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.diagnostics import suited_diagnostics
+from attnrx.decide.rules import SharedRank, TotalRank, prescribe_maps
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Basis, LayerPrescription, Prescription, ScoreDecision
+from attnrx.show.reports import PathwayRanks, ReportContent, model_ranks
+from attnrx.show.reports.page import render
+from attnrx.show.reports.ranks import HeadRank, prescribed_ranks
+from attnrx.show.reports.sections.layers import changes
+from attnrx.vit.models import family_of
 from cases import CONFIGS, model, with_heads
 from pictures import speckles
 

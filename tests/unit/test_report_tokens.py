@@ -11,13 +11,13 @@ from torch import nn
 
 import cases
 import report_content
-from attnrx.errors import InvalidInput
-from attnrx.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run
-from attnrx.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
-from attnrx.reports.drawing import AxisScale
-from attnrx.reports.figures import patch_picture
-from attnrx.reports.page import render
-from attnrx.tokens import (
+from attnrx.show.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
+from attnrx.show.reports.drawing import AxisScale
+from attnrx.show.reports.figures import patch_picture
+from attnrx.show.reports.page import render
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run
+from attnrx.vit.tokens import (
     AttentionReceived,
     ClassAttention,
     DynamicViT,

@@ -10,11 +10,8 @@ import torch
 import attnrx
 import cases
 import comparisons
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.diagnostics import Moments, suited_diagnostics
-from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
-from attnrx.prescription import OutputDecision, Prescription
-from attnrx.rules import (
+from attnrx.decide.diagnostics import Moments, suited_diagnostics
+from attnrx.decide.rules import (
     And,
     ContributionEnergy,
     EffectiveRank,
@@ -35,8 +32,11 @@ from attnrx.rules import (
     parse_rule,
     prescribe_maps,
 )
-from attnrx.rules.outputs import decide_heads
-from attnrx.rules.rule import readings_needed
+from attnrx.decide.rules.outputs import decide_heads
+from attnrx.decide.rules.rule import readings_needed
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.prescription import OutputDecision, Prescription
+from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from diagnoses import diagnosis, layer, of_strengths, spectrum
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import attnrx as rx
+from attnrx.change.decompositions import balance
+from attnrx.change.realization.refinement import Refinement
 from attnrx.data import MemoryImages, Normalization, from_tensors
-from attnrx.decompositions import balance
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidRule, NotSupported
-from attnrx.models import family_of
-from attnrx.prescription import Prescription
-from attnrx.realization.refinement import Refinement
-from attnrx.rules.rotary import COHERENCE, RotaryDirections, envelope_decreases
+from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections, envelope_decreases
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidRule, NotSupported
+from attnrx.vit.models import family_of
 from pretrained import adopted_once, inputs
 
 NAMES = ("dinov3", "rotary, mixed", "perception encoder")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from attnrx.errors import InvalidRule, UnknownName
-from attnrx.rules import (
+from attnrx.decide.rules import (
     RULES,
     And,
     ByLayer,
@@ -24,6 +23,7 @@ from attnrx.rules import (
     UniformRank,
     parse_rule,
 )
+from attnrx.support.errors import InvalidRule, UnknownName
 from cases import REWRITING
 from cases import RULES as OWN
 

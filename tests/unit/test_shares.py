@@ -4,10 +4,10 @@ import pytest
 
 from attnrx.cli.inputs import numbers, parse_losses
 from attnrx.cli.options import SHARE
-from attnrx.errors import InvalidInput
-from attnrx.planning.target import Target
-from attnrx.rules import parse_rule
-from attnrx.tokens import parse_policy
+from attnrx.decide.planning.target import Target
+from attnrx.decide.rules import parse_rule
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.tokens import parse_policy
 from test_cli import record
 
 

@@ -12,19 +12,19 @@ import torch
 
 import attnrx as rx
 import cases
-from attnrx.checks import Costs
+from attnrx.change.exporting import load_exported, parse_format
 from attnrx.data import three_parts
-from attnrx.errors import CheckpointError, DataError, InvalidInput, NotSupported
-from attnrx.exporting import load_exported, parse_format
-from attnrx.model_data import splits_for
-from attnrx.model_outputs import output_kind_of
-from attnrx.models import ViTConfig, model_fingerprint
-from attnrx.planning import Plan, Point, Target
-from attnrx.planning.effort import EFFORTS
-from attnrx.planning.target import target_of
-from attnrx.reports import summary_of
-from attnrx.shrink_run import _classes, _timed_precision
-from attnrx.shrunk import Shrunk
+from attnrx.data.model_data import splits_for
+from attnrx.decide.planning import Plan, Point, Target
+from attnrx.decide.planning.effort import EFFORTS
+from attnrx.decide.planning.target import target_of
+from attnrx.show.checks import Costs
+from attnrx.show.reports import summary_of
+from attnrx.support.errors import CheckpointError, DataError, InvalidInput, NotSupported
+from attnrx.verbs.shrink_run import _classes, _timed_precision
+from attnrx.verbs.shrunk import Shrunk
+from attnrx.vit.models import ViTConfig, model_fingerprint
+from attnrx.vit.outputs import output_kind_of
 from comparisons import pixels
 from planned import CONFIG, original
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.serialization.storage import (
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.serialization.storage import (
     fingerprint,
     read_json,
     read_tensors,

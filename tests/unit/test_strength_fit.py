@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attnrx.decompositions import StrengthFit
-from attnrx.errors import InvalidInput
+from attnrx.change.decompositions import StrengthFit
+from attnrx.support.errors import InvalidInput
 
 HEADS, TERMS, TOKENS = 2, 6, 9
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.errors import NotSupported
-from attnrx.planning import Target
-from attnrx.runtime.subprocess_runner import FORKS, run_in_subprocess, shared_subprocess
+from attnrx.decide.planning import Target
+from attnrx.support.errors import NotSupported
+from attnrx.support.runtime.subprocess_runner import FORKS, run_in_subprocess, shared_subprocess
 
 pytestmark = pytest.mark.slow
 

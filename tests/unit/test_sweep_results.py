@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.checks.statistics import t_interval
 from attnrx.cli import main
-from attnrx.errors import CheckpointError
+from attnrx.show.checks.statistics import t_interval
+from attnrx.support.errors import CheckpointError
 from attnrx_lab.sweeps import Job, Result, SweepStudy, over_seeds, rows_of
 from attnrx_lab.sweeps.summary import of_job
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnrx.errors import CheckpointError
+from attnrx.support.errors import CheckpointError
 from attnrx_lab.sweeps import Job, Result, SweepStudy, grid_jobs, run_jobs
 from sweep_work import notes, work
 from test_cli import call

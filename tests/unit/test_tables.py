@@ -10,11 +10,18 @@ import pytest
 
 import attnrx as rx
 import report_content
-from attnrx.evidence import Evidence, Finding
-from attnrx.reports import ComparisonRecord, ReportContent, model_card
-from attnrx.reports.content import ComparedTrial, Measured
-from attnrx.reports.page import render
-from attnrx.serialization.tables import aligned_table, csv_text, latex_table, markdown, markdown_code, markdown_table
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.reports import ComparisonRecord, ReportContent, model_card
+from attnrx.show.reports.content import ComparedTrial, Measured
+from attnrx.show.reports.page import render
+from attnrx.support.serialization.tables import (
+    aligned_table,
+    csv_text,
+    latex_table,
+    markdown,
+    markdown_code,
+    markdown_table,
+)
 from attnrx_lab.sweeps import COLUMNS
 
 HOSTILE = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnrx.attention.backends.capture import sized_softmax
-from attnrx.models import attach_tokens_, family_of
-from attnrx.tokens import ATS, EViT, TokenPolicy, TokenState, parse_policy
+from attnrx.vit.attention.backends.capture import sized_softmax
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import ATS, EViT, TokenPolicy, TokenState, parse_policy
 from pretrained import deep, inputs
 
 

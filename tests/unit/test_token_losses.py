@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses import (
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.training.losses import (
     HaltingPrior,
     KeepRatio,
     Loss,
@@ -19,11 +19,11 @@ from attnrx.losses import (
     Ponder,
     Task,
 )
-from attnrx.losses.halting import ponder
-from attnrx.losses.reinforcement import reinforced
-from attnrx.models import TokenRun, attach_tokens_, family_of, recording_blocks, recording_tokens, reduction_of
-from attnrx.tokens import DynamicViT, EViT, HaltingScores, Reducer, TokenPolicy, TokenState
-from attnrx.tokens.head_selector import HeadSelectorPredictor, head_mean
+from attnrx.training.losses.halting import ponder
+from attnrx.training.losses.reinforcement import reinforced
+from attnrx.vit.models import TokenRun, attach_tokens_, family_of, recording_blocks, recording_tokens, reduction_of
+from attnrx.vit.tokens import DynamicViT, EViT, HaltingScores, Reducer, TokenPolicy, TokenState
+from attnrx.vit.tokens.head_selector import HeadSelectorPredictor, head_mean
 from pretrained import TIMM, VIT, of_timm
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.diagnostics.watches import running_mean
-from attnrx.errors import InvalidInput
-from attnrx.model_diagnosis import patches_left, token_relevance
-from attnrx.models import attach_tokens_, family_of, token_run
-from attnrx.reports import sample_tokens
-from attnrx.tokens import (
+from attnrx.decide.diagnosing import patches_left, token_relevance
+from attnrx.decide.diagnostics.watches import running_mean
+from attnrx.show.reports import sample_tokens
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import attach_tokens_, family_of, token_run
+from attnrx.vit.tokens import (
     AttentionAverage,
     AttentionReceived,
     ClassAttention,

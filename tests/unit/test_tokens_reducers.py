@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.errors import InvalidInput
-from attnrx.tokens import (
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.tokens import (
     ATS,
     DTPS,
     ClassAttention,
@@ -29,9 +29,9 @@ from attnrx.tokens import (
     Ward,
     ZeroTPrune,
 )
-from attnrx.tokens.pitome import energy_scores
-from attnrx.tokens.spot import attention_features, standardized_features
-from attnrx.tokens.zero_tprune import page_rank, redundant
+from attnrx.vit.tokens.pitome import energy_scores
+from attnrx.vit.tokens.spot import attention_features, standardized_features
+from attnrx.vit.tokens.zero_tprune import page_rank, redundant
 
 SHAPE = Shape(8, 2, TokenLayout(1, 9, True, "class"))
 

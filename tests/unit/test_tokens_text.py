@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from attnrx import tokens
-from attnrx.errors import AttnrxError, InvalidInput
-from attnrx.serialization.config import to_dict
-from attnrx.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
-from attnrx.tokens.policy import PolicyReader
+from attnrx.support.errors import AttnrxError, InvalidInput
+from attnrx.support.serialization.config import to_dict
+from attnrx.vit import tokens
+from attnrx.vit.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
+from attnrx.vit.tokens.policy import PolicyReader
 from cases import REDUCTIONS
 
 

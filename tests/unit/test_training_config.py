@@ -3,10 +3,10 @@
 import pytest
 
 from attnrx.data import Augmentation
-from attnrx.errors import InvalidInput
-from attnrx.losses import Distillation, TargetRank, Task
-from attnrx.serialization.config import to_dict
+from attnrx.support.errors import InvalidInput
+from attnrx.support.serialization.config import to_dict
 from attnrx.training import Mixing, TrainingConfig
+from attnrx.training.losses import Distillation, TargetRank, Task
 
 CONFIGS = (
     TrainingConfig(),

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.diagnostics.spectral_shape import effective_rank
-from attnrx.errors import NotSupported
-from attnrx.models import VisionTransformer, ViTConfig, family_of, initialize_
+from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.support.errors import NotSupported
 from attnrx.training import PlainLines, ProgressBars, Several, TensorBoard, default_reporter
 from attnrx.training.evaluation import Probe
 from attnrx.training.reporters import Outline, curves
+from attnrx.vit.models import VisionTransformer, ViTConfig, family_of, initialize_
 from cases import CONFIGS, model
 from tiny_runs import images, run
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnrx.data import Batch
-from attnrx.errors import InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.training import Mixing
 
 SEEDS = range(40)

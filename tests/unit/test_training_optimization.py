@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.errors import InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.training import TrainingConfig
 from attnrx.training.optimization import (
     Schedule,

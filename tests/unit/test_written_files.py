@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import report_content
-from attnrx.costs import Ratio
-from attnrx.evidence import Evidence, Finding
-from attnrx.reports import files_table, written_files
-from attnrx.serialization.storage import write_json
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.reports import files_table, written_files
+from attnrx.support.serialization.storage import write_json
+from attnrx.vit.costs import Ratio
 
 
 def folder_with(folder: Path, about: dict, timing_changes: dict) -> Path:

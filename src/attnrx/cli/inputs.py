@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import attnrx as rx
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx.maps import FITS
-from attnrx.serialization.text_parsing import share
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.serialization.text_parsing import share
+from attnrx.vit.maps import FITS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,7 @@ def require_inputs(arguments: Namespace) -> None:
     datasets = [name for name in (getattr(arguments, "data", None), mixed) if name is not None]
     if not datasets and to is None:
         return
-    from attnrx.preflight import preflight  # imports torch
+    from attnrx.verbs.preflight import preflight  # imports torch
 
     preflight(formats=() if to is None else (rx.exporting.parse_format(to),))
     if getattr(arguments, "label_map", None) is not None:
@@ -55,7 +55,7 @@ def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
 
 def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
     """Loads the dataset with the preprocessing of the model."""
-    from attnrx.model_data import input_options  # imports torch
+    from attnrx.data.model_data import input_options  # imports torch
 
     splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
     splits = rx.adapt_preprocessing(splits, model, None if path is None else _label_map(path))
@@ -81,7 +81,7 @@ def names_model(text: str) -> bool:
 
 def _elastic_folder(source: str) -> Path | None:
     """Returns the folder of an elastic model in FOLDER@macs=0.6, else None."""
-    from attnrx.realization.elastic import is_elastic  # imports torch
+    from attnrx.change.realization.elastic import is_elastic  # imports torch
 
     folder = source.rpartition("@")[0]
     return Path(folder) if folder and is_elastic(folder) else None
@@ -93,7 +93,7 @@ def stored_folder(source: str, model: "nn.Module") -> Path:
     A budget between two sizes loads one with fewer tokens, which has no evidence of its own: its folder has no such
     files.
     """
-    from attnrx.realization.elastic import Elastic
+    from attnrx.change.realization.elastic import Elastic
 
     elastic_folder = _elastic_folder(source)
     if elastic_folder is None:
@@ -192,7 +192,7 @@ def made(
             f"{requested} fits the weights of compressed layers on images: give --by compress and --data NAME."
         )
     # Imported here, because they import torch, which --help does not need.
-    from attnrx.realization.fit_settings import settings_of
+    from attnrx.change.realization.fit_settings import settings_of
 
     # With the recorded seeds and all other settings: a control is fitted as the candidate was.
     settings, fits = settings_of(how), []

@@ -17,8 +17,8 @@ from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.inputs import require_inputs
 from attnrx.cli.outcome import Outcome, show
 from attnrx.cli.parser import Parser, UsageError, require_environment, require_out
-from attnrx.errors import AttnrxError, CardWarning, DataError, ScaleWarning, nearest
-from attnrx.progress import Log
+from attnrx.support.errors import AttnrxError, CardWarning, DataError, ScaleWarning, nearest
+from attnrx.support.progress import Log
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Here and not at exit, because only writing the buffer shows that the reader has closed the pipe.
         sys.stdout.flush()
         if "torch" in sys.modules:
-            from attnrx.runtime import processes  # imports torch, which takes seconds
+            from attnrx.support.runtime import processes  # imports torch, which takes seconds
 
             processes.leave()
         return code

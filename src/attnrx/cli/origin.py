@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import stored_folder
-from attnrx.errors import InvalidInput
+from attnrx.support.errors import InvalidInput
 
 if TYPE_CHECKING:
     from torch import nn

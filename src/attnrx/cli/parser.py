@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attnrx.errors import AttnrxError, InvalidInput, nearest
+from attnrx.support.errors import AttnrxError, InvalidInput, nearest
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
 # Files that a command may replace in its output folder.
@@ -126,7 +126,7 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
 
 def _require_kind(out: Path, kind: str) -> None:
     """Raises InvalidInput for a file that attnrx wrote with another kind."""
-    from attnrx.serialization.storage import file_kind  # imports torch
+    from attnrx.support.serialization.storage import file_kind  # imports torch
 
     found = file_kind(out)
     if found is not None and kind and not _is(out, kind):
@@ -154,6 +154,6 @@ def _belongs(out: Path, given: Path) -> bool:
 
 def _is(out: Path, kind: str) -> bool:
     """Whether attnrx wrote a file of this kind; for an exported model the kind is in its facts, FILE.json."""
-    from attnrx.serialization.storage import file_kind  # imports torch
+    from attnrx.support.serialization.storage import file_kind  # imports torch
 
     return kind != "" and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))

@@ -29,7 +29,7 @@ from attnrx.data.pixels import Augmentation
 from attnrx.data.sets import MemoryImages, from_tensors
 from attnrx.data.splits import Splits
 from attnrx.data.tables import Columns
-from attnrx.preprocessing import Normalization
+from attnrx.support.preprocessing import Normalization
 
 __all__ = [
     "DATASETS",

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from attnrx.arguments import user_code
 from attnrx.data.fixed import (
     DTYPES,
     MOST_IMAGES,
@@ -45,9 +44,10 @@ from attnrx.data.images import (
     evenly_spaced,
     require_held,
 )
-from attnrx.errors import DataError, InvalidInput
-from attnrx.preprocessing import Normalization
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.support.arguments import user_code
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.preprocessing import Normalization
+from attnrx.support.shapes import Float, Int, Tensor
 
 # Of several keys that an item has, the first in these lists is used. transformers' processors and collators return
 # "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnrx.data.tables import Columns
-from attnrx.preprocessing import ImageGeometry, Normalization
+from attnrx.support.preprocessing import ImageGeometry, Normalization
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 COLUMNS = Columns(label_column="label")

@@ -15,8 +15,8 @@ import torch
 from attnrx.data.files import DIGIT_SIDE, digit_images, grey_file
 from attnrx.data.images import held_out
 from attnrx.data.splits import DatasetReader, Opened, StoredImages
-from attnrx.errors import UnknownName
-from attnrx.shapes import Bool, Int, Tensor, UInt8
+from attnrx.support.errors import UnknownName
+from attnrx.support.shapes import Bool, Int, Tensor, UInt8
 
 PATCH, GRID = 4, 10  # pixels and patches of a side
 SPAN = DIGIT_SIDE // PATCH  # the patches of a side of the digit

@@ -10,8 +10,8 @@ from attnrx.data.fixed import MOST_IMAGES, FixedImages, fix
 from attnrx.data.images import ImageSet, by_turns
 from attnrx.data.mixing import MixedImages
 from attnrx.data.splits import NAMES, Splits
-from attnrx.errors import DataError
-from attnrx.preprocessing import Normalization
+from attnrx.support.errors import DataError
+from attnrx.support.preprocessing import Normalization
 
 BATCH = 64  # images that are decoded at once
 SECOND = "the second dataset"

@@ -16,10 +16,10 @@ import torch
 
 from attnrx.data.images import by_turns, held_out
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
-from attnrx.errors import DataError
-from attnrx.optional import required_module
-from attnrx.serialization.validation import require_regular
-from attnrx.shapes import Int, Tensor, UInt8
+from attnrx.support.errors import DataError
+from attnrx.support.optional import required_module
+from attnrx.support.serialization.validation import require_regular
+from attnrx.support.shapes import Int, Tensor, UInt8
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test

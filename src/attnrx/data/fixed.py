@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from attnrx.data.images import NO_LABELS, UNLABELLED, Batch, ImageSet, Pass, RowImages, digest
-from attnrx.display import Displayed
-from attnrx.errors import DataError, InvalidInput
-from attnrx.preprocessing import Normalization
-from attnrx.progress import track
-from attnrx.runtime.hardware import cache_folder
-from attnrx.shapes import Float, ImageBatch, Int, Tensor, UInt8
+from attnrx.support.display import Displayed
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.preprocessing import Normalization
+from attnrx.support.progress import track
+from attnrx.support.runtime.hardware import cache_folder
+from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 
 MEMORY = 2 * 2**30  # bytes of images that are held in memory; more are held in a file
 MOST_IMAGES = 50_000  # the size of ImageNet's validation set; where a call needs fewer, it reads fewer

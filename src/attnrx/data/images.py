@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from attnrx.data.pixels import Augmentation, Draws
-from attnrx.errors import DataError, InvalidInput
-from attnrx.preprocessing import ImageGeometry, Normalization
-from attnrx.shapes import Bool, Float, Int, Tensor, UInt8
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 UNLABELLED = -1  # no class number, so it cannot equal an answer
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers

@@ -8,9 +8,9 @@ import torch
 
 from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass
 from attnrx.data.splits import Splits
-from attnrx.errors import DataError, UnknownName
-from attnrx.preprocessing import ImageGeometry, Normalization
-from attnrx.shapes import Int, Tensor
+from attnrx.support.errors import DataError, UnknownName
+from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.shapes import Int, Tensor
 
 IMAGENET_1K = 1000
 # How ImageNet's classes, and their folders, are named, e.g. n01440764.

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-from attnrx.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, one_of, optional
 from attnrx.data.files import FolderReader
 from attnrx.data.images import ImageSet, evenly_spaced
 from attnrx.data.labels import Unlabelled
@@ -40,10 +39,11 @@ from attnrx.data.splits import (
     check_labels,
 )
 from attnrx.data.tables import Columns
-from attnrx.errors import CheckpointError, DataError, InvalidInput
-from attnrx.preprocessing import ImageGeometry, Normalization
-from attnrx.runtime.hardware import cache_folder
-from attnrx.serialization.storage import (
+from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, one_of, optional
+from attnrx.support.errors import CheckpointError, DataError, InvalidInput
+from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.runtime.hardware import cache_folder
+from attnrx.support.serialization.storage import (
     check_seal,
     file_sha256,
     read_json,
@@ -52,7 +52,7 @@ from attnrx.serialization.storage import (
     write_json,
     write_tensors,
 )
-from attnrx.shapes import Int, Tensor, UInt8
+from attnrx.support.shapes import Int, Tensor, UInt8
 
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory; larger sets stream
 SCHEMA = 3  # raise it when decoding or resizing changes, so that old copies are not used

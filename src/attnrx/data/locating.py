@@ -13,7 +13,7 @@ from attnrx.data.files import DigitsReader, FolderReader, group_by_split
 from attnrx.data.shards import OpenedShards, open_index, open_tars
 from attnrx.data.splits import DatasetReader
 from attnrx.data.tables import Columns, HubReader, ParquetReader
-from attnrx.errors import DataError, InvalidInput, nearest
+from attnrx.support.errors import DataError, InvalidInput, nearest
 
 HUB = "hf:"
 # The datasets that need no file.

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from attnrx.arguments import COUNT, checked, instance
 from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass
 from attnrx.data.loading import load_data
 from attnrx.data.splits import Splits
-from attnrx.errors import DataError
-from attnrx.preprocessing import ImageGeometry, Normalization
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.support.arguments import COUNT, checked, instance
+from attnrx.support.errors import DataError
+from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.shapes import Float, Int, Tensor
 
 # With twice, 64 pixels on 224 are 2 x 2 tiles, which carry over to other classes better than 3 x 3 or one image.
 MOST_ENLARGED = 2

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from attnrx.arguments import require_fields, whole
-from attnrx.errors import DataError, InvalidInput
-from attnrx.optional import required_module
-from attnrx.pictures import open_picture, pixels_of
-from attnrx.preprocessing import ImageGeometry
-from attnrx.shapes import Bool, Float, Int, Tensor, UInt8
+from attnrx.support.arguments import require_fields, whole
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.optional import required_module
+from attnrx.support.pictures import open_picture, pixels_of
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 Policy = Literal["raise", "skip"]
 Box = tuple[int, int, int, int]  # top, left, height, width

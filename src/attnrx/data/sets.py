@@ -12,10 +12,10 @@ import torch
 from attnrx.data.images import Batch, ImageSet, Pass, RowImages
 from attnrx.data.pixels import Augmentation, CorruptImages, Draws, random_window, threads
 from attnrx.data.splits import StoredImages
-from attnrx.display import Displayed
-from attnrx.errors import DataError, InvalidInput
-from attnrx.preprocessing import ImageGeometry, Normalization
-from attnrx.shapes import Int, Tensor, UInt8
+from attnrx.support.display import Displayed
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.shapes import Int, Tensor, UInt8
 
 AHEAD = 2  # batches that are being decoded while the model works on another
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 
 from attnrx.data.images import ImageSet, held_out
 from attnrx.data.pixels import Augmentation, decode, padding_for
-from attnrx.display import Displayed
-from attnrx.errors import DataError
-from attnrx.preprocessing import ImageGeometry, Normalization
-from attnrx.shapes import Int, Tensor, UInt8
+from attnrx.support.display import Displayed
+from attnrx.support.errors import DataError
+from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.shapes import Int, Tensor, UInt8
 
 NAMES = ("train", "validation", "test")
 SPLITS = {  # the names of splits in datasets, in lower case

@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from attnrx.data import Splits
-from attnrx.errors import CheckpointError
-from attnrx.losses import TeacherSource
-from attnrx.models import described_tokens, family_of, model_fingerprint
-from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import (
+from attnrx.support.errors import CheckpointError
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.storage import (
     check_schema,
     file_sha256,
     read_json,
@@ -27,11 +25,13 @@ from attnrx.serialization.storage import (
     write_tensors,
     write_text,
 )
-from attnrx.shapes import Tensor
+from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
+from attnrx.training.losses import TeacherSource
 from attnrx.training.optimization import load_optimizer_, optimizer_tensors
 from attnrx.training.sharding import all_whole, put_
 from attnrx.training.step import Learner
+from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

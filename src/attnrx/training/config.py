@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnrx.arguments import (
+from attnrx.data import Augmentation, Batch
+from attnrx.support.arguments import (
     COUNT,
     FLAG,
     NOT_NEGATIVE,
@@ -24,11 +25,10 @@ from attnrx.arguments import (
     optional,
     require_fields,
 )
-from attnrx.data import Augmentation, Batch
-from attnrx.errors import InvalidInput
-from attnrx.losses import LOSSES, Loss, Task
-from attnrx.serialization.config import from_dict
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.support.errors import InvalidInput
+from attnrx.support.serialization.config import from_dict
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.training.losses import LOSSES, Loss, Task
 
 PRECISIONS = ("bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
@@ -176,7 +176,7 @@ class TrainingConfig:
             **dict.fromkeys(("min_learning_rate", "warmup_learning_rate", "predictor_learning_rate"), NOT_NEGATIVE),
             warmup_epochs=optional(NOT_NEGATIVE),
             **dict.fromkeys(("gradient_clip", "strength_init"), optional(POSITIVE)),
-            losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.losses.Task(),)", least=1),
+            losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
             augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
             mixing=optional(instance("a Mixing, e.g. attnrx.training.Mixing()", Mixing)),
             frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.data import ImageSet
-from attnrx.diagnostics.geometry import alignment, selectivity
-from attnrx.diagnostics.perturbation import noise_like, response
-from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, sparsity
-from attnrx.models import family_of, observing
-from attnrx.observation import Observation
-from attnrx.shapes import Bool, Float, Tensor
+from attnrx.decide.diagnostics.geometry import alignment, selectivity
+from attnrx.decide.diagnostics.perturbation import noise_like, response
+from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy, sparsity
+from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.training.sharding import gathered_weights
 from attnrx.training.step import Learner
+from attnrx.vit.models import family_of, observing
+from attnrx.vit.observation import Observation
 
 Readings = dict[str, list[float]]
 

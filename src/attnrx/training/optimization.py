@@ -9,13 +9,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from attnrx.attention.forms import SharedForm, SvdaForm
-from attnrx.decompositions import nonnegative_units
-from attnrx.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.models import family_of, parameter_blocks
-from attnrx.shapes import Tensor
+from attnrx.change.decompositions import nonnegative_units
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.sharding import full_tensor, own, part_like, put_
+from attnrx.vit.attention.forms import SharedForm, SvdaForm
+from attnrx.vit.models import family_of, parameter_blocks
 
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
 

@@ -13,13 +13,12 @@ from torch import nn
 
 from attnrx.data import FixedImages, ImageSet, Splits, require_labels
 from attnrx.data.adapters import IndexedImages
-from attnrx.errors import InvalidInput, NotSupported
-from attnrx.losses import TeacherSource
-from attnrx.model_data import normalization_of, num_classes
-from attnrx.models import evaluating, family_of, require_ordinary_weights
-from attnrx.optional import required_module
-from attnrx.shapes import Tensor
+from attnrx.data.model_data import normalization_of, num_classes
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.optional import required_module
+from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
+from attnrx.training.losses import TeacherSource
 from attnrx.training.optimization import (
     Schedule,
     WeightMean,
@@ -31,6 +30,7 @@ from attnrx.training.optimization import (
 )
 from attnrx.training.sharding import shard_
 from attnrx.training.step import Learner, Meter
+from attnrx.vit.models import evaluating, family_of, require_ordinary_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

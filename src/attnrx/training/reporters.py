@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnrx.optional import required_module
+from attnrx.support.optional import required_module
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from attnrx.models import block_names, family_of
-from attnrx.shapes import Tensor
+from attnrx.support.shapes import Tensor
+from attnrx.vit.models import block_names, family_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

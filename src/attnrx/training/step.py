@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from attnrx.data import Batch
-from attnrx.losses import LossContext, TeacherSource
-from attnrx.models import recording_tokens, reduction_of
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import Mixed, TrainingConfig
+from attnrx.training.losses import LossContext, TeacherSource
 from attnrx.training.optimization import Schedule, WeightMean, constrain_, set_learning_rate
 from attnrx.training.sharding import collecting, full_tensor, release_
+from attnrx.vit.models import recording_tokens, reduction_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

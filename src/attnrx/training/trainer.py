@@ -11,14 +11,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from attnrx.arguments import ANY, FLAG, MODEL, PATH, checked, instance, optional
 from attnrx.data import Splits
-from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
-from attnrx.losses import load_teachers
-from attnrx.model_data import splits_for
-from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
-from attnrx.serialization.storage import check_schema, fingerprint, read_json, write_json
-from attnrx.shapes import Tensor
+from attnrx.data.model_data import splits_for
+from attnrx.support.arguments import ANY, FLAG, MODEL, PATH, checked, instance, optional
+from attnrx.support.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
+from attnrx.support.serialization.storage import check_schema, fingerprint, read_json, write_json
+from attnrx.support.shapes import Tensor
 from attnrx.training.checkpoints import (
     Checkpoints,
     History,
@@ -31,6 +29,7 @@ from attnrx.training.checkpoints import (
 )
 from attnrx.training.config import TrainingConfig
 from attnrx.training.evaluation import Probe, evaluate
+from attnrx.training.losses import load_teachers
 from attnrx.training.preparation import (
     Interruption,
     interruptible,
@@ -44,6 +43,7 @@ from attnrx.training.preparation import (
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
 from attnrx.training.sharding import all_whole
 from attnrx.training.step import EPOCH, Learner, derived_seed
+from attnrx.vit.models import family_of, load_model, recording_blocks, require_model_folder, save_model
 
 KIND, SCHEMA = "attnrx training run", 1
 CHECK_EVERY = 16  # steps between checks of a GPU or of other processes: each check synchronizes

@@ -5,11 +5,11 @@ from math import floor
 
 import torch
 
-from attnrx.decompositions import compensated
-from attnrx.models import evaluating, family_of, observing
-from attnrx.observation import Observation
-from attnrx.prescription import Basis, HiddenDecision, LayerPrescription, ScoreDecision
-from attnrx.shapes import Bool, Float, Tensor
+from attnrx.change.decompositions import compensated
+from attnrx.nouns.prescription import Basis, HiddenDecision, LayerPrescription, ScoreDecision
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.models import evaluating, family_of, observing
+from attnrx.vit.observation import Observation
 from attnrx_lab.baselines.prescribed import PrescribedBaseline
 
 # The penalty of both regressions, relative to the mean diagonal of their normal equations.

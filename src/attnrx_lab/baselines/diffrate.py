@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
-from attnrx.errors import NotSupported
-from attnrx.models import attach_tokens_, family_of
-from attnrx.planning.budget import largest_share
-from attnrx.shapes import Float, Tensor
-from attnrx.tokens import DTPS, ClassAttention, Predicting, Shape, TokenPolicy, TokenState
-from attnrx.tokens.reducer import KeepDrop
+from attnrx.decide.planning.budget import largest_share
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import DTPS, ClassAttention, Predicting, Shape, TokenPolicy, TokenState
+from attnrx.vit.tokens.reducer import KeepDrop
 from attnrx_lab.baselines.searched import SearchedBaseline
 
 STEPS, BATCH = 40, 8

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.attention import Eager, using
-from attnrx.attention.head_linear import HeadLinear, OutputProjection
-from attnrx.costs import ModelCosts, PartCosts
+from attnrx.change.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
 from attnrx.data import ImageSet
-from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
-from attnrx.errors import NotSupported
-from attnrx.models import LowRankLinear, evaluating, family_of
-from attnrx.planning.budget import GRID, largest_share
-from attnrx.shapes import Float, Tensor
+from attnrx.decide.planning.budget import GRID, largest_share
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.attention import Eager, using
+from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
+from attnrx.vit.costs import ModelCosts, PartCosts
+from attnrx.vit.models import LowRankLinear, evaluating, family_of
 
 
 class ModelCompressor(ABC):

@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from attnrx.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.losses import Loss, LossContext
-from attnrx.models import family_of, model_fingerprint
-from attnrx.planning.budget import prescribed_costs
-from attnrx.prescription import (
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.nouns.prescription import (
     Decision,
     HeadDecision,
     HiddenDecision,
@@ -23,7 +20,10 @@ from attnrx.prescription import (
     Prescription,
     ScoreDecision,
 )
-from attnrx.shapes import Bool, Float, Tensor
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.training.losses import Loss, LossContext
+from attnrx.vit.models import family_of, model_fingerprint
 from attnrx_lab.baselines.factoring import linear_at, weights_at
 
 VTP, WDPRUNING, UVC = GATES = ("vtp", "wdpruning", "uvc")

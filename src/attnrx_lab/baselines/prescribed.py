@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from attnrx.api import realize
-from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import NotSupported
-from attnrx.models import family_of
-from attnrx.planning.budget import prescribed_costs
-from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import LayerPrescription, Prescription
+from attnrx.support.errors import NotSupported
+from attnrx.verbs.api import realize
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.models import family_of
 from attnrx_lab.baselines.factoring import ModelCompressor
 
 

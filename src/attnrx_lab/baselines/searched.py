@@ -4,10 +4,10 @@ from abc import abstractmethod
 
 from torch import nn
 
-from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
-from attnrx.models import family_of
-from attnrx.shapes import ImageBatch, Tensor
+from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.models import family_of
 from attnrx_lab.baselines.factoring import ModelCompressor
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.data.images import generator
-from attnrx.prescription import HeadDecision, HiddenDecision, LayerPrescription
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.outputs import limited_to_heads
-from attnrx.shapes import Float, ImageBatch, Tensor
+from attnrx.decide.rules.decisions import keep_only
+from attnrx.decide.rules.outputs import limited_to_heads
+from attnrx.nouns.prescription import HeadDecision, HiddenDecision, LayerPrescription
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at
 from attnrx_lab.baselines.prescribed import PrescribedBaseline
 

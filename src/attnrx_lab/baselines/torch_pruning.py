@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.costs import ModelCosts
 from attnrx.data import Batch, ImageSet
-from attnrx.errors import NotSupported
-from attnrx.models import LIBRARIES, family_of
-from attnrx.models.adopted import Adopted
-from attnrx.optional import required_module
-from attnrx.shapes import Tensor
+from attnrx.support.errors import NotSupported
+from attnrx.support.optional import required_module
+from attnrx.support.shapes import Tensor
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.models import LIBRARIES, family_of
+from attnrx.vit.models.adopted import Adopted
 from attnrx_lab.baselines.factoring import ModelCompressor
 
 

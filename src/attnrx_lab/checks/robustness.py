@@ -7,16 +7,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attnrx.checks.accuracy import change_of_accuracy
-from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, answer
-from attnrx.checks.statistics import mcnemar, mean_change, paired_change, proportion
 from attnrx.data import Normalization, require_labelled
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx.evidence import Finding
-from attnrx.models import evaluating, family_of
-from attnrx.runtime import processes
-from attnrx.shapes import Int, Tensor
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks.accuracy import change_of_accuracy
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison, answer
+from attnrx.show.checks.statistics import mcnemar, mean_change, paired_change, proportion
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.runtime import processes
+from attnrx.support.shapes import Int, Tensor
+from attnrx.vit.models import evaluating, family_of
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
 
 # Pixels may lie this far outside [0, 1] after the normalization is inverted: rounding.

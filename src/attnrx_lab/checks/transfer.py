@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from attnrx.checks.accuracy import change_of_accuracy
-from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison
-from attnrx.checks.statistics import mean_change, mean_share
 from attnrx.data import ImageSet, own_labels, require_labelled
 from attnrx.data.images import generator
-from attnrx.errors import DataError, InvalidInput
-from attnrx.evidence import Finding
-from attnrx.models import evaluating, family_of, head_features
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks.accuracy import change_of_accuracy
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.statistics import mean_change, mean_share
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.models import evaluating, family_of, head_features
 
 # That of the paper's other trainings; the rest is not stated there, and is PyTorch's default.
 BATCH_SIZE = 512

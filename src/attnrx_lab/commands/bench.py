@@ -8,7 +8,7 @@ from attnrx.cli.inputs import default_device, numbers, require_clock, timed_mode
 from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_device, add_methods, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
-from attnrx.progress import Log
+from attnrx.support.progress import Log
 
 SUMMARY = "compress one model in several ways, and time each beside the model as its library ships it"
 EXAMPLE = (

@@ -18,7 +18,7 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
-from attnrx.progress import Log
+from attnrx.support.progress import Log
 
 SUMMARY = "compress one model in several ways, and see what each costs and loses"
 EXAMPLE = (

@@ -5,7 +5,7 @@ from argparse import Namespace
 from attnrx.cli.options import COUNT, SEED, add_out
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
-from attnrx.progress import Log
+from attnrx.support.progress import Log
 
 SUMMARY = "train a small ViT on digits among clutter, make it smaller, and show what it cost"
 EXAMPLE = "attnrx demo --out runs/demo"
@@ -21,7 +21,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Runs every step; exit code 1 if a claim fails."""
     # These import torch, which `--help` does not need.
-    from attnrx.reports import files_table
+    from attnrx.show.reports import files_table
     from attnrx_lab.demo import demo
 
     result = demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, log=log)

@@ -7,7 +7,7 @@ from typing import Any
 from attnrx.cli.options import BATCH, COUNT, DRAWS, NUMBER, add_out, option, seeds
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
-from attnrx.progress import Log
+from attnrx.support.progress import Log
 
 SUMMARY = "make a table of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"

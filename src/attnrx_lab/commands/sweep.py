@@ -11,9 +11,9 @@ from attnrx.cli.main import log as to_stderr
 from attnrx.cli.options import THREADS, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx.progress import Log
-from attnrx.serialization.tables import csv_text
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
+from attnrx.support.progress import Log
+from attnrx.support.serialization.tables import csv_text
 
 SUMMARY = "run one command over seeds, datasets and rules, and keep every number"
 EXAMPLE = "attnrx sweep run sweep.toml --store results.sqlite --workers 2"

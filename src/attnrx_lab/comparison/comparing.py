@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.checks.comparison import answer, chance_notes
-from attnrx.checks.statistics import (
+from attnrx.data import require_labelled, require_labels
+from attnrx.show.checks.comparison import answer, chance_notes
+from attnrx.show.checks.statistics import (
     Estimate,
     holm,
     mcnemar,
@@ -22,15 +23,14 @@ from attnrx.checks.statistics import (
     proportion,
     sign_flip_test,
 )
-from attnrx.costs import ModelCosts
-from attnrx.data import require_labelled, require_labels
-from attnrx.errors import InvalidInput
-from attnrx.model_outputs import KINDS, Logits, OutputKind, output_kind_of
-from attnrx.models import costs_by_image, evaluating, family_of, reduction_of
-from attnrx.progress import Log, no_log
-from attnrx.serialization.storage import write_json
-from attnrx.serialization.tables import Cell, Tabular, markdown_table
-from attnrx.shapes import Bool, Float, Int, Tensor
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log, no_log
+from attnrx.support.serialization.storage import write_json
+from attnrx.support.serialization.tables import Cell, Tabular, markdown_table
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.models import costs_by_image, evaluating, family_of, reduction_of
+from attnrx.vit.outputs import KINDS, Logits, OutputKind, output_kind_of
 from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, Unreached, kept, points, require_points
 
 
@@ -180,7 +180,7 @@ def compare_methods(
     """Makes and measures every method at every share, without fine-tuning.
 
     With `macs`, shares of the model's MACs, every method is also measured at the largest share {share} that costs no
-    more (see `attnrx.planning.budget`); one that cannot cost so little is listed under `unreached`. All are measured on
+    more (see `planning.budget`); one that cannot cost so little is listed under `unreached`. All are measured on
     the same images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A
     method that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are
     compared image by image (`Difference`). The results so far are saved to `out` after every trial.

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.api import prescribe
-from attnrx.costs import ModelCosts
+from attnrx.change.realization import realize_fitted
+from attnrx.change.realization.distillation import Distill, distill
+from attnrx.change.realization.refinement import Refinement, refine
+from attnrx.change.realization.repair import Repair, repair
 from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
-from attnrx.maps import FITS
-from attnrx.planning.budget import costs_at, least_share
-from attnrx.realization import realize_fitted
-from attnrx.realization.distillation import Distill, distill
-from attnrx.realization.refinement import Refinement, refine
-from attnrx.realization.repair import Repair, repair
-from attnrx.rules import SHARE, Template
+from attnrx.decide.planning.budget import costs_at, least_share
+from attnrx.decide.rules import SHARE, Template
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.verbs.api import prescribe
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.maps import FITS
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.api import diagnose
-from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
+from attnrx.change.exporting import ExportSubject, Format, bare_subject, write_exported
 from attnrx.data import from_tensors
-from attnrx.errors import InvalidInput
-from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
-from attnrx.model_data import normalization_of
-from attnrx.models import family_of, reduction_of
-from attnrx.progress import Log, no_log
-from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import write_json
-from attnrx.serialization.tables import markdown_table
-from attnrx.shapes import Tensor
+from attnrx.data.model_data import normalization_of
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log, no_log
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.storage import write_json
+from attnrx.support.serialization.tables import markdown_table
+from attnrx.support.shapes import Tensor
+from attnrx.verbs.api import diagnose
+from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
+from attnrx.vit.models import family_of, reduction_of
 from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, kept, points, require_points
 
 SPEED_COLUMNS = (

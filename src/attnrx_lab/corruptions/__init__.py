@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx.optional import required_module
-from attnrx.shapes import Float, Tensor
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.optional import required_module
+from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.corruptions.severities import LEVELS, SIDES, Level
 
 SEVERITIES = (1, 2, 3, 4, 5)

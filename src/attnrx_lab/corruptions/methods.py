@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from attnrx.errors import InvalidInput
-from attnrx.shapes import Float
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float
 
 Pixels = Float[np.ndarray, "channels height width"]
 Layer = Float[np.ndarray, "1 height width"]

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.checks import Check, Comparison
 from attnrx.data import ImageSet
-from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.evidence import Evidence, Finding
-from attnrx.progress import Log, no_log
-from attnrx.serialization.atomic_writes import locked
-from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import check_schema, read_json, write_json
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.checks import Check, Comparison
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.progress import Log, no_log
+from attnrx.support.serialization.atomic_writes import locked
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.storage import check_schema, read_json, write_json
 
 SCHEMA = 1  # of settings.json and result.json
 

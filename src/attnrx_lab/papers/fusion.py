@@ -9,15 +9,22 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.api import load
-from attnrx.attention import Attention
-from attnrx.decompositions import Canonical, CorrectionSchedule, Fusion, cpd_epc, fusion_ranks, water_filled_blocks
-from attnrx.diagnosis import LayerDiagnosis
-from attnrx.errors import InvalidInput
-from attnrx.models import family_of, model_fingerprint
-from attnrx.progress import Log
-from attnrx.rules.shared import JointForm
-from attnrx.shapes import Float, Tensor
+from attnrx.change.decompositions import (
+    Canonical,
+    CorrectionSchedule,
+    Fusion,
+    cpd_epc,
+    fusion_ranks,
+    water_filled_blocks,
+)
+from attnrx.decide.rules.shared import JointForm
+from attnrx.nouns.diagnosis import LayerDiagnosis
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
+from attnrx.support.shapes import Float, Tensor
+from attnrx.verbs.api import load
+from attnrx.vit.attention import Attention
+from attnrx.vit.models import family_of, model_fingerprint
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import MODEL_KNOBS, Experiment, plain_measures
 from attnrx_lab.papers.irratt import METRIC

@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from attnrx.api import adapt_preprocessing, diagnose, load, prescribe, realize
-from attnrx.checks import Accuracy, Fidelity
-from attnrx.costs import IRRATT, Compression
 from attnrx.data import ImageSet, Splits
-from attnrx.diagnosis import Diagnosis
-from attnrx.evidence import Evidence
-from attnrx.losses import FusionOwnership, Task
-from attnrx.models import family_of
-from attnrx.prescription import Prescription
-from attnrx.progress import Log
-from attnrx.serialization.config import to_dict
-from attnrx.spec import AttentionSpec
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks import Accuracy, Fidelity
+from attnrx.support.progress import Log
+from attnrx.support.serialization.config import to_dict
 from attnrx.training import TrainingConfig, train
+from attnrx.training.losses import FusionOwnership, Task
+from attnrx.verbs.api import adapt_preprocessing, diagnose, load, prescribe, realize
+from attnrx.vit.costs import IRRATT, Compression
+from attnrx.vit.models import family_of
+from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,

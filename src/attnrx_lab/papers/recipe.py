@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnrx.errors import InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx_lab.papers.experiment import Experiment, MeasureKey
 
 # "near 0 pp" and "≈ 0.00 pp" are in the SVDA paper, "<0.01" in SPOT's Table 7.

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attnrx.errors import UnknownName
-from attnrx.progress import Log, no_log
+from attnrx.support.errors import UnknownName
+from attnrx.support.progress import Log, no_log
 from attnrx_lab.papers import irratt_tables, spot_tables, svda_tables
 from attnrx_lab.papers.recipe import Expected, Recipe
 from attnrx_lab.papers.table import ReproducedTable, make_table

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from attnrx.api import load
 from attnrx.data import Augmentation, Columns, Normalization, Splits, from_tensors, load_data
-from attnrx.models import build_model, family_of
-from attnrx.shapes import Bool, Tensor
+from attnrx.support.shapes import Bool, Tensor
+from attnrx.verbs.api import load
+from attnrx.vit.models import build_model, family_of
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 SIZES = {"train": 96, "validation": 32, "test": 64}

@@ -11,20 +11,20 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.api import adapt_preprocessing, load
-from attnrx.checks import Accuracy, Fidelity
-from attnrx.costs import IRRATT
 from attnrx.data import Normalization, Splits, object_patches
 from attnrx.data.cluttered_digits import canvases
-from attnrx.errors import InvalidInput
-from attnrx.evidence import Evidence, Finding
-from attnrx.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
-from attnrx.models import attach_tokens_, build_model, family_of, model_fingerprint
-from attnrx.progress import Log
-from attnrx.serialization.atomic_writes import locked
-from attnrx.shapes import Bool, Int, Tensor
-from attnrx.tokens import Random, TokenPolicy, parse_policy
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.checks import Accuracy, Fidelity
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
+from attnrx.support.serialization.atomic_writes import locked
+from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
+from attnrx.training.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
+from attnrx.verbs.api import adapt_preprocessing, load
+from attnrx.vit.costs import IRRATT
+from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
+from attnrx.vit.tokens import Random, TokenPolicy, parse_policy
 from attnrx_lab.clutter import CLUTTERED, STAGES, object_finding
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (

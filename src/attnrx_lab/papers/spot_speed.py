@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latencies
-from attnrx.models import build_model, family_of
-from attnrx.progress import Log
+from attnrx.support.progress import Log
+from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latencies
+from attnrx.vit.models import build_model, family_of
 from attnrx_lab.papers.experiment import Experiment, Measure, evaluation_device, plain_measures
 from attnrx_lab.papers.spot import ORIGINALS, TINY, TokenMethod, outline_for, token_price
 

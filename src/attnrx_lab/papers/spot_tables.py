@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnrx.losses import HaltingPrior, MultiExit, PolicyGradient, Ponder
+from attnrx.training.losses import HaltingPrior, MultiExit, PolicyGradient, Ponder
 from attnrx_lab.clutter import CLUTTERED, STAGES
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod

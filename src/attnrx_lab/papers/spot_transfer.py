@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from attnrx.api import adapt_preprocessing, load
-from attnrx.checks import Comparison, parse_checks
 from attnrx.data import Splits, own_classes
-from attnrx.errors import InvalidInput
-from attnrx.evidence import Evidence, Finding
-from attnrx.models import build_model, family_of
-from attnrx.progress import Log
-from attnrx.serialization.config import to_dict
-from attnrx.tokens import TokenPolicy, parse_policy
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.checks import Comparison, parse_checks
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
+from attnrx.support.serialization.config import to_dict
+from attnrx.verbs.api import adapt_preprocessing, load
+from attnrx.vit.models import build_model, family_of
+from attnrx.vit.tokens import TokenPolicy, parse_policy
 from attnrx_lab.checks import Robustness, Transfer
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (

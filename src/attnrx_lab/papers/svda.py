@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.api import control_prescriptions, diagnose, load, prescribe, realize
-from attnrx.checks import Accuracy, Bounds, Comparison, Controls, Costs, Fidelity
 from attnrx.data import ImageSet, Splits, load_data
-from attnrx.diagnosis import Diagnosis
-from attnrx.errors import NoOpPrescription, UnknownName
-from attnrx.evidence import Evidence
-from attnrx.models import SCENARIOS, build_model
-from attnrx.prescription import Prescription
-from attnrx.progress import Log
-from attnrx.rules import EnergyRetention, Rule, TopRank
+from attnrx.decide.rules import EnergyRetention, Rule, TopRank
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks import Accuracy, Bounds, Comparison, Controls, Costs, Fidelity
+from attnrx.support.errors import NoOpPrescription, UnknownName
+from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
+from attnrx.verbs.api import control_prescriptions, diagnose, load, prescribe, realize
+from attnrx.vit.models import SCENARIOS, build_model
 from attnrx_lab.papers.experiment import (
     Experiment,
     MeasureKey,

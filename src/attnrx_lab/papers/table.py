@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from attnrx.checks.statistics import Estimate, crossed_interval, t_interval
-from attnrx.reports.numbers import MISSING, fixed, number, with_unit
-from attnrx.serialization.storage import write_json, write_text
-from attnrx.serialization.tables import Marked, markdown_table
+from attnrx.show.checks.statistics import Estimate, crossed_interval, t_interval
+from attnrx.show.reports.numbers import MISSING, fixed, number, with_unit
+from attnrx.support.serialization.storage import write_json, write_text
+from attnrx.support.serialization.tables import Marked, markdown_table
 from attnrx_lab.papers.experiment import Measure, Run
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 

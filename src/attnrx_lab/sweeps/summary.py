@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from attnrx.checks.statistics import t_interval
-from attnrx.reports.numbers import MISSING, interval, quantity
+from attnrx.show.checks.statistics import t_interval
+from attnrx.show.reports.numbers import MISSING, interval, quantity
 from attnrx_lab.sweeps.jobs import Label
 
 SEED = "seed"

@@ -10,9 +10,9 @@ from attnrx.cli.inputs import outline
 from attnrx.cli.options import POLICY, RANK, SHARE_REMOVED, add_trust, option
 from attnrx.cli.outcome import Outcome, Table, convention_table, cost_changes, cost_record
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.maps import REALIZED_NORMS
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
+from attnrx.vit.maps import REALIZED_NORMS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,7 +142,7 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
         )
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes
     if arguments.tokens is not None:
-        from attnrx.prescription import TokenPrescription
+        from attnrx.nouns.prescription import TokenPrescription
 
         if prescription.tokens is not None:
             raise InvalidInput(

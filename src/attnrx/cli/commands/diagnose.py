@@ -8,8 +8,8 @@ from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.options import add_data, add_mixed_data, add_model, add_out, add_running, add_split, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
 
 SUMMARY = "measure the spectra and indicators of every layer and head of a model"
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"

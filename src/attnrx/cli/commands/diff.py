@@ -10,11 +10,11 @@ import attnrx as rx
 from attnrx.cli.options import option
 from attnrx.cli.outcome import Outcome, Table, as_percent, significant
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
-    from attnrx.prescription import TokenPrescription
+    from attnrx.nouns.prescription import TokenPrescription
 
 SUMMARY = "compare two diagnoses, two prescriptions or two pieces of evidence"
 EXAMPLE = "attnrx diff diagnosis.json diagnosis-slim.json --reading effective_rank"

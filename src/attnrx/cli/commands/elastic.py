@@ -19,7 +19,7 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
-from attnrx.progress import Log
+from attnrx.support.progress import Log
 
 SUMMARY = "make several sizes of a model in one folder, to load for any budget in between"
 EXAMPLE = "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet --macs 0.8,0.6,0.4 --out runs/elastic"
@@ -42,7 +42,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.preflight import preflight  # imports torch
+    from attnrx.verbs.preflight import preflight  # imports torch
 
     preflight(folder=arguments.out, plans=True, report=True)
     log(f"loading {arguments.model} and {arguments.data}")

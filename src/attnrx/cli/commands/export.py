@@ -8,8 +8,8 @@ from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import OPSET, THREADS, add_data, add_device, add_model, add_out, batch, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
 
 SUMMARY = "write a model as a file that runs without attnrx, checked against the model"
 EXAMPLE = (

@@ -22,8 +22,8 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
     _require_latency(arguments, target)
     settings = replace(_settings(arguments), log=log)
-    from attnrx.preflight import preflight  # imports torch
+    from attnrx.verbs.preflight import preflight  # imports torch
 
     preflight(folder=arguments.out, plans=settings.search.trials > 0 or target.spend == "latency")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
@@ -136,7 +136,7 @@ def _cost_text(plan: "rx.planning.Plan", cost: float) -> str:
 
 def _unit(plan: "rx.planning.Plan") -> str:
     """Returns the unit of the divergence, or its name where it has none, as for embeddings."""
-    from attnrx.model_outputs import KINDS  # imports torch
+    from attnrx.vit.outputs import KINDS  # imports torch
 
     kind = KINDS[plan.about["outputs"]]
     return kind.unit or kind.distance

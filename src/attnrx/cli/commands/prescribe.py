@@ -9,14 +9,14 @@ from attnrx.cli.inputs import names_model, outline
 from attnrx.cli.options import POLICY, SHARE, add_out, add_trust
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from attnrx.prescription import ScoreDecision, TokenPrescription
-    from attnrx.rules import Template
+    from attnrx.decide.rules import Template
+    from attnrx.nouns.prescription import ScoreDecision, TokenPrescription
 
 SUMMARY = "decide which directions, heads and tokens of a model to prune"
 EXAMPLE = "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json"
@@ -74,7 +74,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Prescribes and saves the prescription."""
     # Here, because it imports torch, which --help does not need.
-    from attnrx.rules import Template
+    from attnrx.decide.rules import Template
 
     # The shell splits the rules at spaces, and a rule may contain some.
     template = Template.parse(" ".join(arguments.rules or ()))

@@ -6,7 +6,7 @@ import attnrx as rx
 from attnrx.cli.options import option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
-from attnrx.progress import Log
+from attnrx.support.progress import Log
 
 SUMMARY = "upload a saved model to the Hugging Face hub, with its card and evidence"
 EXAMPLE = (

@@ -9,9 +9,9 @@ from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
 from attnrx.cli.options import COUNT, SEED, STEPS, add_data, add_device, add_mixed_data, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.maps import FITS, REALIZATIONS, REALIZED_NORMS
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
+from attnrx.vit.maps import FITS, REALIZATIONS, REALIZED_NORMS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.realization.fit_settings import recorded_settings, settings_of  # imports torch
+    from attnrx.change.realization.fit_settings import recorded_settings, settings_of  # imports torch
 
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)
@@ -104,12 +104,12 @@ def _converted(arguments: Namespace) -> Outcome:
     converted = rx.to_svda(model, images)
     record: dict[str, Any] = {"form": arguments.form, "repair": arguments.repair, "distill": arguments.distill}
     if arguments.repair:
-        from attnrx.realization.repair import Repair
+        from attnrx.change.realization.repair import Repair
 
         repaired = rx.repair(converted, model, images, Repair(arguments.repair, seed=arguments.seed))
         converted, record["errors"] = repaired.model, {"before": repaired.before, "after": repaired.after}
     if arguments.distill:
-        from attnrx.realization.distillation import Distill
+        from attnrx.change.realization.distillation import Distill
 
         converted = rx.distill(converted, model, images, Distill(arguments.distill, seed=arguments.seed)).model
     folder = rx.save(converted, arguments.out)

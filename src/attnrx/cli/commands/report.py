@@ -10,8 +10,8 @@ from attnrx.cli.inputs import model_argument, splits_argument, stored_folder
 from attnrx.cli.options import COUNT, add_data, add_device, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
-from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.progress import Log
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ def _ranks(candidate: "nn.Module") -> "tuple[rx.reports.PathwayRanks, ...]":
 
 
 def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
-    from attnrx.serialization.storage import read_json_lines  # imports torch
+    from attnrx.support.serialization.storage import read_json_lines  # imports torch
 
     try:
         return tuple(read_json_lines(Path(folder) / "history.jsonl"))

@@ -21,7 +21,7 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome, Table, significant
 from attnrx.cli.parser import Parser
-from attnrx.progress import Log
+from attnrx.support.progress import Log
 
 SUMMARY = "make a model smaller and faster for a target, without labels, and verify what it cost"
 EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk"
@@ -59,7 +59,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.preflight import preflight  # imports torch
+    from attnrx.verbs.preflight import preflight  # imports torch
 
     # A model with tokens by image has no fixed shapes, so it cannot be exported.
     onnx = not (arguments.no_onnx or arguments.by_image)

@@ -10,8 +10,8 @@ from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
 from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, POLICY, SEED, add_data, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,7 +134,7 @@ def _reducing(
             f"warning: {policy.reducer} is trained with sampled masks, and without the loss keep_ratio their shares "
             "may differ from the policy's; add --losses keep_ratio."
         )
-    from attnrx.prescription import TokenPrescription
+    from attnrx.nouns.prescription import TokenPrescription
 
     tokens = TokenPrescription.of(policy, seed=config.seed)
     return rx.realize(model, rx.prescribe(model, {"tokens": tokens}))

@@ -13,8 +13,8 @@ from attnrx.cli.options import DRAWS, POINTS, add_backend, add_data, add_running
 from attnrx.cli.origin import CandidateOrigin, masked_model, origin_of
 from attnrx.cli.outcome import Outcome, Table, significant
 from attnrx.cli.parser import Parser
-from attnrx.errors import InvalidInput
-from attnrx.progress import Log
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.runtime import processes  # imports torch
+    from attnrx.support.runtime import processes  # imports torch
 
     _, count = processes.join_process_group()
     requested = _requested(arguments)  # before the models are loaded, so that a typing error is reported at once

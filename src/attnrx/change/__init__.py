@@ -1,0 +1,1 @@
+"""A smaller model: decompositions, realization and its fits, files for other runtimes."""

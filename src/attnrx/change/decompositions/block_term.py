@@ -1,0 +1,238 @@
+"""The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices.
+
+Blocks are fitted jointly (`tied_als`) or one at a time (`deflate`: Algorithms 2 and 3 as published). The ranks of the
+blocks come from the fusion matrix, after training with constraints (Eq. 7) or without.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attnrx.change.decompositions.canonical import (
+    Canonical,
+    CorrectionSchedule,
+    Factors,
+    alternated,
+    cpd_epc,
+    water_filled,
+)
+from attnrx.change.decompositions.factored import FactoredTensor, unit_columns
+from attnrx.support.errors import UnknownName
+from attnrx.support.shapes import Float, Int, Tensor
+
+FORMS = ("tied", "literal")
+SWEEPS = 5  # of Algorithm 3, and of Algorithm 2 for each block
+TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
+
+
+@dataclass(frozen=True)
+class BlockTerms:
+    """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (Eq. 6).
+
+    There are as many blocks as slices; if `mix` is the identity, every slice has exactly the terms it owns. The terms
+    are sorted by block, and a block may have none. `errors` are the relative errors at the start and after each sweep.
+    """
+
+    left: Float[Tensor, "rows rank"]
+    right: Float[Tensor, "columns rank"]
+    mix: Float[Tensor, "slices slices"]
+    owner: Int[Tensor, "rank"]
+    errors: tuple[float, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of terms of every block."""
+        return tuple(torch.bincount(self.owner, minlength=self.mix.shape[1]).tolist())
+
+    @property
+    def canonical(self) -> Canonical:
+        """The same tensor as a canonical decomposition, whose terms of one block share their mix."""
+        return Canonical(self.left, self.right, self.mix[:, self.owner], self.errors)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The slice that owns each term of a canonical decomposition, from its mix: the paper's choice of ranks.
+
+    `owner` is the slice with the largest absolute value in the column, the first one on ties. `reordered` is the mix
+    with its columns sorted by owner, each divided by its entry of the largest absolute value (Figure 3 b). `off_block`
+    is the share of each column's energy outside its owner, in the original order: zero everywhere if the mix is
+    block-diagonal.
+    """
+
+    owner: Int[Tensor, "rank"]
+    ranks: tuple[int, ...]
+    reordered: Float[Tensor, "slices rank"]
+    off_block: Float[Tensor, "rank"]
+
+
+def fusion_ranks(terms: Canonical) -> Fusion:
+    """Returns the owners and the ranks of the blocks from the mix (Algorithm 1, Section 3.1).
+
+    A column of zeros is owned by the first slice and has no energy outside it.
+    """
+    owner = terms.mix.abs().argmax(0)
+    peak = terms.mix.gather(0, owner[None])[0]
+    normalized = terms.mix / peak.masked_fill(peak == 0, 1)
+    energy = normalized.square().sum(0)
+    return Fusion(
+        owner=owner,
+        ranks=tuple(torch.bincount(owner, minlength=len(terms.mix)).tolist()),
+        reordered=normalized[:, owner.argsort(stable=True)],
+        off_block=torch.where(energy > 0, 1 - 1 / energy, 0),  # the owner's entry is normalized to 1
+    )
+
+
+def initial_blocks(terms: Canonical) -> BlockTerms:
+    """Returns the initial blocks of a canonical decomposition: Algorithm 1 after its first line.
+
+    The largest value of each column of the mix is moved to `left`, the columns are sorted by owner, and the mix becomes
+    the identity.
+    """
+    # With the identity as mix a slice has the terms of its own block only; what they gave to other slices is lost here,
+    # and comes back with the mix that `tied_als` or `deflate` fits.
+    owner = fusion_ranks(terms).owner
+    order = owner.argsort(stable=True)
+    left = terms.left * terms.mix.gather(0, owner[None])
+    identity = torch.eye(len(terms.mix), dtype=torch.float64, device=owner.device)
+    return BlockTerms(left[:, order], terms.right[:, order], identity, owner[order])
+
+
+def water_filled_blocks(tensor: FactoredTensor, rank: int) -> BlockTerms:
+    """Returns the best blocks with `rank` terms in total and the identity as mix."""
+    return initial_blocks(water_filled(tensor, rank))
+
+
+def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, tolerance: float = 1e-8) -> BlockTerms:
+    """Improves all blocks jointly by alternating least squares; the error never increases.
+
+    Blocks are a canonical decomposition whose terms of one block are tied to one column of the mix, C = mix E with E
+    the one-hot owners: left and right have the same updates, and mix = (G_C E^T)(E Gamma_C E^T)^-1 is one small solve.
+    This replaces Algorithms 2 and 3, which improve one block at a time. Owners and ranks do not change. The returned
+    columns of mix have unit length. Stops as `als` does.
+    """
+    # E, [blocks, rank]: one-hot columns.
+    belongs = torch.eye(len(start.mix), dtype=torch.float64, device=start.owner.device)[:, start.owner]
+    (left, right, mix), errors = alternated(tensor, (start.left, start.right, start.mix), sweeps, tolerance, belongs)
+    mix, length = unit_columns(mix)
+    return BlockTerms(left * length[start.owner], right, mix, start.owner, errors)
+
+
+def block_terms(
+    tensor: FactoredTensor,
+    rank: int,
+    *,
+    form: str = "tied",
+    start: str | Canonical = "best",
+    schedule: CorrectionSchedule | None = None,
+    seed: int = 0,
+) -> BlockTerms:
+    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
+
+    "tied" improves all blocks jointly (`tied_als`); "literal" improves one block at a time (`deflate`). With the start
+    "random" or "water_filling" the owners are those of the CPD-EPC from that start; a random start imposes no owners on
+    the fit. "best" also improves the water-filled blocks and returns the result with the smaller error, so that "tied"
+    is never worse than water-filling; "literal", whose error can rise, uses only the random start.
+    """
+    schedule = schedule or CorrectionSchedule()
+    if form not in FORMS:
+        raise UnknownName("form", form, FORMS)
+    is_best = start == "best"
+    # A random start imposes no owners on the fit; the water-filled blocks are the second start.
+    terms = cpd_epc(tensor, rank, start="random" if is_best else start, schedule=schedule, seed=seed)
+    starts = [initial_blocks(terms)]
+    if form == "literal":
+        return deflate(tensor, starts[0])
+    if is_best:
+        starts.append(water_filled_blocks(tensor, rank))
+    fits = [tied_als(tensor, blocks, sweeps=schedule.sweeps) for blocks in starts]
+    return min(fits, key=lambda blocks: blocks.errors[-1])
+
+
+def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
+    """Fits each block in turn to the residual of the others (Algorithms 2 and 3 as published).
+
+    The mix of a block starts from the leading eigenvector of the residual every time: a block can move to another
+    slice, and the error can rise.
+
+    The slices are never formed, only their sum weighted by the mix of the block, one rows x columns matrix, because a
+    step is its truncated SVD.
+    """
+    blocks, errors = start, [tensor.relative_error(*start.canonical.factors)]
+    for _ in range(SWEEPS):
+        for block, rank in enumerate(blocks.ranks):
+            if rank:
+                blocks = _refit(tensor, blocks, block)
+        errors.append(tensor.relative_error(*blocks.canonical.factors))
+    return replace(blocks, errors=tuple(errors))
+
+
+def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
+    """Algorithm 2 for one block: alternates the truncated SVD of the slices of the residual X' (X minus the other
+    blocks), summed by the mix, with the best rank-one fit of their products.
+    """
+    in_block = blocks.owner == block
+    rank = int(in_block.sum())
+    others = blocks.left[:, ~in_block], blocks.right[:, ~in_block], blocks.canonical.mix[:, ~in_block]
+    left, right, scale = blocks.left[:, in_block], blocks.right[:, in_block], torch.ones(1)
+    mix = _leading_mix(tensor, others)
+    for _ in range(SWEEPS):
+        left, _, right = torch.linalg.svd(_mixed(tensor, others, mix), full_matrices=False)
+        left, right = left[:, :rank], right[:rank].T
+        # X'_(3) khatri-rao(left, right), [slices, rank]: the products of X minus those of the other blocks.
+        products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
+        products = products - others[2] @ ((others[0].T @ left) * (others[1].T @ right))
+        directions, strength, coefficients = torch.linalg.svd(products, full_matrices=False)
+        # The first singular pair is the best rank-one fit: a direction of the mix, and a factor of every term.
+        mix, scale = directions[:, 0], strength[0] * coefficients[0]
+    columns = torch.where(in_block)[0]
+    return replace(
+        blocks,
+        left=blocks.left.index_copy(1, columns, left * scale),
+        right=blocks.right.index_copy(1, columns, right),
+        mix=blocks.mix.index_copy(1, torch.tensor([block], device=mix.device), mix[:, None]),
+    )
+
+
+def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slices"]:
+    """Returns the leading eigenvector of X'_(3) X'_(3)^T, from the inner products <X_g, X_h> of the slices of X."""
+    # <X_g, X_h> = sum over d, e of (left_gd . left_he) (right_gd . right_he): inner products of factors, not of slices.
+    slices, inner, _ = tensor.left.shape
+    stacked_left, stacked_right = tensor.left.flatten(0, 1), tensor.right.flatten(0, 1)
+    products = (stacked_left @ stacked_left.T) * (stacked_right @ stacked_right.T)
+    slice_gram = products.view(slices, inner, slices, inner).sum((1, 3))
+    left, right, mix = others
+    cross = tensor.mix_products(tensor.project_left(left), tensor.project_right(right)) @ mix.T
+    # (X - T)(X - T)^T with T the other blocks, term by term.
+    gram = slice_gram - cross - cross.T + mix @ ((left.T @ left) * (right.T @ right)) @ mix.T
+    return torch.linalg.eigh(gram).eigenvectors[:, -1]
+
+
+def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]) -> Float[Tensor, "rows columns"]:
+    """Returns X' x_3 mix^T: the slices of the residual, summed with the weights of `mix`."""
+    left, right, other_mix = others
+    weighted = (tensor.left * mix[:, None, None]).flatten(0, 1)
+    return weighted.T @ tensor.right.flatten(0, 1) - (left * (mix @ other_mix)) @ right.T
+
+
+def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
+    """Returns the nearest mix whose columns are nonnegative and of unit length; for use after each training step.
+
+    For such a mix, S^H (S^H)^T of Eq. 7 is diagonal exactly when each column has one owner. A column without a positive
+    value becomes one-hot at its largest value.
+    """
+    positive = mix.clamp_min(0)
+    largest = torch.zeros_like(mix).scatter(0, mix.argmax(0, keepdim=True), 1.0)
+    return torch.where(positive.any(0), torch.nn.functional.normalize(positive, dim=0, eps=TINY), largest)
+
+
+def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
+    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1), to be added to a training loss.
+
+    Zero if and only if each column has at most one nonzero value; at most rank * (slices - 1). The length of the
+    columns has no effect.
+    """
+    # Columns of zeros are left out: 0 / 0 would make the gradient NaN.
+    square = mix.square().sum(0)
+    nonzero = square > 0
+    return (mix.abs().sum(0)[nonzero].square() / square[nonzero] - 1).sum()

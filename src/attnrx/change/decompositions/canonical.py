@@ -1,0 +1,365 @@
+"""The canonical polyadic decomposition: a sum of rank-one terms shared by all slices.
+
+By alternating least squares (`als`), and with the error-preserving correction (`cpd_epc`), which reduces cancellation
+at the same error.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from attnrx.change.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.shapes import Float, Tensor
+
+# Water-filling can start at a saddle: if heads are equal, no sweep moves a term to another head. A random start can end
+# in a worse minimum. "best" runs both and keeps the smaller error.
+STARTS = ("best", "water_filling", "random")
+# Below this relative error, the fast error formula has too much rounding to compare sweeps.
+_NEARLY_EXACT = 1e-4
+
+# Of shapes [rows, rank], [columns, rank] and [slices, rank].
+Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float[Tensor, "slices _"]]
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (Eq. 3: S^Q, S^K and the fusion matrix S^H), in float64.
+
+    `errors` are the relative errors of the iteration, at the start and after each sweep. Raises InvalidInput for
+    factors that are empty or not finite.
+    """
+
+    left: Float[Tensor, "rows rank"]
+    right: Float[Tensor, "columns rank"]
+    mix: Float[Tensor, "slices rank"]
+    errors: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        for name in ("left", "right", "mix"):
+            object.__setattr__(self, name, as_matrix(getattr(self, name), name))
+
+    @property
+    def factors(self) -> Factors:
+        return self.left, self.right, self.mix
+
+    @property
+    def rank(self) -> int:
+        return self.left.shape[1]
+
+    @property
+    def strength(self) -> Float[Tensor, "rank"]:
+        """The norm lambda_r of every term."""
+        return self.left.norm(dim=0) * self.right.norm(dim=0) * self.mix.norm(dim=0)
+
+    def balanced(self) -> "Canonical":
+        """Returns the same tensor, scaled for least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each term."""
+        sizes = [factor.shape[0] for factor in self.factors]
+        # |a| = sqrt(I) t, |b| = sqrt(J) t, |c| = sqrt(K) t with one t per term: lambda = sqrt(I J K) t^3.
+        scale = (self.strength / math.sqrt(math.prod(sizes))) ** (1 / 3)
+        left, right, mix = (
+            unit_columns(factor)[0] * math.sqrt(size) * scale for factor, size in zip(self.factors, sizes, strict=True)
+        )
+        return replace(self, left=left, right=right, mix=mix)
+
+    def dense(self) -> Float[Tensor, "rows columns slices"]:
+        """Returns the dense tensor; for tests only."""
+        return torch.einsum("ir,jr,hr->ijh", *self.factors)
+
+
+def least_sensitivity(terms: Canonical) -> float:
+    """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3).
+
+    The sensitivity is the expected squared change of the tensor, per variance of an independent error in every entry of
+    the factors, in the limit of zero variance: sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
+    """
+    size = math.prod(factor.shape[0] for factor in terms.factors)
+    return float(3 * size ** (1 / 3) * terms.strength.pow(4 / 3).sum())
+
+
+def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
+    """Returns the `rank` strongest singular triples of all slices, each owned by its slice.
+
+    This is the best approximation with one owner per term: its squared error is the energy of the discarded triples.
+    Terms are sorted by descending strength; on ties the earlier slice comes first.
+    """
+    # Owners make the squared error a sum over slices, so Eckart and Young's theorem applies to each of them.
+    left, strength, right = tensor.svd()
+    slices, triples = strength.shape
+    selected = strength.flatten().sort(descending=True, stable=True).indices[:rank]
+    owner, triple = selected // triples, selected % triples
+    mix = torch.zeros(slices, rank, dtype=torch.float64, device=strength.device)
+    mix[owner, torch.arange(rank, device=owner.device)] = strength[owner, triple]
+    return Canonical(left[owner, :, triple].T, right[owner, :, triple].T, mix)
+
+
+def als(
+    tensor: FactoredTensor,
+    rank: int,
+    *,
+    start: str | Canonical = "best",
+    sweeps: int = 200,
+    tolerance: float = 1e-8,
+    seed: int = 0,
+) -> Canonical:
+    """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never increases.
+
+    `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
+    returns the result with the smaller error. `seed` is that of the random terms. Stops after `sweeps`, or when a sweep
+    lowers the relative error by less than `tolerance` of itself. The returned columns of left and right have unit
+    length; mix contains the strength. Raises InvalidInput for a rank out of range, UnknownName for another start.
+    """
+    if start == "best":
+        runs = (
+            als(tensor, rank, start=single, sweeps=sweeps, tolerance=tolerance, seed=seed)
+            for single in ("water_filling", "random")
+        )
+        return min(runs, key=lambda terms: terms.errors[-1])
+    factors = starting_terms(tensor, rank, start, seed).factors
+    (left, right, mix), errors = alternated(tensor, factors, sweeps, tolerance)
+    # A start that no sweep improved has columns of any length.
+    (left, left_length), (right, right_length) = unit_columns(left), unit_columns(right)
+    return Canonical(left, right, mix * left_length * right_length, errors)
+
+
+def alternated(
+    tensor: FactoredTensor, factors: Factors, sweeps: int, tolerance: float, belongs: Tensor | None = None
+) -> tuple[Factors, tuple[float, ...]]:
+    """Improves three factors by alternating least squares; the error never increases.
+
+    With `belongs` [blocks, rank], one-hot, the terms of a block share one column of the mix [slices, blocks].
+    """
+    # A sweep costs four products of rows x (slices * inner) x rank, because projections are used for two modes each.
+    best, errors = factors, [tensor.relative_error(*_untied(factors, belongs))]
+    right, mix = unit_columns(factors[1])[0], factors[2]
+    projection = tensor.project_right(right)
+    for _ in range(sweeps):
+        left, right, mix, projection, square = _sweep(tensor, right, projection, mix, belongs)
+        error = error_of(tensor, _untied((left, right, mix), belongs), square)
+        converged = errors[-1] - error <= tolerance * errors[-1]
+        # Near convergence, rounding can make the last sweep slightly worse.
+        if error <= errors[-1]:
+            best = left, right, mix
+            errors.append(error)
+        if converged:
+            break
+    return best, tuple(errors)
+
+
+def _untied(factors: Factors, belongs: Tensor | None) -> Factors:
+    """Returns the factors with one column of the mix per term."""
+    left, right, mix = factors
+    return left, right, mix if belongs is None else mix @ belongs
+
+
+def _sweep(
+    tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor, belongs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
+    if belongs is not None:
+        right, length = unit_columns(right)
+        projection = projection / length.masked_fill(length == 0, 1)  # as `right`, instead of projecting it again
+    mix = unit_columns(mix)[0]
+    full = mix if belongs is None else mix @ belongs
+    full_gram = full.T @ full
+    left = unit_columns(solve_normal((right.T @ right) * full_gram, tensor.left_products(projection, full)))[0]
+    left_gram, left_projection = left.T @ left, tensor.project_left(left)
+    right = solve_normal(left_gram * full_gram, tensor.right_products(left_projection, full))
+    if belongs is None:  # terms of one block share a column of the mix, so their lengths stay in `right`
+        right = unit_columns(right)[0]
+    normal, projection = left_gram * (right.T @ right), tensor.project_right(right)
+    products = tensor.mix_products(left_projection, projection)
+    if belongs is None:
+        mix = solve_normal(normal, products)
+    else:
+        # mix = (G_C E^T)(E Gamma_C E^T)^-1, scaled to a unit diagonal as `solve_normal` expects.
+        normal, products = belongs @ normal @ belongs.T, products @ belongs.T
+        energy = normal.diagonal()
+        scale = energy.masked_fill(energy <= 0, 1).rsqrt()
+        solved = solve_normal(scale[:, None] * normal * scale, products * scale) * scale
+        mix = torch.where(energy > 0, solved, mix)  # a block without terms has no equation: its column is unchanged
+    # |Y|^2 - 2 <C, G> + <C Gamma, C>: the squared error from the last step, without another pass over the tensor.
+    square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
+    return left, right, mix, projection, square
+
+
+def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
+    """Returns the requested start; a decomposition is returned as it is."""
+    largest = len(tensor.left) * tensor.slice_rank
+    if not 1 <= rank <= largest:
+        raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
+    if isinstance(start, Canonical):
+        return start
+    if start == "water_filling":
+        return water_filled(tensor, rank)
+    if start == "random":
+        generator = torch.Generator().manual_seed(seed)
+        # Drawn on the CPU in float64, so that every device starts from the same terms.
+        samples = (torch.randn(size, rank, dtype=torch.float64, generator=generator) for size in tensor.shape)
+        left, right, mix = (factor.to(tensor.left.device) for factor in samples)
+        return Canonical(left, right, mix)
+    raise UnknownName("start", start, STARTS)
+
+
+def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
+    """Returns the relative error for a squared residual; recomputes it if rounding dominates the residual."""
+    if square > _NEARLY_EXACT**2 * tensor.square:
+        return (square / tensor.square) ** 0.5
+    return tensor.relative_error(*factors)
+
+
+# The smallest relative error that can be a bound: its square must exceed the rounding of || Y ||^2.
+SMALLEST_BOUND = 1e-6
+_MARGIN = 64 * torch.finfo(torch.float64).eps
+# Eigenvalues of a normal matrix below this share of the largest one are rounding.
+_NULL_SHARE = 1e-14
+_STEPS = 60  # each halves an interval: enough for all digits of float64
+_TOLERANCE = 1e-6  # a correction stops when a sweep lowers the sensitivity by less than this share
+
+
+@dataclass(frozen=True)
+class CorrectionSchedule:
+    """The options of CPD-EPC: alternating least squares, a correction, and least squares from the corrected terms.
+
+    `sweeps` are those of each least-squares run, `correction_sweeps` those of the correction. With `finish` a last
+    correction follows: at the final error, its terms are the least sensitive to rounding and the easiest to train.
+    """
+
+    sweeps: int = 200
+    correction_sweeps: int = 100
+    finish: bool = False
+
+
+def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
+    """Lowers the sensitivity while the relative error stays at or below that of the start.
+
+    The objective is the sensitivity of the balanced terms. No update is accepted that raises it or violates the bound.
+    The result is balanced. Stops after `sweeps`, or when a sweep gains too little. An error below SMALLEST_BOUND may
+    rise to it.
+    """
+    # The error-preserving correction (Phan, Tichavsky and Cichocki, arXiv 1709.08349) with the sensitivity as objective
+    # in place of the norms of the terms. Each factor in turn has a closed form with one unknown number
+    # (`bounded_update`); the published solver reaches the same minimum by quadratic programmes of Kronecker structure.
+    terms = start.balanced()
+    errors, objective = [tensor.relative_error(*terms.factors)], least_sensitivity(terms)
+    limit = max(errors[0], SMALLEST_BOUND)
+    projection = tensor.project_right(terms.right)
+    for _ in range(sweeps):
+        update, projection, square = _corrected(tensor, terms, projection, limit**2 * tensor.square)
+        terms = update.balanced()
+        # `balanced` rescales the columns: the projection follows, instead of being computed again.
+        length = update.right.norm(dim=0)
+        projection = projection * (terms.right.norm(dim=0) / length.masked_fill(length == 0, 1))
+        errors.append(error_of(tensor, terms.factors, square))
+        previous, objective = objective, least_sensitivity(terms)
+        if previous - objective <= _TOLERANCE * previous:
+            break
+    return replace(terms, errors=tuple(errors))
+
+
+def cpd_epc(
+    tensor: FactoredTensor,
+    rank: int,
+    *,
+    start: str | Canonical = "best",
+    schedule: CorrectionSchedule | None = None,
+    seed: int = 0,
+) -> Canonical:
+    """Returns a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
+
+    `start` and `seed` are those of `als`. The error is at most that of the first run (or SMALLEST_BOUND).
+    """
+    schedule = schedule or CorrectionSchedule()
+    terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, seed=seed)
+    terms = epc(tensor, terms, sweeps=schedule.correction_sweeps)
+    terms = als(tensor, rank, start=terms, sweeps=schedule.sweeps)
+    return epc(tensor, terms, sweeps=schedule.correction_sweeps) if schedule.finish else terms
+
+
+def _corrected(
+    tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float
+) -> tuple[Canonical, Tensor, float]:
+    left, right, mix = terms.factors
+    # The margin is the rounding of the squared error, which grows with the terms that cancel.
+    bound = bound - _MARGIN * (tensor.square + float(terms.strength.square().sum()))
+    squares = tensor.square, bound
+    left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), squares)
+    left_projection = tensor.project_left(left)
+    right, _ = _updated(right, tensor.right_products(left_projection, mix), (left, mix), squares)
+    projection = tensor.project_right(right)
+    mix, square = _updated(mix, tensor.mix_products(left_projection, projection), (left, right), squares)
+    return Canonical(left, right, mix), projection, square
+
+
+def _updated(
+    old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
+) -> tuple[Tensor, float]:
+    """Returns the factor after its bounded update, unchanged if that raises the objective, and the squared error."""
+    (other, another), (square, bound) = others, squares
+    normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
+    new = bounded_update(normal, products, weights, square, bound)
+    # Near the bound rounding decides whether `old` is feasible; the least-squares factor may then be larger.
+    if float((weights * (new.square() - old.square())).sum()) >= 0:
+        new = old
+    return new, square + float((new * (new @ normal - 2 * products)).sum())
+
+
+def column_sensitivity(one: Tensor, other: Tensor) -> Float[Tensor, "rank"]:
+    """Returns the sensitivity per squared entry of a column of the third factor, from the two others."""
+    return len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
+
+
+def bounded_update(
+    normal: Float[Tensor, "rank rank"],
+    products: Float[Tensor, "size rank"],
+    weights: Float[Tensor, "rank"],
+    square: float,
+    bound: float,
+) -> Float[Tensor, "size rank"]:
+    """Returns the X that minimizes || X diag(weights)^(1/2) ||^2 under a bound on the squared error.
+
+    The constraint is square - 2 <X, products> + <X normal, X> <= bound. One scalar eta >= 0 is unknown: X = products
+    (normal + eta diag(weights))^-1. `square`, `bound` and `weights` are squared quantities. If no X satisfies the
+    bound, returns the least-squares X; if X = 0 satisfies it, returns zero. The root is approached from the feasible
+    side.
+    """
+    # In the variables X diag(weights)^(1/2) the objective is a plain norm. There normal = Q diag(e) Q^T, and with
+    # Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)), and the error
+    # depends on Z through g_r = |Z_r|^2 only. With eta the error grows and the objective falls: the largest feasible
+    # eta is the minimum.
+    scale = torch.where(weights > 0, weights, torch.inf).rsqrt()  # without weight a column belongs to a term of zeros
+    values, vectors = torch.linalg.eigh(scale[:, None] * normal * scale)
+    significant = values > _NULL_SHARE * values[-1].clamp_min(0)
+    values, vectors = values[significant], vectors[:, significant] * scale[:, None]
+    rotated = products @ vectors
+    energy = rotated.square().sum(0)
+    slack = bound - (square - float((energy / values).sum()))  # above the least-squares error, where eta is 0
+    if bound >= square or not len(values):
+        return torch.zeros_like(products)
+    eta = _secular_root(energy.cpu().numpy(), values.cpu().numpy(), slack) if slack > 0 else 0.0
+    return (rotated / (values + eta)) @ vectors.T
+
+
+def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
+    """Returns the largest eta found with phi(eta) <= slack, by bisection of its logarithm.
+
+    phi(eta) = sum g eta^2 / (e (e + eta)^2) is the error above the least-squares error; it increases from 0 at eta = 0.
+    """
+
+    def phi(eta: float) -> float:
+        return float((energy / values * (eta / (values + eta)) ** 2).sum())
+
+    # (e + eta)^2 >= e^2 gives a point below the root; factors of 4 find one above. The means are geometric, because eta
+    # can have any order of magnitude.
+    low = (slack / float((energy / values**3).sum())) ** 0.5
+    for _ in range(_STEPS):
+        if phi(4 * low) > slack:
+            break
+        low *= 4
+    high = 4 * low
+    for _ in range(_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if phi(middle) <= slack else (low, middle)
+    return low  # the feasible side: the bound is never exceeded

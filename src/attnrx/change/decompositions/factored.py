@@ -1,0 +1,147 @@
+"""A third-order tensor stored as products of thin factors per slice, with the operations of the decompositions."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, Tensor
+
+# Below this relative error, too many digits of the difference of large squares cancel.
+_RESOLVED = 1e-3
+# Eigenvalues of a normal matrix below this share of the largest one are rounding.
+_NULL = 1e-13
+
+# The factors of all slices, multiplied with those of the terms.
+Projection = Float[Tensor, "slices inner rank"]
+
+
+@dataclass(frozen=True)
+class FactoredTensor:
+    """Slices Y_h = left_h^T right_h of shape rows x columns, which are never formed.
+
+    Computed in float64, without gradients. Slices may have different ranks: zero rows in `left` and `right` contribute
+    nothing. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises InvalidInput for
+    empty factors and values that are not finite.
+    """
+
+    left: Float[Tensor, "slices inner rows"]
+    right: Float[Tensor, "slices inner columns"]
+
+    def __post_init__(self):
+        left, right = as_matrix(self.left, "left"), as_matrix(self.right, "right")
+        object.__setattr__(self, "left", left)
+        object.__setattr__(self, "right", right)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, columns and slices: the sizes I, J, K of the three modes."""
+        return self.left.shape[2], self.right.shape[2], self.left.shape[0]
+
+    @cached_property
+    def square(self) -> float:
+        """The sum of squares of all entries."""
+        # |L^T R|^2 = <L L^T, R R^T>: Grams of size inner x inner.
+        return float(((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum())
+
+    @property
+    def norm(self) -> float:
+        return self.square**0.5
+
+    @property
+    def slice_rank(self) -> int:
+        """The rank at which every slice is exact."""
+        return min(self.left.shape[1:] + self.right.shape[2:])
+
+    def project_left(self, left: Float[Tensor, "rows rank"]) -> Projection:
+        return self.left.flatten(0, 1).mm(left).view(*self.left.shape[:2], -1)
+
+    def project_right(self, right: Float[Tensor, "columns rank"]) -> Projection:
+        return self.right.flatten(0, 1).mm(right).view(*self.right.shape[:2], -1)
+
+    def left_products(
+        self, right_projection: Projection, mix: Float[Tensor, "slices rank"]
+    ) -> Float[Tensor, "rows rank"]:
+        """Returns G_A = Y_(1) (C o B) (Khatri-Rao), from B projected by `project_right` and C = `mix`."""
+        return self.left.flatten(0, 1).T.mm((right_projection * mix[:, None]).flatten(0, 1))
+
+    def right_products(
+        self, left_projection: Projection, mix: Float[Tensor, "slices rank"]
+    ) -> Float[Tensor, "columns rank"]:
+        """Returns G_B = Y_(2) (C o A) (Khatri-Rao), from A projected by `project_left` and C = `mix`."""
+        return self.right.flatten(0, 1).T.mm((left_projection * mix[:, None]).flatten(0, 1))
+
+    def mix_products(self, left_projection: Projection, right_projection: Projection) -> Float[Tensor, "slices rank"]:
+        """Returns G_C = Y_(3) (B o A) (Khatri-Rao), from both projections."""
+        return (left_projection * right_projection).sum(1)
+
+    def relative_error(
+        self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
+    ) -> float:
+        """Returns || Y - [[A, B, C]] || / || Y ||, accurate for small errors too; 0 if both are zero.
+
+        If only the tensor is zero, the result is infinite.
+        """
+        # |Y - T|^2 = |Y|^2 - 2 <Y, T> + |T|^2, each from small Grams.
+        terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
+        inner = float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
+        square = self.square - 2 * inner + terms
+        if square < _RESOLVED**2 * max(self.square, terms):
+            square = self._residual_square(left, right, mix)
+        if self.square == 0:
+            return 0.0 if square == 0 else float("inf")
+        return (square / self.square) ** 0.5
+
+    def svd(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the SVD of every slice: [slices, rows, triples], [slices, triples] and [slices, columns, triples].
+
+        There are min(inner, rows, columns) triples per slice, in descending order, from two thin QRs and one small SVD.
+        """
+        basis_left, small_left = torch.linalg.qr(self.left.mT)
+        basis_right, small_right = torch.linalg.qr(self.right.mT)
+        left, strength, right = torch.linalg.svd(small_left @ small_right.mT, full_matrices=False)
+        return basis_left @ left, strength, basis_right @ right.mT
+
+    def dense(self) -> Float[Tensor, "rows columns slices"]:
+        """Returns the dense tensor; for tests only."""
+        return torch.einsum("hdi,hdj->ijh", self.left, self.right)
+
+    def _residual_square(self, left: Tensor, right: Tensor, mix: Tensor) -> float:
+        # Orthogonal reduction instead of squares, so that no digits cancel: a slice of the residual is one product of
+        # [rows, inner + rank] and [inner + rank, columns], and its norm is that of the product of the two QR factors R.
+        rows = torch.cat([self.left.mT, left.expand(len(mix), -1, -1)], -1)
+        columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
+        small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
+        return float((small_rows @ small_columns.mT).square().sum())
+
+
+def as_matrix(values: Tensor, name: str) -> Tensor:
+    """Returns the values in contiguous float64 without gradient; raises InvalidInput if empty or not finite."""
+    values = values.detach().to(torch.float64).contiguous()
+    if values.numel() == 0 or not bool(torch.isfinite(values).all()):
+        raise InvalidInput(f"{name} of shape {tuple(values.shape)} is empty or holds values that are not finite.")
+    return values
+
+
+def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]) -> Tensor:
+    """Returns products normal^-1 for a positive semidefinite matrix: a least-squares step.
+
+    Uses Cholesky if it is numerically safe, otherwise the smallest solution by eigenvalues. Nothing is added to the
+    diagonal, so the step is the exact minimum. Expects a diagonal near one: rescale the columns first.
+    """
+    lower, failed = torch.linalg.cholesky_ex(normal)
+    pivots = lower.diagonal()
+    # The ratio of squared pivots is a lower bound of the condition number; Cholesky alone fails only at pivots <= 0.
+    if not int(failed) and float(pivots.min()) ** 2 > _NULL * float(pivots.max()) ** 2:
+        return torch.cholesky_solve(products.T, lower).T
+    # Collinear terms make the system singular: the pseudoinverse gives the solution of the smallest norm.
+    values, vectors = torch.linalg.eigh(normal)
+    significant = values > _NULL * values[-1].clamp_min(0)
+    return (products @ vectors[:, significant] / values[significant]) @ vectors[:, significant].T
+
+
+def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
+    """Returns the columns at unit length and their lengths; a zero column is unchanged and has length zero."""
+    length = matrix.norm(dim=0)
+    return matrix / length.masked_fill(length == 0, 1), length

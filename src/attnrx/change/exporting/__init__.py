@@ -1,0 +1,60 @@
+"""Exporting: files that run without attnrx; each is compared with the model before it is saved.
+
+rx.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "program", "aotinductor" ...
+rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime
+"""
+
+from attnrx.change.exporting.exported import Exported, Images, is_exported, load_exported
+from attnrx.change.exporting.format import Format, dtype_name
+from attnrx.change.exporting.formats import FORMATS, parse_format
+from attnrx.change.exporting.onnx_formats import Int8, Onnx
+from attnrx.change.exporting.openvino_format import OpenVINO
+from attnrx.change.exporting.own_files import (
+    own_exports,
+    own_script,
+    remove_export,
+    require_export_path,
+    require_own_files,
+)
+from attnrx.change.exporting.torch_formats import AOTInductor, Program
+from attnrx.change.exporting.writing import (
+    DYNAMIC,
+    ExportSubject,
+    PatchFeatures,
+    bare_subject,
+    compare_with_original,
+    export,
+    fitting_names,
+    precision_for,
+    write_exported,
+)
+
+__all__ = [
+    "DYNAMIC",
+    "FORMATS",
+    "AOTInductor",
+    "ExportSubject",
+    "Exported",
+    "Format",
+    "Images",
+    "Int8",
+    "Onnx",
+    "OpenVINO",
+    "PatchFeatures",
+    "Program",
+    "bare_subject",
+    "compare_with_original",
+    "dtype_name",
+    "export",
+    "fitting_names",
+    "is_exported",
+    "load_exported",
+    "own_exports",
+    "own_script",
+    "parse_format",
+    "precision_for",
+    "remove_export",
+    "require_export_path",
+    "require_own_files",
+    "write_exported",
+]

@@ -1,0 +1,207 @@
+"""Exported files as modules."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising
+from attnrx.change.exporting.formats import FORMATS
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
+from attnrx.support.serialization import validation as fields
+from attnrx.support.serialization.config import from_dict
+from attnrx.support.serialization.storage import check_schema, file_sha256, read_json
+from attnrx.support.serialization.validation import Invalid, below, validated
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.models.family import STATED_OUTPUTS
+
+KIND, SCHEMA = "attnrx exported model", 1
+
+
+def _device(text: str) -> None:
+    if re.fullmatch(r"cpu|cuda(:\d{1,4})?", text) is None:
+        raise InvalidInput("it must be cpu, cuda or cuda:N.")
+
+
+def _require_file_names(files: Mapping[str, Any], where: str) -> None:
+    """Checks that `files` maps plain file names to hashes as text."""
+    for name, sha256 in files.items():
+        if Path(name).name != name or not isinstance(sha256, str):
+            raise Invalid(below(where, name), "is no file name with its sha256 as text")
+
+
+FACTS = fields.Record(
+    {
+        "format": fields.JSON_OBJECT,
+        "images": fields.Record(
+            {
+                "shape": fields.Items(fields.Integer(1, 2**16), 3, 3),
+                "precision": fields.Choice(tuple(PRECISIONS)),
+                "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
+                "device": fields.Text(parse=_device),
+            }
+        ),
+        "files": fields.Record(open=True, then=_require_file_names),
+        "normalization": fields.Record(
+            {"mean": fields.Items(fields.Number(), 1), "std": fields.Items(fields.Number(), 1)}
+        ),
+        "class_names": fields.Items(fields.Text()),
+    },
+    open=True,
+)
+RECORD = fields.Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
+
+
+@dataclass(frozen=True)
+class Images:
+    """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
+
+    `batch` is None if the batch size is dynamic.
+    """
+
+    shape: tuple[int, int, int]
+    precision: str = "float32"
+    batch: int | None = None
+    device: str = "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PRECISIONS[self.precision]
+
+
+class Exported(nn.Module):
+    """Runs a file written by `export`, with torch's current number of CPU threads; it cannot be trained.
+
+    For a file with a fixed batch size, other batches are split into chunks of this size, the last one zero-padded.
+    Images are moved to the file's device. `facts` is the content of PATH.json: normalization, classes, parity ...
+    """
+
+    def __init__(self, path: Path, form: Format, images: Images, facts: Mapping[str, Any]):
+        super().__init__()
+        self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
+        # The state dict: an empty parameter for dtype and device, and the hash of the file for the fingerprint.
+        self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
+        # bytearray, because torch warns of buffers that cannot be written.
+        digest = hashlib.sha256(self.path.read_bytes()).digest()
+        self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        self._runs: dict[int, Run] = {}
+        # Of class logits the width decides; of a file of features there is no kind.
+        if self.facts.get("output") in ("multilabel", "regression", "embedding"):
+            setattr(self, STATED_OUTPUTS, self.facts["output"])
+
+    def __repr__(self) -> str:
+        batch = "any batch" if self.images.batch is None else f"batches of {self.images.batch}"
+        return f"Exported({str(self.path)!r}, {self.form}, images {list(self.images.shape)}, {batch})"
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch *outputs"]:
+        """Returns the logits, or the features of all patches, on the device of the images."""
+        if tuple(images.shape[1:]) != self.images.shape or images.dtype != self.images.dtype or not len(images):
+            channels, height, width = self.images.shape
+            raise InvalidInput(
+                f"{self.path.name} takes [batch, {channels}, {height}, {width}] at {self.images.precision}; found "
+                f"{list(images.shape)} at {dtype_name(images.dtype)}."
+            )
+        run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
+        with torch.no_grad():
+            logits = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
+        return logits.to(images.device)
+
+    def _run(self, threads: int) -> Run:
+        # A session keeps the number of threads that it was started with, so every number has its own.
+        if threads not in self._runs:
+            problem = f"{self.path} cannot be opened as {self.form.name}"
+            with raising(problem, "Export it again on this machine.", CheckpointError):
+                self._runs[threads] = self.form.open(self.path, self.images.device, threads)
+        return self._runs[threads]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Exported":
+        # The sessions of runtimes cannot be copied.
+        return Exported(self.path, self.form, self.images, self.facts).train(self.training)
+
+
+def _chunked_forward(run: Run, images: Tensor, size: int) -> Tensor:
+    parts = []
+    for part in images.split(size):
+        # F.pad takes the axes from the last one on: three of the image without padding, then the batch.
+        missing = size - len(part)
+        parts.append(run(F.pad(part, (0, 0) * 3 + (0, missing)) if missing else part)[: len(part)])
+    return torch.cat(parts)
+
+
+def facts_path(path: Path | str) -> Path:
+    """Returns the path of the facts of a file: its full name followed by .json."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.json")
+
+
+def is_exported(path: Path | str) -> bool:
+    """Whether a path is a file with facts in PATH.json."""
+    return Path(path).is_file() and facts_path(path).is_file()
+
+
+def present_facts(path: Path) -> dict[str, Any] | None:
+    """Returns the facts of the export at a path; None if there is none, or a file was changed."""
+    if not is_exported(path):
+        return None
+    try:
+        facts = _of_present_files(path, read_json(facts_path(path)))
+        return facts if facts["kind"] == KIND and _changed_file(path, facts) is None else None
+    # The facts are not validated here, so any of their fields may be missing or of another type.
+    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the earlier facts if an interrupted replacement has not yet replaced the files, else the new ones."""
+    # The new facts are valid once their files are in place. Until then the old files are there with their own facts.
+    facts = dict(facts)
+    earlier = facts.pop("earlier", None)
+    if earlier is None or _changed_file(path, facts) is None or _changed_file(path, earlier) is not None:
+        return facts
+    return dict(earlier)
+
+
+def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
+    """Returns the first file whose hash differs from the recorded one, or None."""
+    for name, sha256 in facts["files"].items():
+        file = path.with_name(name)
+        if not file.is_file() or file_sha256(file) != sha256:
+            return file
+    return None
+
+
+def load_exported(path: Path | str, trust: bool = False) -> Exported:
+    """Opens a file written by `export` as a module that runs it with its runtime.
+
+    A .pt2 file (program or aotinductor) can run code of its author and raises InvalidInput unless `trust` is True.
+    """
+    path = Path(path)
+    facts = read_json(facts_path(path))
+    check_schema(facts, KIND, SCHEMA, facts_path(path))
+    facts = _of_present_files(path, validated(facts, RECORD, facts_path(path)))
+    try:
+        form = from_dict(facts["format"], FORMATS.values())
+    except AttnrxError as error:
+        raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
+    images = Images(**{**facts["images"], "shape": tuple(facts["images"]["shape"])})
+    # Before a runtime, most of them in C++, parses the file.
+    changed = _changed_file(path, facts)
+    if changed is not None:
+        raise CheckpointError(f"{changed} is not the file that was exported (its sha256 differs); export it again.")
+    if path.name not in facts["files"]:
+        raise CheckpointError(
+            f"{path} was renamed: its files are {', '.join(sorted(facts['files']))}; name them so again."
+        )
+    # The hashes prove nothing here: whoever writes the file writes them too.
+    if form.runs_code and not trust:
+        raise InvalidInput(
+            f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
+            "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
+        )
+    return Exported(path, form, images, facts).eval()

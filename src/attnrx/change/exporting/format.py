@@ -1,0 +1,132 @@
+"""The base class of the export formats, and what they share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.optional import required_module
+from attnrx.support.shapes import Float, Tensor
+
+INPUT = "images"  # the name of the input in the graphs of ONNX
+
+Run = Callable[[Tensor], Tensor]
+"""Images in, logits out, on the device of the file."""
+
+# The largest difference of a logit attributed to rounding, as a share of the largest logit.
+ROUNDING: dict[torch.dtype, float] = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+PRECISIONS: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in ROUNDING}
+
+
+class Format(ABC):
+    """One kind of file that runs without attnrx. Every format is a frozen dataclass whose fields are its knobs."""
+
+    name: ClassVar[str]
+    suffix: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]] = ()
+    """The optional libraries that write and run the file, which `extra` installs."""
+    extra: ClassVar[str] = "onnx"
+    runtime: ClassVar[str]
+    unfused: ClassVar[bool] = True
+    """Whether attention is exported unfused at exact ranks, instead of as one fused call at padded ranks."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    on_cuda: ClassVar[bool] = False
+    """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
+    runs_code: ClassVar[bool] = False
+    """Whether a file of this format can contain code that runs when it is opened: machine code, or pickles."""
+
+    @abstractmethod
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Writes the program to `path`, whose suffix is the format's, and further files to the same folder.
+
+        `images` are normalized batches, for calibration.
+        """
+
+    @abstractmethod
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Opens the file and returns a function that runs it on a device with this many CPU threads."""
+
+    def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Writes the facts into the file, where the format has a place for them."""
+        del path, facts
+
+    def example(self, path: Path) -> str | None:
+        """Returns a script that classifies an image with the file alone; None where the format has none."""
+        return None
+
+    def runtime_at(self, precision: str) -> str:
+        """Returns the name of the runtime and the precision it computes in, for a file at this precision."""
+        return f"{self.runtime} in {precision}"
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""
+        return ROUNDING[dtype]
+
+    def files(self, path: Path) -> tuple[Path, ...]:
+        """Returns the paths of the files of every export to `path`; weights of more than MOST_BYTES may add others."""
+        return (path,)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the format needs calibration images."""
+        return False
+
+    @property
+    def wanted(self) -> int:
+        """The number of images for parity and calibration, if there are enough."""
+        return 32
+
+    def require(self, path: Path, dtype: torch.dtype) -> None:
+        """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype it does not run at."""
+        if path.suffix != self.suffix:
+            renamed = path.with_suffix(self.suffix).name
+            raise InvalidInput(f"{path}: a file of this format ends in {self.suffix}; give {renamed}.")
+        if dtype not in self.dtypes:
+            supported = [dtype_name(each) for each in self.dtypes]
+            raise NotSupported(
+                f"{self.name} at {dtype_name(dtype)}: it is written at {' or '.join(supported)}. Give "
+                f"precision={supported[0]!r}."
+            )
+
+
+def script_path(path: Path) -> Path:
+    """Returns the path of the script beside a file."""
+    return path.with_name(f"run_{path.stem}.py")
+
+
+@contextmanager
+def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupported) -> Iterator[None]:
+    """Turns the exceptions of runtimes and translators, which are of many types, into one kind with this message."""
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except Exception as error:
+        # The exporter appends whole reports to its messages.
+        reason = str(error).strip().partition("\n")[0]
+        raise kind(f"{problem} ({type(error).__name__}: {reason}). {advice}".rstrip()) from error
+
+
+def library(module: str, extra: str = "onnx") -> Any:
+    """Imports a module that a format needs; `extra` is the extra of attnrx that installs it."""
+    return required_module(module, extra, "this format")
+
+
+def to_numpy(images: Float[Tensor, "batch channels height width"]) -> Any:
+    """Returns images as a contiguous NumPy array, the input of CPU runtimes other than torch."""
+    return images.detach().cpu().contiguous().numpy()

@@ -1,0 +1,288 @@
+"""ONNX files for ONNX Runtime, in float and with 8-bit linear maps."""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.change.exporting.format import INPUT, Format, Run, library, to_numpy
+from attnrx.change.exporting.run_script import run_script
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Tensor
+
+BATCH, OPSETS = "batch", range(18, 24)
+OUTPUTS = {2: "logits", 3: "features"}  # the name of the output, by its number of axes
+# The statements of the script beside the file: the facts are its metadata.
+OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{file}")))
+about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
+batch = session.get_inputs()[0].shape[0]
+batch = batch if isinstance(batch, int) else 1"""
+# Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
+MOST_BYTES = 1_500_000_000
+
+
+@dataclass(frozen=True)
+class Onnx(Format):
+    """An ONNX file with input "images" and output "logits", "embedding" or "features" of all patches.
+
+    Weights above MOST_BYTES are in an external file.
+
+    Attention is exported unfused at exact ranks: ONNX Runtime's matrix products accept any width, so padding would only
+    add operations. `opset` is the operator set version, 18 to 23; it includes GELU from 20 on.
+    """
+
+    name: ClassVar[str] = "onnx"
+    libraries: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnxruntime")
+    runtime: ClassVar[str] = "ONNX Runtime"
+    suffix: ClassVar[str] = ".onnx"
+    opset: int = 20
+
+    def __post_init__(self):
+        if self.opset not in OPSETS:
+            raise InvalidInput(f"{self.name}(opset={self.opset}): give {OPSETS.start} to {OPSETS.stop - 1}.")
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Translates the program, folds constants and removes repeated and unused nodes."""
+        library("onnx")  # the exporter imports both, and its own message names no extra of attnrx
+        op = library("onnxscript").opset18
+
+        def sort_stable(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+            # Token reducers sort stably, which torch's exporter cannot translate. TopK of all elements is a stable
+            # sort: of two equal values it returns the one with the lower index first.
+            count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+            return op.TopK(self, count, axis=dim, largest=int(descending), sorted=1)
+
+        translated: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=self.opset,
+            input_names=[INPUT],
+            output_names=[OUTPUTS[_output_axes(program)]],
+            custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
+            verbose=False,
+            optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
+        )
+        # Weights of any size, which are else transposed or joined in every call, and never quantised.
+        library("onnxscript.optimizer").fold_constants(
+            translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
+        )
+        # In this order: equal weights become one, then nodes with equal inputs, and then nothing uses their copies.
+        passes = library("onnx_ir.passes.common")
+        for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
+            getattr(passes, f"{name}Pass")()(translated.model)
+        _name_batch(translated.model)
+        size = sum(tensor.nbytes for tensor in program.state_dict.values())
+        translated.save(str(path), external_data=size > MOST_BYTES)
+
+    def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Writes image shape, preprocessing and class names into the metadata, as JSON, and names the output."""
+        onnx = library("onnx")
+        # Only the metadata change: weights in an external file are neither read nor written.
+        model = onnx.load(path, load_external_data=False)
+        shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
+        shown["preprocessing"] = facts["preprocessing"]
+        onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in shown.items()})
+        _name_output(model, facts["output"])
+        onnx.save(model, path)
+
+    def example(self, path: Path) -> str | None:
+        return run_script(
+            path, "onnxruntime", OPENING.format(file=path.name), f'session.run(None, {{"{INPUT}": images}})[0]'
+        )
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Starts an ONNX Runtime session on the CPU, whose idle threads sleep instead of spinning."""
+        runtime = library("onnxruntime")
+        options = runtime.SessionOptions()
+        # The graph is run node by node, so threads between nodes would have no work.
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3  # errors
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        # None: all outputs, of which there is one.
+        return lambda images: torch.from_numpy(session.run(None, {INPUT: to_numpy(images)})[0])
+
+
+def _output_axes(program: torch.export.ExportedProgram) -> int:
+    # The first argument of the output node is the tuple of all outputs, of which there is one.
+    (output,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    return output.meta["val"].ndim
+
+
+def _name_batch(model: Any) -> None:
+    """Gives the dynamic batch dimension of an ONNX graph the name BATCH, in place of the exporter's symbol."""
+    graph = model.graph
+    symbol = str(graph.inputs[0].shape[0])
+    if symbol.isdecimal():
+        return
+    # All shapes, because other sizes can be expressions of it, such as 197*s0 where batch and tokens are one axis.
+    outputs = (output for node in graph.all_nodes() for output in node.outputs)
+    for value in {*graph.inputs, *graph.outputs, *outputs}:
+        for index, size in enumerate(value.shape or ()):
+            if not isinstance(size, int) and symbol in str(size):
+                value.shape[index] = re.sub(rf"\b{re.escape(symbol)}\b", BATCH, str(size))
+
+
+def _name_output(model: Any, name: str) -> None:
+    """Renames the output of an ONNX graph, which has one."""
+    (output,) = model.graph.output
+    if output.name == name:
+        return
+    # torch names values by their operators, and "embedding" is one of CLIP's.
+    _rename_value(model.graph, name, f"{name}_of_operator")
+    _rename_value(model.graph, output.name, name)
+    output.name = name
+
+
+def _rename_value(graph: Any, name: str, new: str) -> None:
+    for value in (*graph.initializer, *graph.value_info):
+        value.name = new if value.name == name else value.name
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [new if each == name else each for each in names]
+
+
+TRIED_ON = 32  # images on which maps are quantised by turns
+METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+
+
+@dataclass(frozen=True)
+class Int8(Onnx):
+    """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
+
+    Weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
+    calibration images. Weights have 7 bits, so that sums of two products do not saturate on processors without VNNI,
+    and are signed, as OpenVINO's kernels need them. Linear maps that change the outputs on calibration images by more
+    than `tolerance` (norm of the difference over norm of the outputs) stay in float: one hidden unit that is a hundred
+    times larger than all others, as pre-trained ViTs have, makes the 8 bits of its map useless. The two products inside
+    attention are quantised only with `attention`; patch embedding, norms, softmax and activation functions never are.
+    `most_difference` is the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit;
+    use `verify` to measure the loss of accuracy.
+    """
+
+    name: ClassVar[str] = "int8"
+    images: int = 64
+    method: str = "minmax"
+    attention: bool = False
+    tolerance: float = 0.1
+    most_difference: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.images < 1 or self.method not in METHODS or not self.most_difference > 0 or not self.tolerance > 0:
+            raise InvalidInput(
+                f"int8(images={self.images}, method={self.method}, tolerance={self.tolerance}, most_difference="
+                f"{self.most_difference}): give an image or more, one of {', '.join(METHODS)}, and numbers above 0."
+            )
+
+    def runtime_at(self, precision: str) -> str:
+        """Returns the name of the runtime; the linear maps have 8 bits, whatever the file's precision is."""
+        del precision
+        return super().runtime_at("int8")
+
+    @property
+    def calibrated(self) -> bool:
+        return True
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Writes the float ONNX file, finds the maps that 8 bits suffice for, and quantises them."""
+        plain, trial = (path.with_name(f"{kind}_{path.name}") for kind in ("float", "trial"))
+        try:
+            super().write(program, plain, images)
+            trial_images = images[: max(TRIED_ON // len(images[0]), 1)]
+            expected = self._outputs(plain, trial_images)
+
+            # Relative to the outputs of the float file and not of torch: the translation has its own rounding.
+            def difference(maps: Sequence[str]) -> float:
+                self._quantize(plain, trial, maps, trial_images)
+                return float((self._outputs(trial, trial_images) - expected).norm() / expected.norm())
+
+            maps = self._maps(library("onnx").load(plain, load_external_data=False))
+            sensitive = set(_sensitive(maps, difference, self.tolerance))
+            quantized_maps = [name for name in maps if name not in sensitive]
+            if not quantized_maps:
+                raise NotSupported(f"every linear map changes the outputs by more than tolerance={self.tolerance}.")
+            self._quantize(plain, path, quantized_maps, images)
+        finally:
+            for file in (*path.parent.glob(f"{plain.name}*"), *path.parent.glob(f"{trial.name}*")):
+                file.unlink()  # with external weights
+
+    def _outputs(self, path: Path, images: Sequence[Tensor]) -> Tensor:
+        run = Onnx.open(self, path, "cpu", torch.get_num_threads())
+        return torch.cat([run(batch) for batch in images])
+
+    def _quantize(self, plain: Path, path: Path, maps: Sequence[str], images: Sequence[Tensor]) -> None:
+        """Writes the file with these matrix products quantised."""
+        quantization = library("onnxruntime.quantization")
+        with _quiet():
+            quantization.quantize_static(
+                plain,
+                path,
+                _CalibrationReader(images),
+                quant_format=quantization.QuantFormat.QDQ,
+                op_types_to_quantize=["Gemm", "MatMul"],
+                nodes_to_quantize=list(maps),
+                per_channel=True,
+                # Weights of 7 bits, signed, and activations unsigned: see the class.
+                reduce_range=True,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                calibrate_method=getattr(quantization.CalibrationMethod, METHODS[self.method]),
+            )
+
+    def _maps(self, model: Any) -> list[str]:
+        """Returns the names of the matrix products that may be quantised, in order."""
+        weights = {tensor.name for tensor in model.graph.initializer}
+        products = [node for node in model.graph.node if node.op_type in ("Gemm", "MatMul")]
+        # A product of two activations is one of attention's.
+        return [node.name for node in products if self.attention or weights & set(node.input)]
+
+    @property
+    def wanted(self) -> int:
+        """The number of calibration images."""
+        return self.images
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Returns `most_difference`, because quantisation errors exceed rounding."""
+        return self.most_difference
+
+
+def _sensitive(maps: Sequence[str], difference: Callable[[Sequence[str]], float], most: float) -> list[str]:
+    """Returns the maps of which each alone makes a larger difference, by halving the groups that do."""
+    # A harmless group takes one measurement, so a few sensitive maps among many are found in a few measurements each.
+    # Two groups may be harmless only one by one: `most_difference` limits the result of all.
+    if difference(maps) <= most:
+        return []
+    if len(maps) == 1:
+        return list(maps)
+    half = len(maps) // 2
+    return [name for part in (maps[:half], maps[half:]) for name in _sensitive(part, difference, most)]
+
+
+class _CalibrationReader:
+    """ONNX Runtime's CalibrationDataReader interface: returns one batch per call, then None."""
+
+    def __init__(self, images: Sequence[Tensor]):
+        self.batches = iter(images)
+
+    def get_next(self) -> dict[str, Any] | None:
+        batch = next(self.batches, None)
+        return None if batch is None else {INPUT: to_numpy(batch)}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Disables the warnings of the quantiser."""
+    # It logs by the root logger, so it has no logger of its own that could be silenced.
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,115 @@
+"""OpenVINO files, in float32, bfloat16 or with 8-bit linear maps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from attnrx.change.exporting.format import ROUNDING, Format, Run, library, to_numpy
+from attnrx.change.exporting.onnx_formats import Int8
+from attnrx.change.exporting.run_script import run_script
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Tensor
+
+# The statements of the script beside the file: the facts are in the JSON file of the export.
+OPENING = """about = json.loads(here.with_name("{file}.json").read_text(encoding="utf-8"))
+batch = about["images"]["batch"] or 1
+hints = {{"INFERENCE_PRECISION_HINT": "{precision}"}}
+compiled = openvino.Core().compile_model(str(here.with_name("{file}")), "CPU", hints)"""
+
+
+@dataclass(frozen=True)
+class OpenVINO(Format):
+    """An .xml file with the graph and a .bin file with the weights, translated from the program.
+
+    It runs in float32, also on CPUs that support narrower types; or, with the `precision` bf16, in bfloat16 on CPUs
+    that compute in it and in float32 on others (the weights are stored in float32). With int8 the linear maps are those
+    of the format `int8` with `images` and `tolerance`.
+    """
+
+    name: ClassVar[str] = "openvino"
+    libraries: ClassVar[tuple[str, ...]] = ("openvino",)
+    extra: ClassVar[str] = "openvino"
+    suffix: ClassVar[str] = ".xml"
+    runtime: ClassVar[str] = "OpenVINO"
+    precision: str = "f32"
+    images: int = 64
+    tolerance: float = 0.1
+
+    def __post_init__(self):
+        if self.precision not in ("f32", "bf16", "int8"):
+            raise InvalidInput(f"openvino(precision={self.precision}): choose from f32, bf16, int8.")
+        self._int8()  # raises for invalid knobs
+
+    def files(self, path: Path) -> tuple[Path, ...]:
+        return path, path.with_suffix(".bin")
+
+    def _int8(self) -> Int8:
+        return Int8(images=self.images, tolerance=self.tolerance)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.precision == "int8"
+
+    @property
+    def wanted(self) -> int:
+        """The number of images for parity and, for int8, calibration."""
+        return self.images if self.calibrated else super().wanted
+
+    def runtime_at(self, precision: str) -> str:
+        """Returns the name of the runtime with the precision of this format, which is not that of the file's input."""
+        return super().runtime_at({"bf16": "bfloat16", "int8": "int8"}.get(self.precision, precision))
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Returns the largest allowed difference at this precision."""
+        limits = {"f32": super().limit(dtype), "bf16": ROUNDING[torch.bfloat16], "int8": self._int8().limit(dtype)}
+        return limits[self.precision]
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Translates the program; for int8 the quantised ONNX file of it."""
+        openvino = library("openvino", "openvino")
+        if self.calibrated:
+            onnx = path.with_suffix(".onnx")
+            try:
+                self._int8().write(program, onnx, images)
+                model = openvino.convert_model(onnx)
+            finally:
+                onnx.unlink(missing_ok=True)
+        else:
+            model = openvino.convert_model(program.run_decompositions({torch.ops.aten.index_add.default: _index_add}))
+        # By default the weights would be stored in float16.
+        openvino.save_model(model, str(path), compress_to_fp16=False)
+
+    def example(self, path: Path) -> str | None:
+        return run_script(path, "openvino", OPENING.format(file=path.name, precision=self._hint), "compiled(images)[0]")
+
+    @property
+    def _hint(self) -> str:
+        # f32 has to be requested: on CPUs with bfloat16 OpenVINO computes in it by default.
+        return "bf16" if self.precision == "bf16" else "f32"
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Compiles the file for every number of images that occurs: up to a third faster than for any number."""
+        hints = {
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": self._hint,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        core, compiled = library("openvino", "openvino").Core(), {}
+        model = core.read_model(str(path))
+
+        def run(images: Tensor) -> Tensor:
+            if len(images) not in compiled:
+                model.reshape(list(images.shape))
+                compiled[len(images)] = core.compile_model(model, "CPU", hints)
+            # A copy, which the next call cannot overwrite.
+            return torch.from_numpy(compiled[len(images)](to_numpy(images))[0].copy())
+
+        return run
+
+
+def _index_add(table: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor:
+    """Adds rows to a matrix by an operation that OpenVINO can translate."""
+    return table.scatter_add(dim, index[:, None].expand_as(rows), rows)

@@ -1,0 +1,442 @@
+"""Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.change.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
+from attnrx.change.exporting.format import PRECISIONS, Format, dtype_name, raising, script_path
+from attnrx.change.exporting.formats import parse_format
+from attnrx.change.exporting.own_files import (
+    own_script,
+    remove_export,
+    require_export_path,
+    require_own_files,
+    sealed_script,
+)
+from attnrx.data import ImageData, ImageSet
+from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
+from attnrx.nouns.evidence import FAILS, Finding, judged
+from attnrx.support.arguments import (
+    BATCH,
+    FLAG,
+    IMAGES,
+    MODEL,
+    PATH,
+    TEXT,
+    checked,
+    each,
+    either,
+    instance,
+    one_of,
+    optional,
+)
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.optional import installed_versions
+from attnrx.support.progress import track
+from attnrx.support.runtime.module_copies import copied
+from attnrx.support.serialization.atomic_writes import flush, temporary_folder
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.storage import file_sha256, write_json, write_text
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.attention import Attention, Eager, Fused, using
+from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
+from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
+from attnrx.vit.models import (
+    TokenReduction,
+    described_tokens,
+    family_of,
+    model_fingerprint,
+    reduction_of,
+    require_ordinary_weights,
+)
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
+
+DYNAMIC = "dynamic"
+# Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
+# torch.export makes sizes of one constant.
+CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
+# Batch sizes and rounds for the speed of a file, unless its batch size is fixed.
+TIMED, ROUNDS = (1, 32), 20
+# The share of images whose logits may differ in models with token reduction: rounding may swap two tokens of nearly
+# equal scores.
+MAY_DIFFER = 0.1
+PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
+
+
+class PatchFeatures(nn.Module):
+    """Returns the last features of all patches of the images, [batch, patches, width], restored where tokens are pruned
+    or merged.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch patches features"]:
+        return family_of(self.model).patch_features(self.model, images)
+
+
+@dataclass(frozen=True, eq=False)
+class ExportSubject:
+    """The model to export, in evaluation mode, with the input of the file and facts for PATH.json.
+
+    `calibration` are normalized images; without them parity is measured on noise. `outputs` is the kind of the model's
+    outputs, None for features of patches.
+    """
+
+    model: nn.Module
+    images: Images
+    calibration: ImageSet | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    outputs: OutputKind | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        form: Format,
+        batch: int | str = DYNAMIC,
+        precision: str | None = None,
+        calibration: ImageSet | None = None,
+    ) -> "ExportSubject":
+        """Copies a model of a known family, converts it to `precision`, and collects its facts."""
+        family = family_of(model)
+        require_ordinary_weights(model)
+        # The caller's model keeps its mode, device and precision.
+        converted = copied(model).eval()
+        converted = converted if form.on_cuda else converted.cpu()
+        converted = converted if precision is None else converted.to(PRECISIONS[precision])
+        weight = next(converted.parameters())
+        size = batch if isinstance(batch, int) else None
+        images = Images(family.input_shape(model), dtype_name(weight.dtype), size, str(weight.device))
+        mean, std = family.normalization(model)
+        costs, outputs = family.costs(model), output_kind_of(model)
+        facts = {
+            "model": {
+                "family": family.name,
+                "fingerprint": model_fingerprint(model),
+                "parameters": costs.params,
+                "macs": costs.macs,
+                "tokens": described_tokens(model),
+            },
+            "normalization": {"mean": list(mean), "std": list(std)},
+            "preprocessing": None if images.shape[0] not in (1, 3) else preprocessing_of(model).to_dict(),
+            "class_names": list(family.class_names(model)) if isinstance(outputs, Logits | Multilabel) else [],
+            "output": "logits" if isinstance(outputs, Logits) else outputs.name,
+        }
+        return cls(converted, images, calibration, facts, outputs)
+
+    @property
+    def noun(self) -> str:
+        """The word for one number of the outputs."""
+        if self.outputs is None:
+            return "feature"
+        return "feature of the embedding" if isinstance(self.outputs, Embeddings) else self.outputs.noun
+
+    @property
+    def prunes_tokens(self) -> bool:
+        return any(isinstance(module, TokenReduction) for module in self.model.modules())
+
+    def batches(self, count: int) -> list[Tensor]:
+        """Returns batches for calibration and parity: about `count` calibration images, or noise without any."""
+        size = self.images.batch or AT_ONCE
+        if self.calibration is not None:
+            images = self.calibration.take(min(max(count, size), len(self.calibration)))
+            batches = [batch.images for batch in images.batches(size, device=self.images.device)]
+            # A runtime calibrates on the graph itself, which takes no other batch size than its own.
+            full_batches = [each for each in batches if self.images.batch is None or len(each) == size]
+            if not full_batches:
+                raise InvalidInput(f"{len(images)} images for a file that takes {size} at once: give at least {size}.")
+            return [each.to(self.images.dtype) for each in full_batches]
+        generator = torch.Generator().manual_seed(0)
+        # Noise is drawn in float64 and then converted, so that it is the same for every precision.
+        sizes = COMPARED if self.images.batch is None else (size, size)
+        noise = (torch.randn(each, *self.images.shape, generator=generator, dtype=torch.float64) for each in sizes)
+        return [each.to(self.images.device, self.images.dtype) for each in noise]
+
+
+@checked(
+    model=MODEL,
+    path=PATH,
+    to=instance("a format, e.g. 'onnx' or 'openvino(precision=bf16)'", str, Format),
+    batch=either(f"the number of images that the file takes at once, or {DYNAMIC!r}", BATCH, one_of(DYNAMIC)),
+    precision=optional(one_of(*PRECISIONS)),
+    calibration=optional(IMAGES),
+    class_names=each(TEXT, "a list with the name of every class"),
+    features=FLAG,
+)
+@verb
+def export(
+    model: nn.Module,
+    path: Path | str,
+    to: Format | str = "onnx",
+    *,
+    batch: int | str = DYNAMIC,
+    precision: str | None = None,
+    calibration: ImageData | None = None,
+    class_names: Sequence[str] = (),
+    features: bool = False,
+) -> Exported:
+    """Writes a model as a file that runs without attnrx, and returns the file as a module.
+
+    With `features` the file returns the features of all patches instead of the logits (`PatchFeatures`). The file of a
+    model without a classifier returns its embeddings, and has no class names.
+
+    `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
+    e.g. openvino(precision=bf16). The file accepts batches of any size, or of `batch` images; `precision` defaults to
+    the model's own. Its logits are compared with the model's on the calibration images (required for int8) or on noise;
+    if a logit differs by more than rounding (for int8: than `most_difference`), no file is written. PATH.json contains
+    the fingerprint of the model, the shape and preprocessing of images, `class_names` (by default the model's, else
+    those of a calibration dataset with as many classes, e.g. an ImageFolder), versions, and the measured parity. An
+    ONNX file contains preprocessing and class names too. The script run_NAME.py beside an ONNX or OpenVINO file
+    classifies an image with the runtime, NumPy and Pillow alone, preprocessed as attnrx and the model's library do it.
+    An earlier export at the path is replaced with its script; other files beside it are never overwritten.
+
+    Raises:
+        NotSupported: The model cannot be written in this format, or the logits differ.
+        InvalidInput: The suffix, the batch or the precision is invalid, or a file would be overwritten that attnrx did
+            not write.
+    """
+    form = parse_format(to) if isinstance(to, str) else to
+    reduction = reduction_of(model)
+    if reduction is not None and reduction.policy.by_image:
+        raise NotSupported(
+            f"{reduction.policy} gives every image its own number of tokens, and an exported graph has fixed shapes; "
+            "export a policy of fixed numbers, e.g. ward:0.7@4,7,10."
+        )
+    wanted = max(form.wanted, batch if isinstance(batch, int) else AT_ONCE)  # as many as are calibrated on
+    images = None if calibration is None else images_for(model, calibration, "calibration", limit=wanted)
+    subject = ExportSubject.of(model, form, batch, precision, images)
+    class_names = class_names or fitting_names(model, dataset_classes(calibration))
+    if class_names:
+        classes = num_classes(model)
+        if not classes:
+            raise InvalidInput(
+                f"{len(class_names)} class_names for a model without a classifier, which returns embeddings: omit them."
+            )
+        if len(class_names) != classes:
+            raise InvalidInput(f"{len(class_names)} class_names for a model with {classes} outputs: give one for each.")
+        subject = replace(subject, facts={**subject.facts, "class_names": list(class_names)})
+    if features:
+        facts = {**subject.facts, "class_names": [], "output": "features"}
+        subject = replace(subject, model=PatchFeatures(subject.model).eval(), facts=facts, outputs=None)
+    return write_exported(subject, path, form)
+
+
+def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the class names of a dataset if the model has none of its own and as many classes, else none."""
+    fits = len(class_names) == num_classes(model) > 0
+    return tuple(class_names) if fits and not family_of(model).class_names(model) else ()
+
+
+def precision_for(model: nn.Module, form: Format) -> str | None:
+    """Returns the `precision` to export a model at: None, its own, if files of the format have it and it is timed; else
+    float32.
+    """
+    dtype = next(model.parameters()).dtype
+    return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
+
+
+@verb
+def compare_with_original(
+    exported: Exported,
+    original: nn.Module,
+    *,
+    calibration: ImageData | None = None,
+    threads: int | None = None,
+    batches: Sequence[int] = TIMED,
+    rounds: int = ROUNDS,
+) -> tuple[LatencyComparison, ...]:
+    """Times a file beside the original model, written in the same format, and adds the speeds to PATH.json.
+
+    The original has the attention of its own library. Both run in the same runtime with this number of CPU threads, in
+    turns: batches of the file's size, or of each of `batches`.
+    """
+    wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
+    images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
+    size, precision = exported.images.batch, exported.images.precision
+    subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
+    library = bare_subject(family_of(original).library_model(original), subject)
+    conditions = Conditions(exported.images.device, precision, threads)
+    protocol, noise = LatencyProtocol(conditions, rounds, kernels=False), torch.Generator().manual_seed(0)
+    with TemporaryDirectory() as folder:
+        other = write_exported(library, Path(folder) / f"original{exported.form.suffix}", exported.form)
+        comparisons = tuple(
+            compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
+            for batch in (batches if size is None else (size,))
+        )
+    exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in comparisons]
+    write_json(facts_path(exported.path), exported.facts)
+    return comparisons
+
+
+def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Exported:
+    """Writes the file and its facts, and returns it as a module.
+
+    Raises:
+        NotSupported: The model cannot be captured, or the logits of the file differ. No file is written.
+    """
+    path = Path(path)
+    form.require(path, subject.images.dtype)
+    # A subject without facts is of no known family, e.g. the reference of a timing; pictures have 1 or 3 channels.
+    classifies = subject.facts.get("preprocessing") is not None and isinstance(subject.outputs, Logits)
+    example = form.example(path) if classifies else None
+    require_export_path(path, form, with_script=example is not None)
+    if form.calibrated and subject.calibration is None:
+        raise InvalidInput(f"{form.name} is calibrated on images: give calibration images of the model's task.")
+    batches = subject.batches(form.wanted)
+    steps = track(("capturing", "writing", "comparing"), f"exporting {path.name}, steps")
+    next(steps)
+    program = _captured(subject, form)
+    next(steps)
+    with temporary_folder(path) as room:
+        written = room / path.name
+        with raising(f"this model cannot be written as {form.name}"):
+            # `raising` would report a full disk as a model that the format does not support.
+            try:
+                form.write(program, written, batches)
+            except OSError as error:
+                reason = error.strerror or error
+                raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
+        described = {"images": {**asdict(subject.images), "shape": list(subject.images.shape)}, **subject.facts}
+        if subject.facts:
+            form.describe(written, described)
+        # The main file is the last: `_put` moves it after the files that it needs.
+        files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
+        next(steps)
+        # In the temporary folder, so that a file that does not match the model never gets to its path.
+        findings = _parity(subject, form, written, batches)
+        steps.close()
+        facts = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "format": to_dict(form),
+            "files": files,
+            **described,
+            "parity": [vars(finding) for finding in findings],
+            "versions": installed_versions(*PACKAGES),
+        }
+        _put(room, path, facts)
+    if example is not None:
+        write_text(script_path(path), sealed_script(example))
+    elif (outdated := own_script(path)) is not None:
+        outdated.unlink()
+    return Exported(path, form, subject.images, facts).eval()
+
+
+def _captured(subject: ExportSubject, form: Format) -> torch.export.ExportedProgram:
+    """Captures the model with torch.export for a fixed or a dynamic batch size."""
+    images = subject.images
+    example = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
+    shapes = None if images.batch is not None else ({0: torch.export.Dim("batch", min=1)},)
+    if images.batch is None:
+        problem = "this model cannot be exported for batches of any size"
+        advice = "Give batch=N, the number of images that the file is to take at once."
+    else:
+        problem, advice = "this model cannot be captured by torch.export", ""
+    with raising(problem, advice), torch.no_grad(), _unfused(subject.model) if form.unfused else nullcontext():
+        return torch.export.export(subject.model, (example,), dynamic_shapes=shapes)
+
+
+@contextmanager
+def _unfused(model: nn.Module) -> Iterator[None]:
+    """Replaces fused attention by eager attention at exact ranks; proportional attention is already unfused."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [layer for layer in layers if isinstance(layer.backend, Fused)]
+    with using(layers, [Eager() for _ in layers]):
+        yield
+
+
+def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
+    """Compares the outputs of the file with those of the model on the same images.
+
+    In models with token reduction up to the share MAY_DIFFER of the images is excluded from the differences.
+
+    Raises:
+        NotSupported: The file does not run, or its logits differ.
+    """
+    exported = Exported(path, form, subject.images, {})
+    with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
+        expected = torch.cat([subject.model(batch).double().flatten(1).cpu() for batch in batches])
+        actual = torch.cat([exported(batch).double().flatten(1).cpu() for batch in batches])
+    # nan_to_num: NaN of the file is the largest difference, and max() would not find it.
+    difference = (expected - actual).abs().amax(-1).nan_to_num(nan=float("inf"))
+    # Each image's largest difference relative to its largest logit, in increasing order.
+    shares, order = (difference / expected.abs().amax(-1).clamp(min=torch.finfo(torch.float64).tiny)).sort()
+    limit, images = form.limit(subject.images.dtype), len(shares)
+    allowed = int(MAY_DIFFER * images) if subject.prunes_tokens else 0
+    # No more images are excluded than differ, so that the largest difference is that of all others.
+    differing = min(allowed, int((shares > limit).sum()))
+    share, largest = float(shares[images - differing - 1]), float(difference[order][: images - differing].max())
+    noun, kind = subject.noun, subject.outputs
+    claim = f"largest difference of a {noun}, exported against eager, as a share of the largest {noun}"
+    details = {"quantity": "parity", "largest_difference": largest, "images_left_out": differing}
+    verdict = judged(share, limit, n=images, at_least=False)
+    parity = Finding("parity", claim, share, **verdict, details=details)
+    agreement = None
+    if isinstance(kind, Logits | Multilabel):
+        agreement = 100 * float(kind.agreement(kind.decisions(expected), kind.decisions(actual)).mean())
+    if parity.outcome == FAILS:
+        what = "labels" if isinstance(kind, Multilabel) else "class"
+        kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their {what}"
+        raise NotSupported(
+            f"the file written as {form.name} does not match the model: a {noun} differs by {largest:.3g}, "
+            f"{share:.3g} of the largest where {limit:g} is allowed{kept}. No file was saved."
+        )
+    if agreement is None:
+        return (parity,)
+    same_class = "images that exported and eager put into the same class"
+    if isinstance(kind, Multilabel):
+        same_class = "labels that exported and eager give to the same images"
+    return parity, Finding("parity", same_class, agreement, "%", n=images, details={"quantity": "agreement"})
+
+
+def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
+    """Moves the exported files to their path.
+
+    A file and its facts cannot be replaced in one step. Between the two steps the facts contain those of the earlier
+    export too, and the hash of the file decides which are valid. Of several files no hash decides: the earlier export
+    is removed first, and the facts make the new one valid at the end.
+    """
+    files = facts["files"]
+    if len(files) > 1:
+        require_own_files(path, [path.with_name(name) for name in files])
+        remove_export(path)
+    earlier = present_facts(path)
+    # Without an earlier export the facts are written last: a file without facts is not taken for an export.
+    if earlier is not None:
+        write_json(facts_path(path), {**facts, "earlier": earlier})
+    for name in files:
+        # Content before name, as in `write_atomically`: after a power failure a new name must not point to nothing.
+        flush(room / name)
+        (room / name).replace(path.with_name(name))
+    write_json(facts_path(path), facts)
+    # Files that only the earlier export had.
+    for name in {} if earlier is None else earlier["files"].keys() - files.keys():
+        path.with_name(name).unlink(missing_ok=True)
+
+
+class _Logits(nn.Module):
+    """Returns the logits of a model whose output is a tensor or has the attribute `logits`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        output = self.model(images)
+        return output if isinstance(output, Tensor) else output.logits
+
+
+def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
+    """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
+    converted = _Logits(copied(model)).eval().to(like.images.device, like.images.dtype)
+    return replace(like, model=converted, facts={})

@@ -1,0 +1,14 @@
+"""Realizes prescriptions: a smaller copy of a model, or a masked one, and fits of its weights."""
+
+from attnrx.change.realization.directions import compressed_spec
+from attnrx.change.realization.realizing import realize, realize_fitted
+from attnrx.change.realization.token_policies import calibrated, prescribed_tokens, realize_tokens_
+
+__all__ = [
+    "calibrated",
+    "compressed_spec",
+    "prescribed_tokens",
+    "realize",
+    "realize_fitted",
+    "realize_tokens_",
+]

@@ -1,0 +1,57 @@
+"""Adam on the parameters of a module, with learning rates relative to the size of each tensor."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from attnrx.support.progress import running
+from attnrx.support.shapes import Float, Tensor
+
+# One image in so many is not fitted to: it decides whether a fit is kept.
+HELD_OUT = 8
+
+
+def cosine(progress: float) -> float:
+    """Returns the share of the learning rate after a share of the steps: from 1 to 0 by half a cosine."""
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def descend_(
+    module: nn.Module,
+    error: Callable[[torch.Generator], Float[Tensor, ""]],
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    decay: Callable[[float], float] = cosine,
+) -> None:
+    """Minimizes the error, of images or tokens that it draws, by steps of Adam on all parameters of a module.
+
+    `learning_rate` is relative to the root mean square of each tensor, and is multiplied by `decay` of the share of the
+    steps that are done. Frozen parameters are fitted too, and are frozen again afterwards.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.numel()]
+    flags = [parameter.requires_grad for parameter in parameters]
+    # A step of Adam has the size of its learning rate, whatever the scale of the gradient; so that of a tensor is
+    # relative to its entries.
+    groups = [{"params": [row.requires_grad_()], "lr": learning_rate * _size(row)} for row in parameters]
+    optimizer = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: decay(step / max(steps, 1)))
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        with torch.enable_grad():
+            for _ in range(steps):
+                optimizer.zero_grad()
+                error(generator).backward()
+                optimizer.step()
+                schedule.step()
+                running()
+    finally:
+        for parameter, flag in zip(parameters, flags, strict=True):
+            parameter.grad = None
+            parameter.requires_grad_(flag)
+
+
+def _size(row: Tensor) -> float:
+    return float(row.detach().double().square().mean().sqrt().clamp_min(1e-12))

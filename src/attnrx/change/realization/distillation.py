@@ -1,0 +1,171 @@
+"""Distillation: fits all weights of a compressed model together to the outputs of the original, without labels."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+
+import torch
+from torch import nn
+
+from attnrx.change.realization.descent import HELD_OUT, descend_
+from attnrx.data import ImageData, ImageSet
+from attnrx.data.model_data import images_for
+from attnrx.support.arguments import (
+    ANY,
+    COUNT,
+    MODEL,
+    RATE,
+    SEED,
+    checked,
+    each,
+    instance,
+    optional,
+    require_fields,
+    whole,
+)
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import track
+from attnrx.support.runtime.module_copies import copied
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.models import InputValidation, evaluating, family_of
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.outputs import output_kind_of
+
+
+@dataclass(frozen=True)
+class Distill:
+    """The settings: passes over the images, the learning rates of Adam that are tried, relative to the root mean square
+    of each tensor, and the images of a step.
+
+    Every learning rate decays to zero by a cosine.
+    """
+
+    epochs: int = 2
+    # The first is better for a model that has lost little, the second for one that has lost much
+    # (docs/results/plan.md, "What does the last fit add?").
+    learning_rates: tuple[float, ...] = (2e-4, 1e-3)
+    batch: int = 64
+    seed: int = 0
+
+    def __post_init__(self):
+        rates = each(RATE, "learning rates between 0 and 1, e.g. (2e-4, 1e-3)", least=1)
+        require_fields(self, epochs=COUNT, learning_rates=rates, batch=whole(HELD_OUT), seed=SEED)
+
+
+@dataclass
+class Distilled:
+    """A distilled model, the mean divergence of its outputs before and after on images that it was not fitted to, and
+    notes on the images. `learning_rate` is that of the fit; None if no fit was better than none.
+
+    The divergence is the one that is minimized: half the variance of the difference of the logits, an eighth of the
+    squared differences of the logits of labels, the squared error of a regression relative to its variance, or half the
+    squared distance of embeddings relative to their squared norm (`OutputKind.softened`).
+    """
+
+    model: nn.Module
+    before: float
+    after: float
+    learning_rate: float | None
+    notes: list[str] = field(default_factory=list)
+
+
+@checked(
+    candidate=MODEL,
+    reference=MODEL,
+    calibration=ANY,
+    settings=optional(instance("a Distill, e.g. attnrx.realization.distillation.Distill(epochs=2)", Distill)),
+)
+@verb
+def distill(
+    candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Distill | None = None
+) -> Distilled:
+    """Returns a copy of the candidate whose outputs are fitted to those of the reference, without labels.
+
+    All weights are fitted together by Adam, with tokens pruned and merged as in use, so that it corrects what `repair`,
+    block by block and on all tokens, cannot. The loss is the Kullback-Leibler divergence of outputs softened by a high
+    temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start. One image in eight
+    is not fitted to: the weights with the least divergence on those are returned, which may be the candidate's own.
+
+    Raises:
+        InvalidInput: The models return outputs of different widths, or there are too few images.
+        DataError: The images do not have the model's input shape, or contain NaN or infinity.
+    """
+    knobs = settings or Distill()
+    images = images_for(reference, calibration, "calibration", seed=knobs.seed)
+    if len(images) < 2 * HELD_OUT:
+        raise InvalidInput(f"distill was given {len(images)} images; give at least {2 * HELD_OUT}, better 2,000.")
+    weight = next(candidate.parameters())
+    # Steps are smaller than the rounding of half precision.
+    work = copied(candidate).to(torch.promote_types(weight.dtype, torch.float32))
+    fit = _OutputFit(work, reference, images, knobs)
+    with evaluating((work, reference)):
+        before = after = fit.held_out()
+        start = best = copy.deepcopy(work.state_dict())
+        learning_rate = None
+        for rate in knobs.learning_rates if before > 0 else ():
+            work.load_state_dict(start)
+            descend_(work, fit.error, fit.steps, rate, knobs.seed)
+            divergence = fit.held_out()
+            if divergence < after:  # false for NaN
+                best, after, learning_rate = copy.deepcopy(work.state_dict()), divergence, rate
+        work.load_state_dict(best)
+    return Distilled(work.to(weight.dtype), before, after, learning_rate, fit.notes)
+
+
+class _OutputFit:
+    """The error of a model's outputs, on the next batch of the images and on those that are held out."""
+
+    def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
+        self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
+        self.kind = output_kind_of(reference)
+        self.notes: list[str] = []
+        self.is_validated = False
+        batches = -(-len(images) // knobs.batch)
+        self.steps = knobs.epochs * batches
+        # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory. A fit
+        # ends with a pass, so the next one begins with the first images again.
+        rounds = chain.from_iterable(self._batches() for _ in repeat(None))
+        self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
+
+    def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
+        """Returns the mean divergence on the next images to fit to."""
+        pixels = next(self._next)
+        return self.kind.softened(*self._outputs(pixels[~_held_out(pixels)])).mean()
+
+    def held_out(self) -> float:
+        """Returns the mean divergence on the images that are held out."""
+        with torch.no_grad():
+            held_out = (pixels[_held_out(pixels)] for pixels in self._batches())
+            parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
+        # Of all images together: the scale of a divergence may be that of the outputs of all images.
+        target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
+        return float(self.kind.softened(target, outputs).mean())
+
+    def _batches(self) -> Iterator[Tensor]:
+        weight = next(self.reference.parameters())
+        # Every image is validated once, in the first pass, which is that before the fit.
+        validation = (
+            None if self.is_validated else InputValidation(self.reference, family_of(self.reference), "distill")
+        )
+        for batch in self.images.batches(self.batch, device=weight.device):
+            yield batch.images.to(weight.dtype) if validation is None else validation.take(batch.images)
+        if validation is not None:
+            self.notes, self.is_validated = [*self.images.notes, *validation.notes()], True
+
+    def _outputs(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of the reference and of the model."""
+        with torch.no_grad():
+            target = self.reference(pixels)
+        outputs = self.model(pixels.to(next(self.model.parameters()).dtype))
+        if outputs.shape != target.shape:
+            raise InvalidInput(
+                f"the candidate returns {outputs.shape[1]} numbers per image, the reference {target.shape[1]}; distill "
+                "a model that was made from the reference."
+            )
+        return target, outputs
+
+
+def _held_out(pixels: Tensor) -> Bool[Tensor, "images"]:
+    # The last of every group: a short last batch has images to fit to, and maybe none that are held out.
+    return torch.arange(len(pixels), device=pixels.device) % HELD_OUT == HELD_OUT - 1

@@ -1,0 +1,304 @@
+"""An elastic model: a folder with several sizes of one model, from which a model for any budget is loaded."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.serialization.storage import check_schema, read_json, write_json
+from attnrx.support.serialization.validation import (
+    Choice,
+    Flag,
+    Integer,
+    Invalid,
+    Items,
+    Number,
+    Optional,
+    Record,
+    Text,
+    validated,
+)
+from attnrx.vit.models import family_of, load_model, model_fingerprint, reduction_of
+from attnrx.vit.tokens import TokenPolicy
+
+KIND, SCHEMA = "attnrx elastic model", 1
+INDEX = "elastic.json"
+ORIGINAL = "original"
+# A size is loaded as it is for budgets up to this share above its own.
+SAME = 1.01
+NEAR = 0.1  # of the MACs
+HALVINGS = 20  # of the search for the number of tokens
+MOST_SIZES = 1000
+NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,100}")
+
+
+def _require_name(text: str) -> None:
+    # It is joined to the folder: a separator or ".." would lead out of it.
+    if NAME.fullmatch(text) is None:
+        raise InvalidInput("it must be the name of a folder of letters, digits and . _ + -")
+
+
+def _require_unique_names(record: Mapping[str, Any], where: str) -> None:
+    first: dict[str, int] = {}
+    for index, size in enumerate(record["sizes"]):
+        if first.setdefault(size["name"], index) != index:
+            raise Invalid(f"sizes[{index}].name", f"is {size['name']!r}, as sizes[{first[size['name']]}].name is")
+
+
+SIZE = Record(
+    {
+        "name": Text(parse=_require_name),
+        "macs": Number(0.0, 2.0),
+        "params": Number(0.0, 2.0),
+        "latency": Optional(Number(0.0, 100.0)),
+        "divergence": Optional(Number(0.0)),
+        "reduces_tokens": Flag(),
+    },
+    {"cuts": Items(Items(Number(0.0), 2, 2), 0, MOST_SIZES), "fingerprint": Text()},
+)
+RECORD = Record(
+    {
+        "kind": Choice((KIND,)),
+        "schema": Choice((SCHEMA,)),
+        "sizes": Items(SIZE, 1, MOST_SIZES),
+        "about": Record({}, {"macs": Integer(1), "params": Integer(1), "fingerprint": Text()}, open=True),
+    },
+    then=_require_unique_names,
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
+
+    `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
+    model; None where it was not measured. `cuts` are the MACs and the divergence of this size and of the same with
+    fewer tokens, down to the MACs of the next smaller size, all on the same images. `fingerprint` is that of the size's
+    weights; folders of earlier versions lack it.
+    """
+
+    name: str
+    macs: float
+    params: float
+    latency: float | None = None
+    divergence: float | None = None
+    reduces_tokens: bool = True
+    cuts: tuple[tuple[float, float], ...] = ()
+    fingerprint: str | None = None
+
+    def divergence_at(self, macs: float) -> float | None:
+        """Returns the divergence of this size at a share of the MACs: at its own or more its own, at fewer that of its
+        cuts, interpolated linearly; None where it is not known.
+        """
+        if self.name == ORIGINAL and macs >= self.macs:
+            return 0.0
+        if macs >= self.macs:
+            return self.cuts[0][1] if self.cuts else self.divergence
+        for (more, before), (fewer, after) in pairwise(self.cuts):
+            if fewer <= macs <= more:
+                return after + (before - after) * (macs - fewer) / max(more - fewer, 1e-9)
+        # A size without cuts, of an earlier version: with a tenth fewer MACs by its tokens it is as good as a plan
+        # for that budget (docs/results/plan.md, "budgets between two plans"), and with still fewer it is worse.
+        return self.divergence if not self.cuts and self.macs - macs <= NEAR else None
+
+    def __str__(self) -> str:
+        speed = "" if self.latency is None else f", {1 / self.latency:.2f}x the speed"
+        far = "" if self.divergence is None else f", divergence {self.divergence:.4f}"
+        return (
+            f"{self.name}: {100 * self.macs:.1f} % of the MACs, {100 * self.params:.1f} % of the parameters{speed}{far}"
+        )
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Several sizes of one model in a folder, each an ordinary saved model, and the original.
+
+    `load` returns the model for a budget: the stored size, or the larger one with fewer tokens, that diverges least.
+    The weights of a size are those that were repaired for it, so sizes do not share them; the token policy has no
+    weights and takes any value in between.
+    """
+
+    folder: Path
+    sizes: tuple[Size, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path | str) -> "Elastic":
+        """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
+        path = Path(folder) / INDEX
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
+        sizes = tuple(
+            Size(**{**size, "cuts": tuple(tuple(cut) for cut in size.get("cuts", ()))}) for size in record["sizes"]
+        )
+        return cls(Path(folder), sizes, record["about"])
+
+    def write(self) -> Path:
+        """Writes the index; the sizes are in the folder already."""
+        return write_json(self.folder / INDEX, self.to_record())
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the content of the index."""
+        sizes = [
+            {name: value for name, value in asdict(size).items() if name != "fingerprint" or value is not None}
+            for size in self.sizes
+        ]
+        return {"kind": KIND, "schema": SCHEMA, "sizes": sizes, "about": dict(self.about)}
+
+    def __repr__(self) -> str:
+        return "\n".join((f"Elastic({str(self.folder)!r})", *map(str, self.sizes)))
+
+    def load(self, of: str, most: float, **given: Any) -> nn.Module:
+        """Returns the model that costs at most the share `most` of the original's `of`: macs, params or latency.
+
+        Latency is interpolated linearly in the MACs between the stored sizes; tokens do not change the parameters, so a
+        budget of parameters takes a stored size. `given` are arguments of `load_model`.
+
+        Raises:
+            NotSupported: No size is small enough, or the latency was not measured.
+        """
+        if of == "params":
+            fitting = [size for size in self.sizes if size.params <= most]
+            if not fitting:
+                raise self._too_small(of, most)
+            return self.model_of(_least_divergent(fitting, lambda size: size.params), **given)
+        sizes = self.sizes if of == "macs" else self._fastest()
+        macs = most if of == "macs" else self._macs_for(most, sizes)
+        for size in self._candidates(macs, sizes):
+            model = self.model_of(size, **given)
+            # The MACs of the original, without loading it.
+            original_macs = family_of(model).costs(model).macs / size.macs
+            is_own = size.macs <= macs <= SAME * size.macs
+            # Smaller than requested is the last resort: such a size is returned even if its tokens cannot be changed.
+            if is_own or fit_tokens_(model, macs * original_macs) or size.macs <= macs:
+                return model
+        raise self._too_small(of, most)
+
+    def model_of(self, size: Size, **given: Any) -> nn.Module:
+        """Loads a size, and checks that it is the model of its entry.
+
+        Raises:
+            CheckpointError: The folder of the size has another model: it was swapped with another one, or replaced.
+        """
+        path = self.folder / size.name
+        model = load_model(path, **given)
+        fingerprint, costs = model_fingerprint(model), family_of(model).costs(model)
+        pairs = [("fingerprint", fingerprint, size.fingerprint)]
+        if size.name == ORIGINAL:
+            pairs.append(("fingerprint", fingerprint, self.about.get("fingerprint")))
+        # The token policy is no weight, but changes the MACs.
+        if (original := self._original_costs(**given)) is not None:
+            stated = [round(share * whole) for share, whole in zip((size.macs, size.params), original, strict=True)]
+            pairs += [("MACs", costs.macs, stated[0]), ("parameters", costs.params, stated[1])]
+        for name, found, expected in pairs:
+            if expected is not None and found != expected:
+                raise CheckpointError(
+                    f"{path} is not the model that {INDEX} describes ({name} {found}, not {expected}): it was replaced "
+                    "or renamed. Put it back, or make the sizes again with attnrx.elastic."
+                )
+        return model
+
+    def _original_costs(self, **given: Any) -> tuple[int, int] | None:
+        """Returns MACs and parameters of the original, which folders of earlier versions do not state."""
+        if "macs" in self.about and "params" in self.about:
+            return self.about["macs"], self.about["params"]
+        if not (self.folder / ORIGINAL).is_dir():
+            return None
+        model = load_model(self.folder / ORIGINAL, **given)
+        costs = family_of(model).costs(model)
+        return costs.macs, costs.params
+
+    def _fastest(self) -> tuple[Size, ...]:
+        """Returns the timed sizes, each of which is faster than all with more MACs."""
+        fastest, least = [], math.inf
+        for size in sorted(self.sizes, key=lambda size: size.macs, reverse=True):
+            if size.latency is not None and size.latency < least:
+                least = size.latency
+                fastest.append(size)
+        return tuple(fastest)
+
+    def _candidates(self, macs: float, sizes: Sequence[Size]) -> Iterator[Size]:
+        """Yields the sizes that can meet a budget of MACs: the size of these MACs, then by their divergence there.
+
+        Without measured divergences: the larger ones, with fewer tokens, from the smallest on, then the smaller ones.
+        """
+
+        def order(size: Size) -> tuple[bool, bool, float, bool, float]:
+            is_own, far = size.macs <= macs <= SAME * size.macs, size.divergence_at(macs)
+            return not is_own, far is None, far or 0.0, size.macs < macs, abs(size.macs - macs)
+
+        yield from sorted((size for size in sizes if size.macs <= macs or size.reduces_tokens), key=order)
+
+    def _macs_for(self, latency: float, sizes: Sequence[Size]) -> float:
+        """Returns the share of the MACs at a share of the latency, by linear interpolation."""
+        # Piecewise linear through the stored sizes, which were timed in turns; beyond the largest there is nothing to
+        # gain.
+        timed = sorted((size.latency, size.macs) for size in sizes if size.latency is not None)
+        if sum(size.latency is not None for size in self.sizes) < 2:
+            raise NotSupported(f"{self.folder}: the latency of its sizes was not measured; give macs or params.")
+        if latency >= timed[-1][0]:
+            return timed[-1][1]
+        for (fast, fewer_macs), (slow, more_macs) in pairwise(timed):
+            if fast <= latency <= slow:
+                return fewer_macs + (more_macs - fewer_macs) * (latency - fast) / max(slow - fast, 1e-9)
+        raise self._too_small("latency", latency)
+
+    def _too_small(self, of: str, most: float) -> NotSupported:
+        sizes = "\n".join(map(str, self.sizes))
+        return NotSupported(
+            f"{self.folder} has no size with {most:.3g} of the original's {of}. It has\n{sizes}\nRequest more, or make "
+            "a smaller size with attnrx.elastic."
+        )
+
+
+def _least_divergent(sizes: Sequence[Size], cost: Callable[[Size], float]) -> Size:
+    """Returns the size with the least divergence, or the most costly one where that was not measured for all."""
+    if any(size.divergence is None for size in sizes if size.name != ORIGINAL):
+        return max(sizes, key=cost)
+    return min(sizes, key=lambda size: (size.divergence or 0.0, -cost(size)))
+
+
+def is_elastic(folder: Path | str) -> bool:
+    return (Path(folder) / INDEX).is_file()
+
+
+def fit_tokens_(model: nn.Module, most: float) -> bool:
+    """Changes the numbers of tokens of the model's policy, in place, so that it costs at most `most` MACs, and hardly
+    less.
+
+    The shares of pruned patches of all stages are multiplied by one factor. Returns False, with the model unchanged,
+    where the model has no policy of fixed numbers, or no factor reaches the budget.
+    """
+    reduction, family = reduction_of(model), family_of(model)
+    if reduction is None or reduction.policy.by_image or not reduction.policy.drops:
+        return False
+    policy, patches = reduction.policy, reduction.shape.layout.patches
+
+    def macs(factor: float) -> int:
+        reduction.use_policy_(scaled(policy, factor))
+        return family.costs(model).macs
+
+    # At the largest factor one patch remains after the last stage. `high` fits the budget at every step, so the result
+    # does.
+    low, high = 0.0, (1 - 1 / patches) / (1 - policy.keep[-1])
+    if macs(high) > most:
+        reduction.use_policy_(policy)
+        return False
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if macs(middle) > most else (low, middle)
+    reduction.use_policy_(scaled(policy, high))
+    return True
+
+
+def scaled(policy: TokenPolicy, factor: float) -> TokenPolicy:
+    """Returns the policy with the share of pruned patches after every stage multiplied by the factor."""
+    keep = tuple(max(1 - factor * (1 - share), 1e-6) for share in policy.keep)  # a keep ratio of 0 is invalid
+    return replace(policy, keep=keep, num_pruned=None)

@@ -1,0 +1,82 @@
+"""Refits strengths on calibration data by least squares, so that the attention approximates the original's."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from attnrx.change.decompositions import StrengthFit
+from attnrx.data import ImageSet
+from attnrx.nouns.prescription import LayerPrescription, Prescription
+from attnrx.support.progress import track
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.models import InputValidation, evaluating, family_of, observing
+from attnrx.vit.observation import Observation
+from attnrx.vit.outputs import output_kind_of
+
+BATCH = 64
+
+
+def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
+    """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
+    bit-identical.
+    """
+    family = family_of(model)
+    attentions = family.attention(model)
+    fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
+
+    def observe(index: int, observation: Observation) -> None:
+        # The rows as the compressed layer will compute them: pruned directions zero, and divided by the norm of the
+        # rest.
+        keep = prescription.layers[index].qk.keep.to(observation.query.device)
+        has_norms = attentions[index].spec.has_norms
+        left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
+        fits[index].observe(left, right, observation.scores, observation.scale)
+
+    weight, input_validation = next(model.parameters()), InputValidation(model, family, "realize")
+    with evaluating([model]), observing(model, family, observe):
+        batches = calibration.batches(BATCH, device=weight.device)
+        for batch in track(batches, "fitting strengths", -(-len(calibration) // BATCH)):
+            model(input_validation.take(batch.images))
+    input_validation.notes()  # called for its warning
+    return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
+
+
+def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
+    """Returns the candidate whose outputs have the smallest mean divergence from the model's; the first of equals."""
+    # By outputs and not by layer: a fit that is better in every layer may be worse in the model.
+    divergences = mean_divergences(candidates, model, images)
+    # Of a candidate that returns NaN it is NaN, which argmin would take.
+    return candidates[int(torch.tensor(divergences).nan_to_num(nan=math.inf).argmin())]
+
+
+def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:
+    """Returns the mean divergence of the outputs of every candidate from the model's."""
+    weight, kind = next(model.parameters()), output_kind_of(model)
+    outputs: list[list[Tensor]] = [[] for _ in (model, *candidates)]
+    with evaluating([model, *candidates]), torch.no_grad():
+        batches = images.batches(BATCH, device=weight.device)
+        for batch in track(batches, "comparing candidates", -(-len(images) // BATCH)):
+            for rows, each in zip(outputs, (model, *candidates), strict=True):
+                rows.append(kind.prepared(each(batch.images.to(weight.dtype))))
+    # Of all images together: the scale of a divergence may be that of the outputs of all images.
+    base, *others = (torch.cat(rows) for rows in outputs)
+    return [float(kind.divergence(base, other).mean()) for other in others]
+
+
+def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
+    decision = layer.qk
+    solved = fit.solve(decision.keep, decision.strength).to(decision.strength.dtype)
+    # A head that keeps all of its directions is exact already, and a refit would only add rounding.
+    changed = ~decision.keep.all(-1, keepdim=True)
+    return layer.with_scores(
+        replace(decision, strength=torch.where(changed & decision.keep, solved, decision.strength))
+    )
+
+
+def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
+    masked = rows * keep.to(rows.dtype)
+    # The observed rows are divided by their norms already; dividing again by the norm of the kept part is the same.
+    return nn.functional.normalize(masked, dim=-1) if has_norms else masked

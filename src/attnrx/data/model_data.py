@@ -1,0 +1,222 @@
+"""Conversion of user data to the image set or the splits of a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from attnrx.data import MOST_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
+from attnrx.data.adapters import LABEL_KEYS
+from attnrx.data.pixels import SMALL
+from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
+from attnrx.support.arguments import MODEL, checked, instance, optional
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.preprocessing import ImageGeometry, Preprocessing
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.models import family_of
+from attnrx.vit.outputs import Logits, output_kind_of
+
+
+def normalization_of(model: nn.Module) -> Normalization:
+    """Returns the scale on which the model reads images."""
+    return Normalization(*family_of(model).normalization(model))
+
+
+def preprocessing_of(model: nn.Module) -> Preprocessing:
+    """Returns how the model takes pictures: as its own library states it, else resized to fill its input.
+
+    Models without a statement resize photographs to 256/224 of their input before a central crop, smaller pictures to
+    their input.
+    """
+    family = family_of(model)
+    return Preprocessing(family.geometry(model) or _own_geometry(family.input_shape(model)), normalization_of(model))
+
+
+def _own_geometry(shape: tuple[int, int, int], photos: bool | None = None) -> ImageGeometry:
+    channels, *size = shape
+    photos = min(size) > SMALL if photos is None else photos
+    return ImageGeometry.of_size((size[0], size[1]), channels, "photo" if photos else "fill")
+
+
+def images_for(
+    model: nn.Module, data: Any, argument: str = "data", *, limit: int = MOST_IMAGES, seed: int = 0
+) -> ImageSet:
+    """Returns the data as an image set for this model, read in one pass (see `data.image_set`). PIL images are
+    preprocessed as the model states (`preprocessing_of`); tensors must already be normalized for the model.
+
+    Raises:
+        InvalidInput: The data has an unknown type, or its images are not float tensors; the message names `argument`.
+        DataError: The data is empty, or reading it raised an error.
+    """
+    if isinstance(data, ImageSet):
+        return data
+    scale, preprocess = normalization_of(model), _preprocess_of(model, argument)
+    outputs = output_kind_of(model).name
+    return image_set(data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs)
+
+
+def _preprocess_of(model: nn.Module, argument: str) -> Callable[[Any], Float[Tensor, "channels height width"]]:
+    preprocessing = preprocessing_of(model)
+
+    def preprocess(picture: Any) -> Float[Tensor, "channels height width"]:
+        try:
+            return preprocessing(picture)
+        except Exception as error:  # of Pillow, of many types: a picture may be read from its file only here
+            raise DataError(f"a picture of {argument} cannot be used: {str(error) or type(error).__name__}.") from error
+
+    return preprocess
+
+
+def splits_for(
+    model: nn.Module,
+    data: Any,
+    argument: str = "data",
+    *,
+    training: bool = False,
+    limit: int = MOST_IMAGES,
+    seed: int = 0,
+) -> Splits:
+    """Returns the data as splits.
+
+    `Splits` are returned unchanged; a mapping (such as a `datasets.DatasetDict`) is read by split name; other data
+    become the training images. A missing split raises an error only when it is used. Images are read once, at most
+    `limit` of a split; for `training` rows of a dataset are read anew in every pass, in any order.
+    """
+    if isinstance(data, Splits):
+        return data
+    by_split = dict(data) if isinstance(data, Mapping) else {"train": data}
+    unknown = [name for name in by_split if str(name).lower() not in SPLITS]
+    if unknown:
+        raise InvalidInput(f"{argument} has a split {unknown[0]!r}: name the splits train, validation and test.")
+    sets: dict[str, ImageSet] = {}
+    for name, images in by_split.items():
+        split, named = SPLITS[name.lower()], f"{argument}[{name!r}]"
+        if split in sets:
+            raise InvalidInput(f"{argument} has two {split} splits, one of them called {name!r}; give one.")
+        lazy = training_set(images, _preprocess_of(model, named), named) if training else None
+        if lazy is None and training and split == "train":
+            raise InvalidInput(
+                f"{named} can only be iterated in its own order, and training draws a new order for every epoch so "
+                "that a run can be resumed: give a dataset with a length and an index, or a DataLoader over one with "
+                "its default sampler."
+            )
+        sets[split] = images_for(model, images, named, limit=limit, seed=seed) if lazy is None else lazy
+    notes = ()
+    if "test" not in sets and "validation" in sets:
+        # Datasets often publish no labels of a test split; the note records that both are the same images.
+        sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
+    source = f"{argument} (a mapping from the names of splits to data)"
+    # A placeholder per absent split, which raises with its name where it is used.
+    missing = {name: MissingImages(source, name, tuple(sets)) for name in NAMES}
+    family = family_of(model)
+    channels, *size = family.input_shape(model)
+    # Without names of its classes a model has their numbers; one of embeddings has none. One logit distinguishes two
+    # classes, of which a configuration may name one.
+    classes = tuple(map(str, range(num_classes(model))))
+    names = family.class_names(model) or _fitting(dataset_classes(*by_split.values()), len(classes))
+    return Splits(
+        name=argument,
+        **{**missing, **sets},
+        class_names=names if len(names) >= len(classes) else classes,
+        channels=channels,
+        image_size=size[0] if size[0] == size[1] else (size[0], size[1]),
+        normalization=normalization_of(model),
+        augmentation=None,
+        notes=notes,
+    )
+
+
+def dataset_classes(*data: Any) -> tuple[str, ...]:
+    """Returns the class names of a user's dataset, a part of it or a DataLoader over it; () where it states none.
+
+    They are its attribute `classes`, as torchvision's datasets have it, or the names of a Hugging Face dataset's label.
+    """
+    for each in data:
+        # A DataLoader and a Subset hold the dataset that they read from.
+        for _ in range(8):
+            if getattr(each, "classes", None) is not None or not hasattr(each, "dataset"):
+                break
+            each = each.dataset
+        features = getattr(each, "features", None)
+        label = next((features[key] for key in LABEL_KEYS if key in features), None) if features else None
+        names = getattr(each, "classes", None) or getattr(label, "names", None)
+        if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return ()
+
+
+def _fitting(names: tuple[str, ...], classes: int) -> tuple[str, ...]:
+    return names if len(names) == classes else ()
+
+
+def input_options(model: nn.Module) -> dict[str, Any]:
+    """Returns the arguments of `load_data` with which a dataset is decoded for this model at once."""
+    stated = family_of(model).geometry(model)
+    if stated is not None:
+        return {"geometry": stated}
+    _, height, width = family_of(model).input_shape(model)
+    return {"image_size": height if height == width else (height, width)}
+
+
+@checked(
+    splits=instance("Splits, e.g. attnrx.load_data('cifar10')", Splits),
+    model=MODEL,
+    label_map=optional(instance("a dictionary from class names to class numbers", Mapping)),
+)
+def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
+    """Returns the splits with the model's preprocessing and with labels as class indices of the model.
+
+    Pictures that attnrx decodes are fitted as the model's own library does it, in size, crop, interpolation and
+    channels; a model that states nothing keeps the way of the dataset, at its own size. `label_map` maps class names of
+    the dataset to class indices of the model; ImageNet subsets need none (see `data.fit_labels`). Labels that fit no
+    head raise an error only when they are used.
+
+    Raises:
+        DataError: The images are given as pixels of another shape than the model's input, or the map does not fit.
+    """
+    family = family_of(model)
+    shape = family.input_shape(model)
+    if splits.geometry is not None:
+        splits = _fitted(splits, splits.geometry, model)
+    channels, *size = shape
+    if splits.channels != channels:
+        wanted = "RGB" if channels == 3 else f"{channels}-channel"
+        raise DataError(
+            f"{splits.name} has images of {splits.channels} channel(s), the model needs {channels}: store them as "
+            f"{wanted} images, give a PyTorch dataset that converts them (in torchvision, Grayscale({channels})), or "
+            f"use a model of {splits.channels} channel(s)."
+        )
+    wanted = size[0] if size[0] == size[1] else tuple(size)
+    if splits.image_size != wanted:
+        raise DataError(
+            f"{splits.name} has images of {splits.image_size} pixels, the model needs {wanted}; load the data with "
+            f"image_size={wanted}, or use a model for this size."
+        )
+    fitted = splits.renormalized(normalization_of(model))
+    classes = num_classes(model)
+    if not classes:
+        if label_map is not None:
+            raise InvalidInput("label_map was given, and the model has no classifier whose classes it could name.")
+        return fitted
+    return fit_labels(fitted, classes, label_map)
+
+
+def _fitted(splits: Splits, geometry: ImageGeometry, model: nn.Module) -> Splits:
+    family = family_of(model)
+    shape, stated = family.input_shape(model), family.geometry(model)
+    if stated is None and geometry.shape == shape:
+        return splits
+    photos = splits.augmentation is not None and splits.augmentation.area is not None
+    wanted = stated or _own_geometry(shape, photos)
+    # A picture has one or three channels; other models need tensors.
+    if wanted == geometry or wanted.channels not in (1, 3):
+        return splits
+    fitted = splits.with_geometry(wanted, normalization_of(model))
+    return replace(fitted, notes=(*splits.notes, f"pictures are preprocessed as the model states: {wanted}"))
+
+
+def num_classes(model: nn.Module) -> int:
+    """Returns the number of classes that a model distinguishes; 0 for a model of embeddings."""
+    heads, kind = family_of(model).heads(model), output_kind_of(model)
+    return kind.num_classes(heads[0].out_features) if heads and isinstance(kind, Logits) else 0

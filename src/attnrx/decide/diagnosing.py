@@ -1,0 +1,443 @@
+"""Diagnosis of a model: passes over images in which diagnostics observe every layer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.data import MOST_IMAGES, Batch, ImageData
+from attnrx.data.model_data import images_for
+from attnrx.decide.diagnostics import (
+    Diagnostic,
+    MapWatch,
+    Moments,
+    Panel,
+    PerturbationResponse,
+    RelevanceWatch,
+    hidden_diagnosis,
+    singular_directions,
+    suited_diagnostics,
+)
+from attnrx.decide.diagnostics.redundancy import CentredMoment
+from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.decide.rules import rewritten
+from attnrx.decide.rules.metrics import directions_in, rotary_directions
+from attnrx.decide.rules.rotary import COHERENCE, coherence
+from attnrx.nouns.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.nouns.prescription import Basis
+from attnrx.support.arguments import ANY, BATCH, COUNT, FLAG, MODEL, SEED, TEXT, checked, each, instance, optional
+from attnrx.support.errors import DataError, FingerprintMismatch, InvalidInput
+from attnrx.support.optional import installed_versions
+from attnrx.support.progress import track
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.storage import require_finite_tensors
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.attention import Attention, Positions
+from attnrx.vit.models import (
+    InputValidation,
+    TokenReduction,
+    TokenRun,
+    evaluating,
+    family_of,
+    model_fingerprint,
+    observing,
+    observing_mlp,
+    reduction_of,
+    require_all_tokens,
+    require_ordinary_weights,
+    token_run,
+)
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.observation import Observation
+
+# The metrics in which spectra are shown, and the readings that each needs.
+METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
+
+
+@checked(
+    model=MODEL,
+    data=ANY,
+    diagnostics=optional(
+        each(
+            instance("a diagnostic", Diagnostic),  # type: ignore[type-abstract]
+            "several instances of attnrx.decide.diagnostics, e.g. (attnrx.diagnostics.Sparsity(),)",
+        )
+    ),
+    moments=FLAG,
+    images=optional(COUNT),
+    batch_size=BATCH,
+    seed=SEED,
+)
+@verb
+def diagnose(
+    model: nn.Module,
+    data: ImageData,
+    *,
+    diagnostics: tuple[Diagnostic, ...] | None = None,
+    moments: bool = False,
+    images: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> Diagnosis:
+    """Measures the diagnostics (by default those `suited_diagnostics` to the model) in one pass over the images.
+
+    `moments` adds `Moments` to the default ones of any model: a plan needs it for values and MLP. `images` limits the
+    number of images. With `Moments` among the diagnostics the MLP maps are observed too. Weights,
+    mode and backends of the model are restored; memory does not grow with the number of images. The images are moved to
+    the model's device and must be normalized for the model; otherwise a ScaleWarning is issued and recorded in
+    `about["notes"]`.
+
+    Raises:
+        DataError: There are no images, they do not have the model's input shape, or they contain NaN or infinity.
+    """
+    require_all_tokens(model, "diagnose")
+    require_ordinary_weights(model)
+    # Before the pass over the images: a NaN in the weights would only show as a reading that is not finite.
+    require_finite_tensors(model.state_dict(), "the model to diagnose")
+    attention = family_of(model).attention(model)
+    spectra = tuple(layer.spectrum() for layer in attention)
+    chosen = suited_diagnostics(spectra, moments=moments) if diagnostics is None else diagnostics
+    image_set = images_for(model, data, limit=images or MOST_IMAGES, seed=seed)
+    shown = image_set if images is None else image_set.take(images)
+    panel = Panel(chosen, spectra)
+    # Perturbed copies cost passes of their own, so only the first images have them.
+    to_perturb = panel.to_perturb(len(shown))
+    # The covariance of all hidden units is the largest table of a diagnosis, and is observed only where it is needed.
+    observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
+    forward_pass = _Pass(model, panel, to_perturb, seed, observe_mlp)
+    with (
+        evaluating([model]),
+        observing_mlp(model, family_of(model), forward_pass.observe_map),
+        forward_pass.rotations.receiving_positions(),
+    ):
+        for batch in track(
+            shown.batches(batch_size, device=next(model.parameters()).device),
+            "diagnosing",
+            -(-len(shown) // batch_size),
+        ):
+            forward_pass.run(batch)
+    if not forward_pass.images:
+        raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
+    measured = panel.readings()  # first: it raises for readings that are not finite
+    measured = [
+        of_layer | rotation for of_layer, rotation in zip(measured, forward_pass.rotations.readings(), strict=True)
+    ]
+    readings = [per_layer | layer.value_factors() for per_layer, layer in zip(measured, attention, strict=True)]
+    linears = forward_pass.map_diagnoses(), forward_pass.hidden_diagnoses()
+    layers = [LayerDiagnosis(*parts) for parts in zip(spectra, readings, *linears, strict=True)]
+    if observe_mlp:
+        layers = [_with_metrics(layer) for layer in layers]
+    notes = [*shown.notes, *forward_pass.input_validation.notes()]
+    name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
+    about = {
+        "family": family_of(model).name,
+        "data": {"name": name, "images": forward_pass.images, "fingerprint": shown.fingerprint},
+        "perturbed_images": to_perturb,
+        "seed": seed,
+        "diagnostics": [to_dict(diagnostic) for diagnostic in chosen],
+        "versions": installed_versions("attnrx", "torch"),
+        **({"notes": notes} if notes else {}),
+    }
+    return Diagnosis(tuple(layers), model_fingerprint(model), about)
+
+
+class _RotationWatch:
+    """Measures the coherence of the rotation of every layer of the rotary form."""
+
+    def __init__(self, attention: Sequence[Attention]):
+        self.attention = attention
+        self.positions: dict[int, Positions] = {}
+        self.sums: dict[int, Tensor] = {}
+        self.images = 0
+
+    @contextmanager
+    def receiving_positions(self) -> Iterator[None]:
+        """Receives the positions of every call of a layer inside the context."""
+
+        # An observation has rotated rows; the rotation itself is an argument of the layer.
+        def receive(index: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
+            self.positions[index] = args[2]
+
+        with ExitStack() as hooks:
+            for index, layer in enumerate(self.attention):
+                if layer.spec.rotates:
+                    hooks.enter_context(layer.register_forward_pre_hook(partial(receive, index)))
+            yield
+
+    def observe(self, index: int, observation: Observation) -> None:
+        if index in self.positions:
+            cosines = coherence(observation.attention, self.positions[index], self.attention[index].spec.heads)
+            images = len(observation.attention)
+            self.sums[index] = self.sums.get(index, torch.zeros(())) + images * cosines
+            # Every layer observes all images; they are counted at one.
+            self.images += images if index == min(self.positions) else 0
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        """Returns the reading of every layer; empty for layers without rotation."""
+        layers = range(len(self.attention))
+        return [{COHERENCE: self.sums[index] / self.images} if index in self.sums else {} for index in layers]
+
+
+@checked(
+    model=MODEL,
+    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images)", Diagnosis),
+    images=ANY,
+    metric=TEXT,
+    batch_size=BATCH,
+)
+@verb
+def measure_divergence(
+    model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
+) -> Diagnosis:
+    """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis, in one more pass over the images.
+
+    Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats;
+    the last one is zero up to rounding. `TotalRank(by="divergence")` allocates ranks by it.
+
+    Raises:
+        FingerprintMismatch: The diagnosis belongs to another model.
+        DataError: There are no images, or they do not fit the model.
+    """
+    require_all_tokens(model, "measure the divergence of")
+    if model_fingerprint(model) != diagnosis.fingerprint:
+        raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
+    # Rank r has the first r directions in the metric, so one pass serves every rank.
+    rewritten_diagnosis, bases = rewritten(diagnosis, metric)
+    shapes = [layer.spectrum.strength.shape for layer in rewritten_diagnosis.layers]
+    # The ranks of a head are 0..directions.
+    sums = [torch.zeros(heads, directions + 1, dtype=torch.float64) for heads, directions in shapes]
+    num_images = 0
+
+    def observe(index: int, observation: Observation) -> None:
+        divergences = _divergences(observation, rewritten_diagnosis.layers[index], bases[index])
+        sums[index] += divergences * observation.query.shape[0]
+
+    shown = images_for(model, images, "images")
+    weight, input_validation = next(model.parameters()), InputValidation(model, family_of(model), "measure_divergence")
+    with evaluating([model]), observing(model, family_of(model), observe):
+        for batch in shown.batches(batch_size, device=weight.device):
+            model(input_validation.take(batch.images))
+            num_images += len(batch.images)
+    input_validation.notes()  # warns about images on another scale
+    if not num_images:
+        raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
+    layers = tuple(
+        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / num_images})
+        for layer, total in zip(diagnosis.layers, sums, strict=True)
+    )
+    return replace(diagnosis, layers=layers)
+
+
+def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
+    """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
+    # A head's scores at rank r + 1 are those at rank r plus one outer product: directions + 1 softmaxes, and no product
+    # of matrices per rank.
+    dtype = torch.promote_types(observation.query.dtype, torch.float32)
+    left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
+    strength = layer.spectrum.strength.to(observation.query.device, dtype)
+    # [directions, batch, heads, tokens]: the rows of one direction are contiguous.
+    query = torch.einsum("bthd,hrd->rbht", observation.query.to(dtype), left)
+    query = query * strength.T[:, None, :, None] * observation.scale
+    key = torch.einsum("bthd,hrd->rbht", observation.key.to(dtype), right)
+    attention = observation.attention.to(dtype)
+    # KL(a || b) = sum a log a - sum a log b; the first term does not depend on the rank. [heads]
+    negative_entropy = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
+    scores = torch.zeros_like(attention)
+    divergences = [negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
+    for rows, columns in zip(query, key, strict=True):
+        scores.addcmul_(rows[..., None], columns[..., None, :])  # [batch, heads, queries, keys], in place
+        divergences.append(negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
+    # Rounding can make the difference of two entropies negative.
+    return torch.stack(divergences, dim=-1).clamp_min(0).double().cpu()
+
+
+def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagnosis:
+    """Returns the diagnosis; for a model one without readings, which suffices if no rule is given."""
+    if isinstance(given, Diagnosis):
+        return given
+    # A token policy needs no readings, and its user need not diagnose.
+    if any(rule is not None for rule in rules):
+        raise InvalidInput(
+            "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
+            "pass the diagnosis, or give a token policy alone."
+        )
+    require_all_tokens(given, "prescribe for")
+    require_ordinary_weights(given)
+    require_finite_tensors(given.state_dict(), "the model")
+    family = family_of(given)
+    layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(given))
+    about = {"family": family.name, "data": None, "versions": installed_versions("attnrx", "torch")}
+    return Diagnosis(layers, model_fingerprint(given), about)
+
+
+def token_relevance(
+    model: nn.Module, images: Float[Tensor, "images channels height width"]
+) -> dict[str, Float[Tensor, "images layers patches"]]:
+    """Returns the relevance of every patch by the attention of each layer, by source (see `RelevanceWatch`).
+
+    The images must be normalized, and are run as one batch.
+    """
+    if reduction_of(model) is not None:
+        raise InvalidInput(
+            "this model prunes or merges tokens, so its layers have different patches; give the original."
+        )
+    family, weight = family_of(model), next(model.parameters())
+    watch = RelevanceWatch(family.token_layout(model), len(family.attention(model)))
+    with evaluating([model]), observing(model, family, watch.observe):
+        model(images.to(weight.device, weight.dtype))
+    return watch.relevance()
+
+
+def patches_left(
+    model: nn.Module, images: Float[Tensor, "images channels height width"]
+) -> Bool[Tensor, "images stages patches"]:
+    """Returns the patches kept after each stage of a model with token reduction; the images are run as one batch.
+
+    A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
+    """
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise InvalidInput("this model has no token policy; attach one first.")
+    weight = next(model.parameters())
+    return patches_left_by(reduction, token_run(model, images.to(weight.device, weight.dtype)), len(images))
+
+
+def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
+    """Returns what `patches_left` does, from the statistics of a forward pass of this many images."""
+    patches = reduction.shape.layout.patches
+    # One tensor of indices per stage, [images, patches after the stage].
+    if not run.trail:  # a policy that keeps every patch runs no stage
+        return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
+    return torch.stack([_kept_mask(indices, patches) for indices in run.trail], dim=1).cpu()
+
+
+def _kept_mask(indices: Int[Tensor, "images kept"], patches: int) -> Bool[Tensor, "images patches"]:
+    # One more column collects the indices of no patch (-1), and is cut off.
+    mask = torch.zeros(len(indices), patches + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches]
+
+
+def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
+    """Adds the spectra of a layer without norms in the metrics of the weights and of the data.
+
+    strength_METRIC [heads, directions] are the singular values of the scores in that metric, effective_rank_METRIC
+    [heads] their effective ranks.
+    """
+    spectrum = layer.spectrum
+    # Their directions cannot be rewritten in another basis, so a metric has no spectrum to show.
+    if spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
+        return layer
+    readings = dict(layer.readings)
+    for metric, needs in METRIC_NEEDS.items():
+        if needs <= layer.readings.keys():
+            rotates = spectrum.pairs is not None
+            directions = rotary_directions(metric, layer) if rotates else directions_in(metric, layer)
+            # A removed head has no rows, and must have no strength in any metric.
+            strength = directions.strength * (spectrum.used.any(-1, keepdim=True))
+            readings[f"strength_{metric}"] = strength
+            readings[f"effective_rank_{metric}"] = effective_rank(strength)
+    return replace(layer, readings=readings)
+
+
+class _Pass:
+    """One pass over batches: a panel observes the attention and, with `observe_mlp`, watches observe the MLP maps."""
+
+    def __init__(self, model: nn.Module, panel: Panel, to_perturb: int, seed: int, observe_mlp: bool):
+        self.model, self.family, self.panel, self.seed = model, family_of(model), panel, seed
+        self.input_validation = InputValidation(model, self.family, "diagnose")
+        self.to_perturb = to_perturb
+        self.images = 0
+        self.num_halves = 0  # 1: a batch of original images, 2: its second half is perturbed, 0: no observed batch
+        self.linears = self.family.mlp(model)
+        self.rotations = _RotationWatch(self.family.attention(model))
+        self.watches = {
+            (layer, which): MapWatch(linear.in_features, linear.out_features)
+            for layer, pair in enumerate(self.linears if observe_mlp else ())
+            for which, linear in enumerate(pair)
+            if isinstance(linear, nn.Linear)
+        }
+        self.hidden = {layer: CentredMoment() for layer, which in self.watches if which == 1}  # inputs of fc2
+
+    def observe_map(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
+        """Accumulates inputs and outputs of one map for the images that are not perturbed."""
+        if (layer, which) in self.watches and self.num_halves:
+            unperturbed = slice(len(inputs) // self.num_halves)
+            self.watches[layer, which].observe(inputs[unperturbed], outputs[unperturbed])
+            if which == 1:
+                self.hidden[layer].add(inputs[unperturbed].flatten(0, -2))
+
+    def map_diagnoses(self) -> list[tuple[MapDiagnosis | None, ...]]:
+        """Returns the diagnoses of the maps per layer; () for models whose MLPs are not pairs of linear maps."""
+        # One entry per layer in any case, as these are zipped with the spectra.
+        pairs = self.linears or [()] * len(self.family.attention(self.model))
+        return [
+            tuple(self._map_diagnosis((layer, which), linear) for which, linear in enumerate(pair))
+            for layer, pair in enumerate(pairs)
+        ]
+
+    def hidden_diagnoses(self) -> list[HiddenDiagnosis | None]:
+        """Returns the diagnoses of the hidden units per layer; None for an MLP that is not two matrices."""
+        diagnoses: list[HiddenDiagnosis | None] = [None] * len(self.family.attention(self.model))
+        for layer, (first, second) in enumerate(self.linears if self.family.has_plain_units(self.model) else ()):
+            if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
+                diagnoses[layer] = hidden_diagnosis(first, second, self.hidden.get(layer))
+        return diagnoses
+
+    def _map_diagnosis(self, place: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
+        if not isinstance(linear, nn.Linear):
+            return None
+        # The plain SVD needs no images, so every diagnosis has it.
+        metrics = {"weights": singular_directions(linear.weight, linear.bias)}
+        if place in self.watches:
+            metrics["centered"] = self.watches[place].read(linear.weight, linear.bias)
+        return MapDiagnosis(linear.in_features, metrics)
+
+    def run(self, batch: Batch) -> None:
+        """Runs one batch; images to perturb run in one batch with their perturbed copies."""
+        images = self.input_validation.take(batch.images)
+        paired = min(len(images), max(0, self.to_perturb - self.images))
+        half = -(-len(images) // 2)  # pairs of half a batch, which need no more memory than a batch
+        if self.panel.perturbation is not None and paired:
+            for part, labels in zip(images[:paired].split(half), batch.labels[:paired].split(half), strict=True):
+                self._run_pairs(self.panel.perturbation, part, labels)
+        if paired < len(images):
+            self._observe(images[paired:], 1, self.panel.observe)
+            self.images += len(images) - paired
+
+    def _observe(self, images: Tensor, num_halves: int, observe: Callable[[int, Observation], None]) -> None:
+        # Set during this pass only: `observe_map` is also called in the passes that compute the perturbations.
+        self.num_halves = num_halves
+
+        def observe_layer(index: int, observation: Observation) -> None:
+            observe(index, observation)
+            self.rotations.observe(index, observation)
+
+        with observing(self.model, self.family, observe_layer):
+            self.model(images)
+        self.num_halves = 0
+
+    def _run_pairs(self, perturbation: PerturbationResponse, images: Tensor, labels: Tensor) -> None:
+        slope = partial(_loss_slope, self.model, labels)
+        changed = perturbation.perturb(images, self.images, self.seed, slope)
+        # The original images come first: `observe_map` uses the first half only.
+        self._observe(torch.cat([images, changed]), 2, self.panel.observe_pairs)
+        self.images += len(images)
+
+
+def _loss_slope(
+    model: nn.Module, labels: Int[Tensor, "batch"], images: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "batch channels height width"]:
+    """Returns the gradient of each image's cross-entropy with respect to its pixels."""
+    # Inside `evaluating`, which disables gradients; only those of the pixels are computed.
+    with torch.enable_grad():
+        images = images.detach().requires_grad_()
+        logits = model(images)
+        # The predicted class replaces a missing label; an embedding has its largest feature in its place.
+        has_label = (labels >= 0) & (labels < logits.shape[1])
+        loss = F.cross_entropy(logits, labels.where(has_label, logits.argmax(-1)), reduction="sum")
+        return torch.autograd.grad(loss, images)[0]

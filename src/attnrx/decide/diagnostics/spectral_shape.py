@@ -1,0 +1,111 @@
+"""Spectral shape: the distribution of a head's energy over its directions, from the strengths alone.
+
+`used` is True for existing directions and False on padding, which is ignored. A head without energy (all
+strengths zero, or no directions) has entropy 0, effective rank 0, sparsity 1 and sensitivity 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.decide.diagnostics.diagnostic import Accumulator, Diagnostic
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.observation import Observation
+from attnrx.vit.spectrum import Spectrum
+
+# A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.
+INACTIVE_BELOW = 0.1
+
+
+@dataclass(frozen=True)
+class SpectralShape(Diagnostic):
+    """Returns energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads]."""
+
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        return _Shapes(spectra)
+
+
+@dataclass
+class _Shapes(Accumulator):
+    spectra: tuple[Spectrum, ...]
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        """Does nothing: the strengths are the same for every image."""
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        return [
+            {
+                "energy": energy(spectrum.strength, spectrum.used),
+                "entropy": entropy(spectrum.strength, spectrum.used),
+                "effective_rank": effective_rank(spectrum.strength, spectrum.used),
+                "sparsity": sparsity(spectrum.strength, spectrum.used),
+                "sensitivity": sensitivity(spectrum.strength, spectrum.scale, spectrum.used),
+            }
+            for spectrum in self.spectra
+        ]
+
+
+def energy(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads directions"]:
+    """Returns each direction's share of its head's squared strengths (p_r, Eq. 22); zeros for a head without energy."""
+    magnitude = _magnitude(strength, used)
+    largest = _largest(magnitude)[..., None]
+    # Divided by the largest one first, so that squares neither overflow nor vanish.
+    square = (magnitude / torch.where(largest > 0, largest, torch.ones_like(largest)).detach()).square()
+    total = square.sum(-1, keepdim=True)
+    return square / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def entropy(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Returns the spectral entropy H in nats (Eq. 23): 0 for one direction, log(directions) for equal strengths.
+
+    Differentiable everywhere; a direction of strength zero receives no gradient.
+    """
+    share = energy(strength, used)
+    # log(1) where the share is zero: 0 log 0 = 0, and autograd finds no infinite slope to multiply with zero.
+    return 0 - (share * torch.where(share > 0, share, torch.ones_like(share)).log()).sum(-1)  # 0 -, or zero reads -0.0
+
+
+def effective_rank(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Returns the effective rank exp(H) (Eq. 24), from 1 to the number of directions (Eq. 25), or 0 without energy."""
+    active = (_magnitude(strength, used) != 0).sum(-1)
+    # Rounding may put exp(log(n)) above n, and then its ceiling would be n + 1.
+    return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
+
+
+def sparsity(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, Eq. 29).
+
+    Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, which does not depend on
+    the scale of the strengths.
+    """
+    magnitude = _magnitude(strength, used)
+    there = torch.ones_like(magnitude, dtype=torch.bool) if used is None else used
+    # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
+    inactive = ((magnitude < INACTIVE_BELOW * _largest(magnitude)[..., None]) | (magnitude == 0)) & there
+    directions = there.sum(-1)
+    share = inactive.sum(-1).to(strength.dtype) / directions.clamp(min=1)
+    return torch.where(directions > 0, share, torch.ones_like(share))
+
+
+def sensitivity(
+    strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Returns max|strength| * scale, which bounds the change of the scores per change of query and key (Prop. 4)."""
+    return scale * _largest(_magnitude(strength, used))
+
+
+def _magnitude(strength: Tensor, used: Tensor | None) -> Tensor:
+    return (strength if used is None else torch.where(used, strength, torch.zeros_like(strength))).abs()
+
+
+def _largest(magnitude: Tensor) -> Tensor:
+    # amax refuses an axis without directions.
+    return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)

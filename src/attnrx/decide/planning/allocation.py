@@ -1,0 +1,282 @@
+"""Allocation of a budget: the optimal plan under the assumption that the sensitivities of its choices add up."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.sensitivity import Sensitivities, Weights
+from attnrx.decide.planning.space import AXES, RANKS, TOKENS, Choices, Space
+from attnrx.support.errors import NotSupported
+
+# Savings and sensitivities below it are rounding; also the smallest divisor of the greedy gain.
+NOTHING = 1e-12
+# Savings are rounded to 1 / PARTS of the original's cost. Up to OWED parts of negative savings are allowed, because a
+# stage has a cost. Plans that miss the target by up to HIDDEN parts are checked too, because of the rounding.
+PARTS, OWED, HIDDEN = 2000, 200, 10
+
+
+@dataclass(frozen=True)
+class Step:
+    """One plan, its cost as a share of the original's, and its predicted divergence."""
+
+    choices: Choices
+    cost: float
+    sensitivity: float
+
+
+def even_weights(depth: int) -> dict[str, np.ndarray]:
+    """Returns weights of 1 for all sensitivities."""
+    return {axis: np.ones(depth) for axis in AXES}
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """The plans of minimal predicted divergence for every cost.
+
+    A multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the number of
+    pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. Per state
+    the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `PARTS`, the only approximation.
+    """
+
+    space: Space
+    cost_table: CostTable
+    sensitivities: Sensitivities
+    weights: Weights
+
+    def at(self, most: float) -> Step:
+        """Returns the plan of minimal predicted divergence that costs at most this share.
+
+        Raises:
+            NotSupported: No plan is cheap enough by the cost table.
+        """
+        # The table holds rounded savings, so the exact cost decides: the first plan that is cheap enough is optimal, up
+        # to the rounding. Savings beyond the budget are undone.
+        for choices in self._by_sensitivity(self.nothing - most):
+            cost = self.cost_table.total(choices)
+            if cost <= most:
+                step = Step(choices, cost, self.sensitivities.total(choices, self.weights))
+                return given_back(self.space, self.cost_table, self.sensitivities, most, self.weights, step)
+        raise _out_of_reach(self.space, self.cost_table.of, most, self.cheapest)
+
+    @property
+    def cheapest(self) -> float:
+        """The smallest cost of any plan as a share, up to rounding."""
+        # The last column that any final state reaches.
+        saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - OWED
+        return self.nothing - float(saved) / PARTS
+
+    @cached_property
+    def nothing(self) -> float:
+        """The cost of the unchanged model; for latency not exactly 1, because the reference is the library's model."""
+        return self.cost_table.total(Choices.nothing(self.space.depth))
+
+    @cached_property
+    def _gone(self) -> np.ndarray:
+        """The possible numbers of pruned patches."""
+        # Multiples of the step only, to keep the number of states small.
+        return np.arange(0, self.space.patches if TOKENS in self.space.axes else 1, self.space.step)
+
+    @property
+    def _least(self) -> np.ndarray:
+        return self._solved[0]
+
+    @cached_property
+    def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
+        """Returns the minimal sensitivity [gone, saved] after all layers, and the backpointers of every layer.
+
+        Index OWED of `saved` means no savings.
+        """
+        # [gone, saved], infinite for states that no plan reaches. Before the first layer there is one: nothing is
+        # saved.
+        least = np.full((len(self._gone), OWED + PARTS + 1), np.inf)
+        least[0, OWED] = 0.0
+        backpointers = []
+        for layer in range(self.space.depth):
+            # The order of a forward pass: the stage is before the layer, whose cost depends on the tokens that remain.
+            least, previous = self._prune_patches(layer, least)
+            least, chosen, options = self._choose_ranks(layer, least)
+            backpointers.append((previous, chosen, options))
+        return least, backpointers
+
+    def _prune_patches(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Adds a stage before a layer: returns the minimal sensitivity [gone, saved] and the previous indices."""
+        previous = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])  # no stage: the same state
+        # A stage needs the attention of a previous layer.
+        if not layer or len(least) == 1:
+            return least, previous
+        updated, patches = least.copy(), self.space.patches
+        # The divergence at every total number of pruned patches; a stage adds the difference between two totals, as in
+        # `Sensitivities.of_pruning`.
+        at_totals = np.array([self.sensitivities.of_pruning(layer, int(gone), patches) for gone in self._gone])
+        at_totals = at_totals * self.weights[TOKENS][layer]
+        for before, gone in enumerate(self._gone):
+            largest = gone + self.space.at_once(int(patches - gone))
+            # Vectorized over the totals that one stage can reach; only the loop over those before it is in Python.
+            after = slice(before + 1, int(np.searchsorted(self._gone, largest, side="right")))
+            # [saved]; a stage has a cost, which shifts the savings down.
+            shifted = _shifted(least[before], self._saved_by_stage(layer, before))
+            candidate = shifted + (at_totals[after] - at_totals[before])[:, None]
+            # `updated[after]` is a view, because `after` is a slice: the masked assignments change `updated`.
+            better = candidate < updated[after]
+            updated[after][better] = candidate[better]
+            previous[after][better] = before
+        return updated, previous
+
+    def _choose_ranks(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Chooses the ranks of a layer: returns the minimal sensitivity [gone, saved], the chosen option, and the
+        options."""
+        updated, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
+        for index, gone in enumerate(self._gone):
+            saved, sensitivity, levels = self._options(layer, int(gone))
+            # [options, saved]: the sensitivity before the layer, moved by the savings of every option.
+            candidates = np.stack([_shifted(least[index], int(parts)) for parts in saved]) + sensitivity[:, None]
+            chosen[index] = candidates.argmin(0)
+            updated[index] = candidates.min(0)
+            options.append(np.column_stack([saved, levels]))
+        return updated, chosen, options
+
+    def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the savings (in units of 1 / PARTS), sensitivities and levels of all Pareto-optimal rank choices of a
+        layer."""
+        # Dominated options are removed, so that the loop in `_choose_ranks` has few: an option stays if it saves more
+        # than every one of lower sensitivity.
+        levels, sensitivity = self._levels, np.zeros(len(self._levels))
+        for axis, level in zip(RANKS, levels.T, strict=True):
+            sensitivity += self.sensitivities.ranks[axis][layer, level] * self.weights[axis][layer]
+        tokens = self.cost_table.prefix + self.cost_table.patches
+        # Relative to the layer with all patches: the savings by pruned patches are counted here, layer by layer.
+        full = self.cost_table.layer(Choices.nothing(self.space.depth), layer, 0)
+        scores, values, mlp = levels.T
+        costs = (
+            self.cost_table.attention[layer, scores, values, tokens - gone]
+            + self.cost_table.mlp[layer, mlp, tokens - gone]
+        )
+        saved = np.array([self._parts(float(cost)) for cost in full - costs])
+        order = np.lexsort((-saved, sensitivity))  # by increasing sensitivity, then by decreasing savings
+        # The first option has no predecessor: any saving of a layer exceeds -OWED - PARTS.
+        optimal = saved[order] > np.maximum.accumulate(np.concatenate([[-OWED - PARTS], saved[order][:-1]]))
+        return saved[order][optimal], sensitivity[order][optimal], levels[order][optimal]
+
+    @cached_property
+    def _levels(self) -> np.ndarray:
+        """All combinations of levels [options, axis] of a layer."""
+        return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
+
+    def _saved_by_stage(self, layer: int, before: int) -> int:
+        """Returns the savings of a stage itself in units of 1 / PARTS, which are negative or zero."""
+        tokens = self.cost_table.prefix + self.space.patches - int(self._gone[before])
+        return self._parts(-self.cost_table.stages[layer, tokens])
+
+    def _parts(self, saved: float) -> int:
+        return round(saved / self.cost_table.whole * PARTS)
+
+    def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
+        """Yields the plans that save at least this share minus HIDDEN parts, by increasing sensitivity."""
+        # [gone, saved] flattened: the final number of pruned patches is free, so all states with enough savings
+        # compete.
+        first = OWED + max(round(saved * PARTS) - HIDDEN, -OWED)
+        least = self._least[:, first:]
+        for index in least.argsort(None, kind="stable"):
+            gone, over = divmod(int(index), least.shape[1])
+            if not np.isfinite(least[gone, over]):  # sorted: no plan reaches the states that follow
+                return
+            yield self._traced(gone, first + over)
+
+    def _traced(self, gone: int, saved: int) -> Choices:
+        """Follows the backpointers from the final state [gone, saved] to the plan."""
+        choices = Choices.nothing(self.space.depth)
+        # The steps of `_solved` backwards: in every layer the ranks first, then the stage before it.
+        for layer, (previous, chosen, options) in reversed(list(enumerate(self._solved[1]))):
+            parts, *levels = (int(value) for value in options[gone][chosen[gone, saved]])
+            for axis, level in zip(RANKS, levels, strict=True):
+                choices = choices.with_level(axis, layer, level)
+            saved -= parts
+            before = int(previous[gone, saved])
+            if before != gone:
+                choices = choices.with_num_pruned(layer, int(self._gone[gone] - self._gone[before]))
+                saved -= self._saved_by_stage(layer, before)
+            gone = before
+        return choices
+
+
+def require_reachable(space: Space, cost_table: CostTable, most: float) -> None:
+    """Raises NotSupported for a cost below that of every plan; sensitivities need not be known.
+
+    The bound has the cheapest ranks of every layer, and prunes as many patches before it as stages can, for nothing.
+    """
+    cheapest, gone = cost_table.outside, 0
+    tokens = cost_table.prefix + cost_table.patches
+    levels = {axis: [0, *space.available(axis)] for axis in RANKS}
+    for layer in range(space.depth):
+        if layer and TOKENS in space.axes:  # a stage needs the attention of a previous layer
+            gone += space.at_once(cost_table.patches - gone)
+        attention = cost_table.attention[layer, levels["qk"]][:, levels["vo"], tokens - gone]
+        cheapest += float(attention.min() + cost_table.mlp[layer, levels["mlp"], tokens - gone].min())
+    least = cheapest / cost_table.whole
+    if least > most:
+        raise _out_of_reach(space, cost_table.of, most, least)
+
+
+def _out_of_reach(space: Space, of: str, most: float, least: float) -> NotSupported:
+    axes = ", ".join(space.axes)
+    if of == "latency":
+        problem = f"faster={1 / most:.3g} is out of reach: plans over {axes} are at most {1 / least:.2f}x faster"
+    else:
+        problem = f"{of}={most:g} is out of reach: plans over {axes} keep at least {least:.3f} of the {of}"
+    return NotSupported(f"{problem}, by the cost table. Request less, or allow more axes.")
+
+
+def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
+    """Shifts the sensitivities [saved] by `parts`, filled with infinity."""
+    shifted = np.full_like(least, np.inf)
+    shifted[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
+    return shifted
+
+
+def filled(
+    space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, start: Choices
+) -> Step:
+    """Meets a budget greedily from any plan: repeats the move with the largest savings per added sensitivity, then
+    undoes choices that the budget does not require.
+
+    A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
+
+    Raises:
+        NotSupported: The moves reach no plan that is cheap enough.
+    """
+    # The greedy rule of fractional knapsacks. Unlike `Frontier` it depends on the start, which is its purpose: it meets
+    # the budget near a given plan.
+    now = Step(start, cost_table.total(start), sensitivities.total(start, weights))
+    while now.cost > most:
+        best, gain = None, 0.0
+        for choices in space.moves(now.choices):
+            cost, sensitivity = cost_table.total(choices), sensitivities.total(choices, weights)
+            saved, added = now.cost - cost, sensitivity - now.sensitivity  # `added` may be 0 or below
+            if saved > NOTHING and saved / max(added, NOTHING) > gain:
+                best, gain = Step(choices, cost, sensitivity), saved / max(added, NOTHING)
+        if best is None:
+            raise NotSupported(f"no plan near this one reaches {most:g} of the original's {cost_table.of}.")
+        now = best
+    return given_back(space, cost_table, sensitivities, most, weights, now)
+
+
+def given_back(
+    space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, last: Step
+) -> Step:
+    """Undoes choices within the budget: repeats the change that keeps more and reduces the sensitivity most."""
+    # Every round lowers the sensitivity, so the loop ends. It is needed after rounding, and after greedy moves, the
+    # last of which may save more than was missing.
+    now = last
+    while True:
+        best = now
+        for choices in space.ways_back(now.choices):
+            cost = cost_table.total(choices)
+            if cost <= most and (sensitivity := sensitivities.total(choices, weights)) < best.sensitivity:
+                best = Step(choices, cost, sensitivity)
+        if best is now:
+            return now
+        now = best

@@ -1,0 +1,155 @@
+"""Corrects a cost table by measured models."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from attnrx.change.realization import realize
+from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.support.optional import required_module
+
+# The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.
+STAGES = (1, 3, None)
+# The largest factor between the savings of an axis in a whole model and those of its blocks alone; larger ones
+# are limited to it, because timings of whole models are noisy.
+MOST = 1.5
+OWN = "own"
+
+
+def corrected(
+    cost_table: CostTable, space: Space, latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]
+) -> CostTable:
+    """Converts the costs to shares of the latency of the library's reference implementation, by timing whole models.
+
+    `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
+    unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of
+    that axis; models with token reduction at some stages fix, by least squares, the cost of a stage, proportional to
+    its number of input tokens, and the share of the savings by tokens that a whole model misses, because a block that
+    is timed alone finds its weights in the cache.
+    """
+    # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
+    # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
+    unchanged = Choices.nothing(space.depth)
+    ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
+    some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
+    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **some}.items()}
+    shares = latency_shares({OWN: space.model, **models})
+    # Total costs are divided by `whole`: afterwards the table gives the measured share for the unchanged model.
+    cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
+    # Measured and predicted savings of every axis. A factor is not negative: noise must not make a saving a cost.
+    saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
+    cost_table = _saving(
+        cost_table,
+        {
+            axis: min(max(whole_saving / predicted_saving, 0.0), MOST)
+            for axis, (whole_saving, predicted_saving) in saved.items()
+            if predicted_saving > 0
+        },
+    )
+    if not some:
+        return cost_table
+    tokens = space.shape.layout.tokens
+    # Two unknowns by non-negative least squares over the models: measured minus predicted share = slope * input tokens
+    # of all stages + missed * predicted savings. Both are costs, which noise must not make negative.
+    missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
+    stage_tokens = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / cost_table.whole
+    saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
+    optimize = required_module("scipy.optimize", "plan", "a cost model of measured latency")
+    (slope, missed), _ = optimize.nnls(np.stack([stage_tokens, saved_by_tokens], axis=1), missing)
+    return replace(
+        cost_table,
+        attention=_less_saved(cost_table.attention, missed),
+        mlp=_less_saved(cost_table.mlp, missed),
+        stages=cost_table.stages + slope * np.arange(tokens + 1),
+    )
+
+
+def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
+    """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
+    return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
+
+
+def _everywhere(space: Space, axis: str) -> Choices:
+    """Returns the plan with the middle level of an axis in all layers."""
+    levels = space.available(axis)
+    return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
+
+
+def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
+    """Scales the savings of every axis; the interaction of qk and vo is scaled by the smaller of their factors."""
+    attention, mlp = cost_table.attention, cost_table.mlp
+    qk, vo = factors.get("qk", 1.0), factors.get("vo", 1.0)
+    # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
+    none = attention[:, :1, :1]
+    by_qk, by_vo = attention[:, :, :1] - none, attention[:, :1] - none
+    both = attention - none - by_qk - by_vo
+    return replace(
+        cost_table,
+        attention=none + qk * by_qk + vo * by_vo + min(qk, vo) * both,
+        mlp=mlp[:, :1] + factors.get("mlp", 1.0) * (mlp - mlp[:, :1]),
+    )
+
+
+def _some_at(space: Space, stages: int | None) -> Choices:
+    """Returns the plan that prunes half of the patches in equal numbers at stages spread over the layers."""
+    # At the boundaries of equal parts of the depth; a set, because in a shallow model two may coincide.
+    parts = min(stages or space.depth, space.depth - 1) + 1
+    layers = {max(space.depth * part // parts, 1) for part in range(1, parts)}
+    count = max(space.patches // (2 * len(layers)), 1)
+    return replace(
+        Choices.nothing(space.depth), num_pruned=tuple(count * (layer in layers) for layer in range(space.depth))
+    )
+
+
+def _seen_at_stages(choices: Choices, tokens: int) -> int:
+    """Returns the total number of input tokens of all stages."""
+    before = (0, *choices.left)
+    return sum(tokens - gone for gone, count in zip(before, choices.num_pruned, strict=False) if count)
+
+
+def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
+    """Returns the least-squares fit of the times in which no lower level is slower.
+
+    The savings of qk and vo are additive, with an interaction term for levels that both have reached, because a kernel
+    may pad one to the other. Fitting few parameters to many times also reduces measurement noise.
+    """
+    qk, vo = space.available("qk"), space.available("vo")
+    # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. With non-negative savings
+    # per indicator the fitted times cannot rise from a level to the next.
+    pairs = [(one, other) for one in (0, *qk) for other in (0, *vo)]
+    steps = [
+        [*_reached(one, qk), *_reached(other, vo), *_reached(min(one, other), set(qk) & set(vo))]
+        for one, other in pairs
+    ]
+    fitted, at = attention.copy(), tuple(zip(*pairs, strict=True))  # attention[at] is [pairs, tokens]
+    fitted[at] = _falling(attention[at], np.array(steps))
+    return fitted
+
+
+def never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
+    """Returns the least-squares fit of the savings in which no lower level saves less."""
+    # These are differences from the full MLP, so the intercept is 0 (`from_zero`).
+    levels = (0, *space.available("mlp"))
+    fitted = mlp.copy()
+    fitted[levels, :] = _falling(
+        mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), from_zero=True
+    )
+    return fitted
+
+
+def _reached(level: int, levels: Collection[int]) -> list[float]:
+    """Returns one indicator per level: 1 if `level` is at least as low, else 0."""
+    return [float(level >= other) for other in sorted(levels)]
+
+
+def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> np.ndarray:
+    """Fits times [rows, columns] by non-negative savings of the indicators `steps` [rows, steps], subtracted from a
+    common intercept, or from zero."""
+    if not steps.size:
+        return times
+    linear_model = required_module("sklearn.linear_model", "plan", "a cost model of measured latency")
+    fitted = linear_model.LinearRegression(positive=True, fit_intercept=not from_zero).fit(steps, -times)
+    return -fitted.predict(steps)

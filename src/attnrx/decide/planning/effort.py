@@ -1,0 +1,128 @@
+"""How much is measured for a plan: presets of images, choices, timings and trials."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attnrx.support.errors import UnknownName
+
+ALL_LEVELS = tuple(range(7))  # indices into `space.LEVELS`
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The amount of measurement for a plan.
+
+    Sensitivities of single choices are measured on `sensitivity_images`, at the levels `probed` (indices into
+    `space.LEVELS`) and at the shares `pruned_shares` of the patches, in every `every`-th layer; in between they are
+    interpolated. Blocks are timed at the levels `timed`, for `rounds` rounds, and whole models for `whole_rounds`.
+
+    `trials` plans, each the best predicted of some `variations`, are measured on `trial_images`, the best `finalists`
+    of them on all `images`. A plan for latency is repeated up to `attempts` times, until its measured latency is
+    between `near` and `far` times the target; the first attempt is not searched, and with `adjusts` those after the
+    second correct the cost without a new search. `front` is the number of plans from the original to
+    the target that are measured for comparison.
+
+    The realized plan is repaired on `repair_images` images by `repair_steps` steps per block, and distilled in
+    `distill_epochs` passes over them.
+    """
+
+    sensitivity_images: int
+    trial_images: int
+    images: int
+    trials: int
+    variations: int
+    finalists: int
+    probed: tuple[int, ...]
+    pruned_shares: tuple[float, ...]
+    timed: tuple[int, ...]
+    rounds: int
+    whole_rounds: int
+    attempts: int
+    near: float
+    far: float
+    every: int
+    front: int
+    adjusts: bool
+    repair_images: int
+    repair_steps: int
+    distill_epochs: int
+
+
+EFFORTS: Mapping[str, Effort] = {
+    "quick": Effort(
+        sensitivity_images=32,
+        trial_images=96,
+        images=192,
+        trials=10,
+        variations=3,
+        finalists=3,
+        probed=(4,),  # half of the rank
+        pruned_shares=(1 / 12, 1 / 3, 5 / 6),
+        timed=(0, 4),
+        rounds=5,
+        whole_rounds=4,
+        attempts=4,
+        near=0.93,
+        far=1.01,
+        every=2,
+        front=2,
+        # Every search measures many plans; an adjustment of the cost measures a few.
+        adjusts=True,
+        repair_images=512,
+        repair_steps=100,
+        distill_epochs=0,
+    ),
+    "normal": Effort(
+        sensitivity_images=64,
+        trial_images=96,
+        images=512,
+        trials=32,
+        variations=8,
+        finalists=4,
+        probed=(2, 4),
+        pruned_shares=(1 / 24, 1 / 6, 1 / 2),
+        timed=(0, 2, 4),
+        rounds=5,
+        whole_rounds=12,
+        attempts=3,
+        near=0.98,
+        far=1.0,
+        every=1,
+        front=5,
+        adjusts=False,
+        repair_images=1024,
+        repair_steps=300,
+        distill_epochs=0,
+    ),
+    "thorough": Effort(
+        sensitivity_images=96,
+        # The best of many plans is selected by chance on few images (docs/results/plan.md, "How many trials?").
+        trial_images=128,
+        images=1024,
+        trials=48,
+        variations=8,
+        finalists=6,
+        probed=(2, 4),
+        pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
+        timed=ALL_LEVELS,
+        rounds=7,
+        whole_rounds=28,
+        attempts=4,
+        near=0.98,
+        far=1.0,
+        every=1,
+        front=5,
+        adjusts=False,
+        # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md).
+        repair_images=3072,
+        repair_steps=500,
+        distill_epochs=2,
+    ),
+}
+
+
+def effort_of(name: str) -> Effort:
+    """Returns the preset of this name."""
+    if name not in EFFORTS:
+        raise UnknownName("effort", name, EFFORTS)
+    return EFFORTS[name]

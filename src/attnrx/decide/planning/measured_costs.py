@@ -1,0 +1,411 @@
+"""Cost tables of measured latency: the time of a block by rank and number of tokens on this machine."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from attnrx.change.realization import realize
+from attnrx.decide.planning.cost_correction import corrected, never_slower, never_slower_mlp
+from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.effort import ALL_LEVELS, EFFORTS
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.support.arguments import BATCH, FLAG, each, instance, one_of, require_fields, whole
+from attnrx.support.errors import AttnrxError, NotSupported
+from attnrx.support.optional import installed_versions
+from attnrx.support.progress import Log, track
+from attnrx.support.runtime.hardware import cache_folder, device_name, may_measure
+from attnrx.support.runtime.module_copies import copied
+from attnrx.support.runtime.subprocess_runner import call_in_subprocess_if
+from attnrx.support.serialization.storage import read_tensors, write_tensors
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, interleave
+from attnrx.vit.costs.conditions import PRECISIONS
+from attnrx.vit.costs.latency import CLOCKS
+from attnrx.vit.kernels.compilation import kernel_version
+from attnrx.vit.models import TokenReduction, TokenRun, attach_tokens_, block_names, family_of
+from attnrx.vit.tokens import TokenPolicy
+
+# The shares of the tokens at which blocks are timed; times in between are interpolated linearly.
+TIMED = (0.25, 0.5, 0.75, 1.0)
+# The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
+AFTER, SOME = 2, 0.75
+WARMUP = 2
+# Tables that are measured before a plan gives up, and the largest spread of timings of a table that is kept.
+ATTEMPTS, STEADY = 3, 0.3
+REFERENCE, ALL = "original", "all"
+
+
+@dataclass(frozen=True)
+class TimingSettings:
+    """The batch size, the conditions and a clock of `costs.CLOCKS` for latency measurements.
+
+    Blocks are timed at the levels `timed` (indices into `space.LEVELS`), for `rounds` rounds; the times of other levels
+    are interpolated.
+
+    `in_subprocess` measures in a new process that keeps freed memory (`subprocess_runner`), because the
+    speed of memory allocation depends on the history of the process.
+    """
+
+    batch: int = 32
+    conditions: Conditions = field(default_factory=Conditions)
+    name: str = "wall"
+    rounds: int = EFFORTS["thorough"].rounds
+    in_subprocess: bool = True
+    timed: tuple[int, ...] = ALL_LEVELS
+
+    def __post_init__(self):
+        require_fields(
+            self,
+            batch=BATCH,
+            conditions=instance("attnrx.costs.Conditions", Conditions),
+            name=one_of(*CLOCKS),
+            rounds=whole(2),
+            in_subprocess=FLAG,
+            timed=each(whole(0, max(ALL_LEVELS)), f"indices of levels from 0 to {max(ALL_LEVELS)}", least=1),
+        )
+
+    def protocol(self, rounds: int) -> LatencyProtocol:
+        """Returns the protocol for whole models."""
+        return LatencyProtocol(self.conditions, rounds, min(WARMUP, rounds), self.name, kernels=False)
+
+    def images(self, space: Space) -> torch.Tensor:
+        """Returns a batch of noise: latency depends on the number of images, not on their content."""
+        shape = family_of(space.model).input_shape(space.model)
+        return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def cached_cost_table(
+    space: Space, timing: TimingSettings, effort: str, measure: Callable[[], CostTable], log: Log
+) -> CostTable:
+    """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
+
+    It is kept in the cache folder, for this hardware, this version of torch and these kernels. A table that no model
+    can have (`CostTable.problem`), from the cache or measured under load, is measured again; one of noisy timings is
+    used, and not kept.
+
+    Raises:
+        NotSupported: All of ATTEMPTS tables were implausible.
+    """
+    family = family_of(space.model)
+    # No weights: latency does not depend on their values, so models of one architecture share a table.
+    shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
+    linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
+    facts = (
+        device_name(str(timing.conditions.device)),
+        torch.__version__,
+        installed_versions("attnrx"),
+        kernel_version(),
+    )
+    # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
+    choices = space.axes, str(space.reducer), space.form, space.multiple
+    request = (facts, shape, space.shape.layout, linear, timing, effort, choices)
+    path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
+    if may_measure() and path.exists():
+        with suppress(AttnrxError, TypeError):  # a damaged file is measured again
+            stored: dict[str, Any] = {
+                name: tensor.numpy() if tensor.ndim else tensor.item() for name, tensor in read_tensors(path).items()
+            }
+            table = CostTable("latency", "blocks", **stored)
+            if _fits(table, space) and table.problem() is None:
+                log(f"cost table of an earlier plan: {path}")
+                return table
+        log(f"the stored cost table is damaged or implausible, and measured again: {path}")
+    table = _plausible(measure, log)
+    if table.spread > STEADY:
+        log(f"cost table: the timings vary by {100 * table.spread:.0f} %, so it is not kept for later plans")
+        return table
+    numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name not in ("of", "unit")}
+    with suppress(AttnrxError):  # without a cache the next plan measures again
+        # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
+        write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
+    return table
+
+
+def _plausible(measure: Callable[[], CostTable], log: Log) -> CostTable:
+    problems = []
+    for _ in range(ATTEMPTS):
+        table = measure()
+        if (problem := table.problem()) is None:
+            return table
+        problems.append(problem)
+        log(f"cost table: {problem}; measuring again")
+    raise NotSupported(
+        f"the latency of this model's blocks cannot be measured here: of {ATTEMPTS} cost tables none is possible "
+        f"({problems[-1]}). Other processes take this machine's time: end them, or give a target in macs or params."
+    )
+
+
+def _fits(table: CostTable, space: Space) -> bool:
+    """Whether a stored table has numbers, in the shapes of the space."""
+    layout, levels = space.shape.layout, len(space.levels)
+    tokens = layout.tokens + 1
+    shapes = ((space.depth, levels, levels, tokens), (space.depth, levels, tokens), (space.depth, tokens))
+    arrays = (table.attention, table.mlp, table.stages)
+    sizes = (table.prefix, table.patches) == (layout.prefix, layout.patches)
+    real = all(isinstance(each, np.ndarray) and each.dtype.kind == "f" for each in arrays)
+    numbers = (table.whole, table.outside, table.spread)
+    return (
+        real and sizes and tuple(map(np.shape, arrays)) == shapes and all(isinstance(each, float) for each in numbers)
+    )
+
+
+def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module, rounds: int, log: Log) -> CostTable:
+    """Times blocks, then whole models beside the `reference`, and returns the corrected cost table.
+
+    With `in_subprocess` both have a process of their own: after the blocks were timed in it, whole models were slower.
+    """
+    images, forked = timing.images(space), timing.in_subprocess
+
+    def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
+        sides = models, reference, images, timing.protocol(rounds)
+        comparisons = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=forked, on_line=log)
+        return {name: 1 / comparison.faster.value for name, comparison in comparisons.items()}
+
+    blocks = call_in_subprocess_if(measured_cost_table, space, timing, in_subprocess=forked, on_line=log)
+    return corrected(blocks, space, latency_shares)
+
+
+def measured_cost_table(space: Space, timing: TimingSettings) -> CostTable:
+    """Times one block at every level and at several numbers of tokens, and the whole model.
+
+    After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
+    by that of the original block in the same round. The costs are shares of the latency of attnrx's own model and do
+    not include the token reducers; `corrected` adds those. Times are fitted so that no lower level is slower.
+
+    Raises:
+        NotSupported: The layers do not all have the same shape.
+    """
+    family = family_of(space.model)
+    if len({layer.spec for layer in family.attention(space.model)}) > 1:
+        raise NotSupported(
+            "the layers of this model do not all have the same shape, so one block does not represent the others."
+        )
+    tokens = space.shape.layout.tokens
+    # Blocks are timed on a grid of levels and numbers of tokens, axes with an interaction (qk and vo, which share the
+    # kernel of attention) in all pairs, the MLP by itself. The rest of the table is interpolated, made monotone, and
+    # scaled to the time of the whole model.
+    # Without the axis of tokens it is the number of all tokens alone.
+    least = min(space.shape.layout.prefix + 1, tokens)
+    grid = sorted({max(least, round(share * tokens)) for share in TIMED})
+    timer = _Timer(space, timing, grid)
+    # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
+    # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
+    attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
+    qk, vo, mlp_levels = ((0, *space.measured(axis, timing.timed)) for axis in RANKS)
+    for level, other in track([(level, other) for level in qk for other in vo], "timing blocks"):
+        attention[level, other] = timer.block({"qk": level, "vo": other})
+    # First qk, for the pairs with measured levels of vo, then vo for all.
+    attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
+    attention = never_slower(attention, space)
+    mlp = np.zeros((len(space.levels), len(grid) + 1))
+    for level in track(mlp_levels[1:], "timing MLPs"):
+        mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
+    mlp = never_slower_mlp(between_levels(space, "mlp", mlp, mlp_levels, 0), space)
+    # The last block is timed without compression only; its share of a block's time is assumed for all levels.
+    last = timer.last() / attention[0, 0]
+    counts = np.arange(tokens + 1)
+    all_attention = _with_last(
+        _interpolated(counts, grid, attention), _interpolated(counts, grid, last * attention), space.depth
+    )
+    all_mlp = _with_last(_interpolated(counts, grid, mlp), _interpolated(counts, grid, last * mlp), space.depth)
+    return timer.whole(all_attention, all_mlp)
+
+
+def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
+    """Interpolates times linearly in the kept share, between the `known` levels of an axis, along dimension `dim`.
+
+    Below the last known level the line through the last two is continued.
+    """
+    # Not by level number: `space.levels` need not be evenly spaced.
+    filled, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
+    for level in set(space.available(axis)) - set(known):
+        later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
+        first, second = known[later - 1], known[later]
+        weight = (shares[first] - shares[level]) / (shares[first] - shares[second])
+        filled[level] = filled[first] + weight * (filled[second] - filled[first])
+    return np.moveaxis(filled, 0, dim)
+
+
+def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
+    """Stacks the tables of all layers; the last one may be cheaper (last-layer class-token shortcut)."""
+    return np.stack([*([others] * (depth - 1)), last])
+
+
+class _Called(nn.Module):
+    """A block with the arguments that its model passes beside the tokens, e.g. the rotations of rotary positions.
+
+    With a `reduction` the block is in its state after a stage: every token has a size and the index of a patch.
+    """
+
+    def __init__(self, block: nn.Module, call: "_Call", reduction: TokenReduction | None = None):
+        super().__init__()
+        self.block, self.call, self.reduction = block, call, reduction
+
+    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Any:
+        if self.reduction is None:
+            return self.block(tokens, *self.call.args, **self.call.kwargs)
+        # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
+        # whatever their values are.
+        run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
+        run.sizes = tokens.new_ones(tokens.shape[:2])
+        run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
+        with self.reduction.continuing(run):
+            return self.block(tokens, *self.call.args, **self.call.kwargs)
+
+
+class _Timer:
+    """Times blocks and models under one set of conditions, in units of the original block with all tokens.
+
+    The timed block is one after a stage, or without the axis of tokens the first block.
+    """
+
+    def __init__(self, space: Space, timing: TimingSettings, grid: list[int]):
+        self.space, self.timing, self.grid = space, timing, grid
+        self.family = family_of(space.model)
+        self.prunes_tokens = TOKENS in space.axes
+        self.layer = min(AFTER, space.depth - 1) if self.prunes_tokens else 0
+        # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
+        self.call = _recorded_call(space, timing)
+        self.original = self._place(space.model, self.layer)
+        width, images = space.shape.width, self.call.images
+        generator = torch.Generator().manual_seed(0)
+        # Noise in place of tokens: the operations of a block do not depend on values.
+        self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
+        # A batch may be run in chunks; `whole` divides by the number of runs of a block.
+        self.parts = -(-timing.batch // images)
+        self.spreads: list[float] = []
+
+    def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
+        block = model.get_submodule(block_names(model, self.family)[layer])
+        return self.timing.conditions.place(_Called(block, self.call))
+
+    def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
+        reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
+        assert reducer is not None
+        policy = TokenPolicy(reducer, (AFTER,), (SOME,))
+        reduction = attach_tokens_(model, self.family, policy)
+        # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
+        reduction.use_policy_(replace(policy, keep=(1.0,)))
+        block = model.get_submodule(block_names(model, self.family)[layer])
+        return self.timing.conditions.place(_Called(block, self.call, reduction))
+
+    def block(self, levels: Mapping[str, int]) -> np.ndarray:
+        """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
+        before any stage."""
+        return self._times(self._at(levels) if any(levels.values()) else self.space.model, self.layer)
+
+    def last(self) -> np.ndarray:
+        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
+        model = copied(self.space.model)
+        shortened: Any = getattr(model, "last", None)
+        # A model sets it during its own forward pass, and here the block is called without the model.
+        if shortened is not None:
+            shortened.at_work = True
+        return self._times(model, self.space.depth - 1)
+
+    def _times(self, model: nn.Module, layer: int) -> np.ndarray:
+        before = self._place(model, layer)
+        after = self._place_after_stage(model, layer) if self.prunes_tokens else before
+        rows = {n: self._placed(tokens) for n, tokens in self.rows.items()}
+        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
+        all_tokens = rows[self.grid[-1]]
+        # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
+        seconds = self._turns({**runs, ALL: partial(before, all_tokens), REFERENCE: partial(self.original, all_tokens)})
+        return np.array([seconds[name] for name in (*runs, ALL)])
+
+    def _placed(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self.timing.conditions.device, PRECISIONS[self.timing.conditions.precision])
+
+    def _at(self, levels: Mapping[str, int]) -> nn.Module:
+        choices = Choices.nothing(self.space.depth)
+        for axis, level in levels.items():
+            if level:
+                choices = choices.with_level(axis, self.layer, level)
+        return realize(self.space.model, self.space.prescription(choices))
+
+    def _turns(self, runs: Mapping[str, Callable[[], object]], rounds: int | None = None) -> dict[str, float]:
+        """Returns the median over rounds of every time divided by the reference's of the same round."""
+        with self.timing.conditions.held():
+            seconds = interleave(runs, rounds=rounds or self.timing.rounds, warmup=WARMUP, clock=self.timing.name)
+        ratios = {name: times / seconds[REFERENCE] for name, times in seconds.items()}
+        for name, values in ratios.items():
+            if name != REFERENCE:
+                low, middle, high = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
+                self.spreads.append((high - low) / middle)
+        return {name: float(values.median()) for name, values in ratios.items()}
+
+    def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
+        """Times the whole model and the model without blocks, and returns the cost table."""
+        space, conditions = self.space, self.timing.conditions
+        images = conditions.place_images(self.timing.images(space))
+        # What blocks cost together is the time of the model less that of the model without blocks.
+        models = {"own": space.model, "empty": self._empty()}
+        runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
+        rows = self._placed(self.rows[self.grid[-1]])
+        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
+        # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
+        total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
+        # Inside a model the input of a block is in the cache, so the block times are scaled to the whole model.
+        scale = (total - outside) / float(attention[:, 0, 0, -1].sum())
+        layout = space.shape.layout
+        stages = np.zeros((space.depth, layout.tokens + 1))
+        sizes = layout.prefix, layout.patches
+        costs = total, outside, attention * scale, mlp * scale, stages
+        return CostTable("latency", "blocks", *costs, *sizes, spread=float(np.median(self.spreads)))
+
+    def _empty(self) -> nn.Module:
+        """Returns the model with identity blocks."""
+        empty = copied(self.space.model)
+        for name in block_names(empty, self.family):
+            empty.get_submodule(name).forward = _identity
+        return empty
+
+
+def _identity(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tokens
+
+
+class _Call:
+    """A forward pre-hook that records the number of images per call of a block, and its arguments beside the tokens.
+
+    `by_image` keeps chunking enabled.
+    """
+
+    by_image = True
+
+    def __init__(self):
+        self.images = 0
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> None:
+        self.images = max(self.images, len(args[0] if args else kwargs["hidden_states"]))
+        self.args, self.kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+
+def _recorded_call(space: Space, timing: TimingSettings) -> _Call:
+    # Without compilation, whose graphs hooks would break; the arguments are the same.
+    family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
+    hook = _Call()
+    model = copied(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
+    model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(hook, with_kwargs=True)
+    with conditions.held():
+        model(conditions.place_images(timing.images(space)))
+    return hook
+
+
+def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
+    """Returns the times at every number of tokens: linear between those after a stage; the last entry at all tokens."""
+    # [levels, grid + 1]. No tokens take no time. Below all tokens a stage was before the block; the entry of the grid
+    # at all tokens is the end of that line only, and the last entry is the time at all tokens, before any stage.
+    flat = times.reshape(-1, len(grid) + 1)
+    lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
+    return np.stack(lines).reshape(*times.shape[:-1], len(counts))

@@ -1,0 +1,141 @@
+"""The speed of whole plans, as models in attnrx or as files of another format, relative to the library's model."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.change.exporting import export, parse_format, precision_for
+from attnrx.data import ImageSet
+from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.effort import Effort
+from attnrx.decide.planning.measured_costs import TimingSettings, cached_cost_table, timed_cost_table
+from attnrx.decide.planning.space import Space
+from attnrx.support.progress import Log
+from attnrx.support.runtime.subprocess_runner import call_in_subprocess_if
+from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
+from attnrx.vit.models import family_of
+
+# Plans that are adjusted to their latency are timed on a part of the batch, in MORE times the rounds: at least CHUNK
+# images, and as many as take WORK multiply-accumulates, because below that calls of operations dominate.
+CHUNK, WORK, MORE = 8, 1e10, 4
+# The rounds of a final measurement, as many times more as a batch is smaller than CHUNK.
+ROUNDS = 16
+
+
+def rounds_of(batch: int) -> int:
+    """Returns the rounds of a final latency measurement, more for few images."""
+    return ROUNDS * max(CHUNK // batch, 1)
+
+
+def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
+    """Returns the protocol of results: whole batches, wall clock."""
+    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False)
+
+
+def final_speeds(
+    models: Mapping[str, nn.Module], original: nn.Module, reference: nn.Module, timing: TimingSettings
+) -> dict[str, float]:
+    """Returns how much faster models are than the `reference`, the original's library model, timed in turns.
+
+    In this process, because the runtime of a file allocates its memory itself.
+    """
+    shape = timing.batch, *family_of(original).input_shape(original)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    speeds = compare_latencies(models, reference, images, final_protocol(timing.conditions, timing.batch))
+    return {name: speed.faster.value for name, speed in speeds.items()}
+
+
+class PlanTimer:
+    """Times whole plans, as models in attnrx or, with a format `to`, as files that are calibrated on `images`."""
+
+    def __init__(
+        self, space: Space, requested: TimingSettings, effort: Effort, images: ImageSet, to: str | None, log: Log
+    ):
+        self.space, self.requested, self.effort = space, requested, effort
+        self.images, self.to, self.log = images, to, log
+
+    @cached_property
+    def settings(self) -> TimingSettings:
+        """The settings while planning: the requested ones, unless the effort adjusts plans on a CPU."""
+        timing = self.requested
+        if not self.effort.adjusts or timing.conditions.on_cuda:
+            return timing
+        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
+        # one thread the CPU time is the latency, without the load of other processes.
+        enough = ceil(WORK / family_of(self.space.model).costs(self.space.model).macs)
+        batch, alone = min(timing.batch, max(CHUNK, enough)), timing.conditions.threads == 1
+        clock = "cpu" if alone and timing.name == "wall" else timing.name
+        return replace(timing, batch=batch, name=clock, rounds=timing.rounds * max(CHUNK // batch, 1))
+
+    @property
+    def _rounds(self) -> int:
+        # A smaller batch has more rounds of blocks (`settings`); whole models get as many times more.
+        return self.effort.whole_rounds * self.settings.rounds // self.requested.rounds
+
+    @cached_property
+    def library_model(self) -> nn.Module:
+        """The reference of latency: the model with the attention of its own library."""
+        return family_of(self.space.model).library_model(self.space.model)
+
+    def cost_table(self) -> CostTable:
+        """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
+
+        def measure() -> CostTable:
+            return timed_cost_table(self.space, self.settings, self.library_model, self._rounds, self.log)
+
+        # The effort is part of the key, because the table depends on its rounds.
+        return cached_cost_table(self.space, self.settings, f"{self.effort}", measure, self.log)
+
+    def of_model(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the speed of a model relative to the library's, with its interval and the conditions."""
+        timing = self.settings
+        # Shorter rounds cost less, so there are more of them: their median is more precise.
+        rounds = self._rounds * (MORE if timing is not self.requested else 1)
+        sides = model, self.library_model, timing.images(self.space), timing.protocol(rounds)
+        speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
+        return {
+            "faster": speed.faster.value,
+            "low": speed.faster.low,
+            "high": speed.faster.high,
+            "batch": self.requested.batch,
+            "timed_batch": timing.batch,
+            "threads": speed.threads,
+            "hardware": speed.hardware,
+            "precision": timing.conditions.precision,
+            "clock": self.requested.name,
+            "rounds": speed.rounds,
+            "in_subprocess": timing.in_subprocess,
+            "torch": speed.torch_version,
+        }
+
+    def of_file(self, model: nn.Module) -> float:
+        """Returns how much faster the file of a model is than the library's model."""
+        with self._file(model) as file:
+            return final_speeds({"file": file}, self.space.model, self.library_model, self.requested)["file"]
+
+    def unchanged(self) -> tuple[float, float]:
+        """Returns the speeds of the unchanged model, in attnrx and as a file of the format."""
+        with self._file(self.space.model) as file:
+            models = {"model": self.space.model, "file": file}
+            speeds = final_speeds(models, self.space.model, self.library_model, self.requested)
+        self.log(f"unchanged: {speeds['model']:.2f}x in attnrx, {speeds['file']:.2f}x as {self.to}")
+        return speeds["model"], speeds["file"]
+
+    @contextmanager
+    def _file(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yields a temporary file of a model as a module."""
+        assert self.to is not None
+        form = parse_format(self.to)
+        self.log(f"timing a file of {self.to}")
+        with TemporaryDirectory() as folder:  # the runtime reads the file while it is timed
+            calibration = self.images.take(min(form.wanted, len(self.images)))
+            path, precision = Path(folder) / f"model{form.suffix}", precision_for(model, form)
+            yield export(model, path, to=form, precision=precision, calibration=calibration)

@@ -1,0 +1,434 @@
+"""The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageData, require_labels
+from attnrx.data.model_data import images_for
+from attnrx.decide.planning.allocation import Step, filled, require_reachable
+from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.plan import Plan, Point, PredictedQuantity
+from attnrx.decide.planning.plan_measurements import PlanMeasurements
+from attnrx.decide.planning.plan_search import EVEN, Trial, refine_plan, search_ranges, weights_of
+from attnrx.decide.planning.plan_settings import PlanSettings
+from attnrx.decide.planning.reference_outputs import Answers, Deviation
+from attnrx.decide.planning.sensitivity import Sensitivities
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.decide.planning.target import DROP, Target
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.predictions import limits_of
+from attnrx.support.arguments import ANY, MODEL, checked, instance, optional
+from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
+from attnrx.support.progress import begin, phases, track
+from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.outputs import OutputKind
+
+# The phases of a plan and their usual shares of the time (`progress.Phases`).
+PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
+PHASES["predicting on other images"] = 5.0
+# Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
+CARE, MARGIN = 0.993, 0.98
+# A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
+# more than TOLERATED nats and twice as far; machines vary by as much.
+MISSED, TOLERATED = 1.05, 0.01
+# The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
+LARGEST = 0.99
+# Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
+HALVINGS = 6
+
+
+TARGET = instance("a Target, or its text, e.g. 'macs=0.5x' or 'faster=1.6'", Target, str)
+SETTINGS = optional(instance("a PlanSettings, e.g. attnrx.planning.PlanSettings.of('quick')", PlanSettings))
+DIAGNOSIS = instance("a Diagnosis, e.g. attnrx.diagnose(model, images, moments=True)", Diagnosis)
+
+
+@checked(model=MODEL, diagnosis=DIAGNOSIS, target=TARGET, images=ANY, others=ANY, settings=SETTINGS)
+@verb
+def plan(
+    model: nn.Module,
+    diagnosis: Diagnosis,
+    target: Target | str,
+    images: ImageData,
+    others: ImageData,
+    *,
+    settings: PlanSettings | None = None,
+) -> Plan:
+    """Allocates one budget to ranks and tokens, minimizing the divergence of the outputs.
+
+    The costs of all choices come from a cost table (closed form for MACs and parameters, measured for latency); their
+    sensitivities are measured one at a time on the first of `images`. `Frontier` is optimal if sensitivities add up;
+    because this is an approximation, a search then weights them and varies the best plan, by the measured divergence of
+    whole plans: all on a part of `images`, the best on all of them. The images are held in memory. The predictions are
+    measured on `others`, which are not used for any choice. Labels are needed for a target of accuracy only; without
+    labels of `others` no change of accuracy is predicted.
+
+    Raises:
+        FingerprintMismatch: The diagnosis belongs to another model.
+        NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
+        TargetMet: The unchanged model meets the target.
+    """
+    with phases(PHASES, (settings or PlanSettings()).log):
+        (result,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
+    return result
+
+
+def plan_each(
+    model: nn.Module,
+    diagnosis: Diagnosis,
+    targets: Sequence[Target | str],
+    images: ImageData,
+    others: ImageData,
+    *,
+    settings: PlanSettings | None = None,
+) -> Iterator[Plan]:
+    """Yields the plan for each of several targets of one cost; the sensitivities are measured once, for the first.
+
+    The arguments are those of `plan`.
+    """
+    parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
+    require_all_tokens(model, "plan for")
+    diagnosis.require(model_fingerprint(model), "the model to plan for")
+    settings = settings or PlanSettings()
+    plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
+    measurements = None
+    for target in parsed:
+        if target.of == DROP:
+            require_labels(plan_images)
+        # What was measured depends on the cost and not on its limit.
+        if measurements is None or measurements.spend != target.spend:
+            space = settings.space(model, diagnosis, target)
+            measurements = PlanMeasurements(space, settings, target.spend, plan_images)
+        planner = Planner(measurements, settings, target)
+        # Outputs of the original on the other images are computed per target, after the plan: they need memory only
+        # then.
+        best, cost = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
+        begin("predicting on other images")
+        yield planner.finished(best, cost, Answers.of(model, other_images, settings.batch_size))
+
+
+class Planner:
+    """The search for the plan of one target, by measurements that targets of the same cost share."""
+
+    def __init__(self, measurements: PlanMeasurements, settings: PlanSettings, target: Target):
+        self.measurements, self.space = measurements, measurements.space
+        self.settings, self.target, self.log, self.effort = settings, target, settings.log, settings.effort
+        # The initial knobs of the search: all zero, i.e. all weights are 1.
+        self.initial_knobs = dict.fromkeys(search_ranges(self.space), 0.0)
+        self.trials: tuple[Trial, ...] = ()
+        self.latency: dict[str, Any] | None = None  # of the plan that is returned
+
+    def step(self, most: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        """Returns the optimal plan for these knobs, or the greedy one from the plan `start`."""
+        if start is not None:
+            found, weights = self.measurements, weights_of(self.space, knobs)
+            return filled(self.space, found.cost_table, found.sensitivities, most, weights, start)
+        frontier = self.measurements.frontier(knobs)
+        # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
+        if frontier.nothing <= most:
+            raise TargetMet(
+                f"{self.target} is met by the unchanged model: in attnrx's kernels its "
+                f"{self.measurements.cost_table.of} is {frontier.nothing:.3f} of that in its own library, so there is "
+                f"nothing to plan. Save it as it is with rx.save, or request less than {frontier.nothing:.3f} "
+                f"(faster={1 / frontier.nothing:.2f})."
+            )
+        return frontier.at(most)
+
+    def for_cost(self, most: float) -> tuple[Trial, float]:
+        """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement."""
+        if self.settings.to is None:  # a file gains as well, which is measured later
+            require_reachable(self.space, self.measurements.cost_table, most)
+        return self._by_timing(most) if self.target.spend == "latency" else (self._searched(most), most)
+
+    def _by_timing(self, most: float) -> tuple[Trial, float]:
+        """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
+        enough.
+        """
+        # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost and timed,
+        # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
+        # that are fast enough the one with the lowest divergence is returned, and not the last.
+        # Costs are those of models in attnrx; a plan for a file may cost as much more as the format gains.
+        largest = LARGEST * self.measurements.cost_table.total(Choices.nothing(self.space.depth))
+        allowed = most if self.settings.to is None else min(most * self._gain_of_format(), largest)
+        allowed *= MARGIN if self.effort.adjusts else 1.0  # few attempts follow to correct a miss
+        best, trial = None, None
+        timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
+        limit = most * self.effort.far
+        self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
+        begin("searching plans")
+        for attempt in track(range(self.effort.attempts), "searching plans"):
+            trial = self._attempt(attempt, allowed, trial)
+            ratio = 1 / self.measurements.speed(trial.step.choices)
+            what = "" if self.settings.to is None else f" as {self.settings.to}"
+            self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
+            timings.append((trial, allowed, ratio))
+            if ratio <= limit and (best is None or trial.divergence < best[0].divergence):
+                best = timings[-1]
+            # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
+            searched = attempt or self.settings.search.trials < 2
+            if self.effort.near * most <= ratio <= limit and searched:
+                break
+            # From the predicted cost of the plan itself, which may be below the allowed one.
+            allowed = min(trial.step.cost * CARE * most / ratio, largest)
+        near = [timed for timed in timings if timed[2] <= MISSED * most]
+        if self.effort.adjusts and near:
+            closest = min(near, key=lambda timed: timed[0].divergence)
+            # A plan that is fast enough but answers far worse is of less use than one that nearly is.
+            if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
+                best = closest
+                self.log(f"the target was missed: {1 / best[2]:.2f}x faster instead of {1 / most:.2f}x")
+        if best is None:
+            measured = ", ".join(f"{1 / ratio:.2f}x" for *_, ratio in timings)
+            raise NotSupported(
+                f"{self.target} cannot be promised: plans of a predicted {1 / most:.2f}x faster were measured at "
+                f"{measured}. Measure on an idle machine, or request less."
+            )
+        self.latency = self.measurements.latency(best[0].step.choices)
+        return best[0], best[1]
+
+    def _gain_of_format(self) -> float:
+        """Returns how much faster the unchanged model is as a file of the requested format than in attnrx."""
+        # Measured on the unchanged model; what a format gains on a smaller one differs, which the attempts correct.
+        model, file = self.measurements.timer.unchanged()
+        if self.target.most * file >= 1:
+            raise TargetMet(
+                f"{self.target} is met by the unchanged model as {self.settings.to}, which is {file:.2f}x as fast: "
+                "there is nothing to plan."
+            )
+        return file / model
+
+    def _attempt(self, attempt: int, most: float, last: Trial | None) -> Trial:
+        """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
+        if attempt == 0 or last is None:  # the plan of the closed form, to correct the cost before a search
+            return self._best((self._first(most),))
+        return self._adjusted(most, last) if attempt > 1 and self.effort.adjusts else self._searched(most)
+
+    def _adjusted(self, most: float, last: Trial) -> Trial:
+        """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
+        # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
+        plans, order = _PlansAtCost(self, most), sorted(self.trials, key=lambda trial: trial.softened)
+        starts = [last.step.choices, *(trial.step.choices for trial in order[: self.effort.finalists])]
+        steps: dict[Choices, Step] = {}
+        for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):  # without repetitions, in order
+            with suppress(NotSupported):  # nothing near this plan is cheap enough
+                step = self.step(most, last.knobs, start)
+                steps[step.choices] = step
+        if not steps:
+            return self._first(most)
+        return self._best([plans.tried(last.knobs, step) for step in steps.values()])
+
+    def _first(self, most: float) -> Trial:
+        plans = _PlansAtCost(self, most)
+        return plans.tried(self.initial_knobs, plans.step(self.initial_knobs))
+
+    def _searched(self, most: float) -> Trial:
+        plans = _PlansAtCost(self, most)
+        self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
+        begin("searching plans")
+        self.trials = refine_plan(self.space, self.settings.search, self._key(most), plans, self._first(most))
+        return self._best(self.trials)
+
+    def _key(self, most: float) -> str:
+        """Returns the text by which stored trials are found: all that decides what a trial means and which come next.
+
+        The number of trials is not part of it, because more of them continue the search.
+        """
+        space, found, search = self.space, self.measurements, self.settings.search
+        diagnosis = space.diagnosis.fingerprint, json.dumps(space.diagnosis.about, sort_keys=True)
+        choices = space.axes, space.reducer, space.form, space.multiple, space.step
+        measured = found.fingerprint, len(found.trial_answers), self.effort
+        return f"{self.target} {most:.6f} {diagnosis} {choices} {measured} {search.seed} {search.variations}"
+
+    def _best(self, trials: Sequence[Trial]) -> Trial:
+        """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
+        # By choices, because several knobs may give one plan.
+        order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
+        first = list(order.values())[: self.effort.finalists]
+        answers = self.measurements.answers
+        measured = [self.measurements.trial(trial.knobs, trial.step, answers) for trial in first]
+        best = min(measured, key=lambda trial: trial.divergence)
+        unit = f" {answers.kind.unit}".rstrip()
+        tried = "the plan" if len(measured) == 1 else f"the best of {len(measured)} plans"
+        self.log(f"{tried} on {len(answers)} images: divergence {best.divergence:.3g}{unit}")
+        return best
+
+    def for_drop(self) -> tuple[Trial, float]:
+        """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost."""
+        # Closed forms only: a search at every step would be repeated for every cost. `low` costs too little, `high` is
+        # the smallest cost so far that keeps the accuracy, at which a search follows.
+        # By its kernels alone the unchanged model may cost less than the original in its own library.
+        unchanged = self.measurements.cost_table.total(Choices.nothing(self.space.depth))
+        low, high, cheapest = 0.0, min(unchanged, 1.0), None
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            try:
+                # NotSupported: no plan is so cheap, so the smallest possible cost is above.
+                step = self.step(middle, self.initial_knobs)
+            except NotSupported:
+                low = middle
+                continue
+            if self._keeps_accuracy(step):
+                high, cheapest = middle, step
+            else:
+                low = middle
+        if cheapest is None:
+            raise NotSupported(f"no plan keeps the drop within {self.target.most:g} points; allow more.")
+        found = self._searched(high)
+        # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
+        if not self._keeps_accuracy(found.step):
+            found = self.measurements.trial(self.initial_knobs, cheapest, self.measurements.answers)
+        return found, high
+
+    def _keeps_accuracy(self, step: Step) -> bool:
+        """Whether the accuracy of a plan on the images drops by no more than the target."""
+        changes = self.measurements.deviation(step.choices).change
+        assert changes is not None  # `plan` has required labels
+        change = changes.mean().item()
+        self.log(
+            f"a plan of {100 * step.cost:.1f} % of the {self.target.spend}: {100 * change:+.1f} points of accuracy"
+        )
+        return -100 * change <= self.target.most
+
+    def finished(self, best: Trial, most: float, others: Answers) -> Plan:
+        """Builds the plan: measures its predictions on held-out images and explains its choices."""
+        choices, space, found = best.step.choices, self.space, self.measurements
+        begin("predicting on other images")
+        deviation = others.measure(found.realized(choices))
+        # Other plans for latency are timed while planning, this one is not.
+        if self.target.of == DROP and self.target.spend == "latency":
+            self.latency = found.latency(choices)
+        about = {
+            "axes": list(space.axes),
+            "reducer": None if space.reducer is None else str(space.reducer),
+            "form": space.form,
+            "outputs": found.answers.kind.name,
+            "images": len(found.answers),
+            "trial_images": len(found.trial_answers),
+            "other_images": len(others),
+            "knobs": best.knobs,
+            "trials": [
+                {
+                    "knobs": trial.knobs,
+                    "price": trial.step.cost,
+                    "divergence": trial.divergence,
+                    "softened": trial.softened,
+                }
+                for trial in self.trials
+            ],
+            "torch": torch.__version__,
+        }
+        return Plan(
+            space.prescription(choices),
+            str(self.target),
+            self.target.spend,
+            best.step.cost,
+            expected_of(deviation, others.kind),
+            explained(space, found.cost_table, found.divergences, choices, found.answers.kind.unit),
+            self._front(best, most),
+            self.latency,
+            about,
+        )
+
+    def _front(self, best: Trial, most: float) -> tuple[Point, ...]:
+        """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
+        frontier = self.measurements.frontier(best.knobs)
+        plans = self.effort.front
+        shares = [1 - (1 - most) * part / plans for part in range(1, plans)]
+        # Without repetitions: close costs may have the same plan. A share that the unchanged model meets has none.
+        steps = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
+        return tuple(self._point(step) for step in (*steps, best.step))
+
+    def _point(self, step: Step) -> Point:
+        space, choices, found = self.space, step.choices, self.measurements
+        deviation, before = found.deviation(choices), family_of(space.model).costs(space.model)
+        after = prescribed_costs(space.model, space.prescription(choices))
+        return Point(
+            step.cost,
+            found.divergences.total(choices, weights_of(space, {})),
+            deviation.mean,
+            agreement=None if deviation.agrees is None else float(deviation.agrees.mean()),
+            change=None if deviation.change is None else float(deviation.change.mean()),
+            macs=after.macs / before.macs,
+            params=after.params / before.params,
+            faster=found.known_speed(choices),
+            description=described_choices(space, choices),
+        )
+
+
+class _PlansAtCost:
+    """Builds plans at one cost, and measures them on the images of the trials (`plan_search.PlanBuilder`)."""
+
+    def __init__(self, planner: Planner, most: float):
+        self.planner, self.most = planner, most
+
+    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        return self.planner.step(self.most, knobs, start)
+
+    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+        found = self.planner.measurements
+        trial = found.trial(knobs, step, found.trial_answers)
+        unit = f" {found.answers.kind.unit}".rstrip()
+        spend = self.planner.target.spend
+        self.planner.log(f"a plan of {100 * step.cost:.1f} % of the {spend}: divergence {trial.divergence:.3g}{unit}")
+        return trial
+
+
+def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:
+    """Returns the predictions for other images."""
+    measured = {"divergence": deviation.divergence, "agreement": deviation.agrees, "change": deviation.change}
+    quantities = {name: values for name, values in measured.items() if values is not None}
+    count = len(deviation.divergence)
+    if count < 2:
+        raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
+    # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of
+    # `outputs.doubt` is that of an image whose decision is in doubt.
+    more = {"divergence": outputs.doubt**2, "agreement": 1.0, "change": 1.0}
+    spreads = {
+        name: ((values - values.mean()).square().sum() + more[name]) / (count - 1)
+        for name, values in quantities.items()
+    }
+    return {
+        name: PredictedQuantity(float(values.mean()), float(spreads[name].sqrt()), count, limits_of(name, outputs))
+        for name, values in quantities.items()
+    }
+
+
+def explained(
+    space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices, unit: str
+) -> tuple[str, ...]:
+    """Returns one line per choice: its savings given all other choices, and its sensitivity alone, in this unit."""
+    lines, total = [], cost_table.total(choices)
+    nothing = Choices.nothing(space.depth)
+    even = weights_of(space, {})
+    for layer in range(space.depth):
+        for axis in (*RANKS, TOKENS):
+            value = _of(choices, axis)[layer]
+            if not value:
+                continue
+            back = choices.with_num_pruned(layer, 0) if axis == TOKENS else choices.with_level(axis, layer, 0)
+            alone = nothing.with_num_pruned(layer, value) if axis == TOKENS else nothing.with_level(axis, layer, value)
+            what = f"{value} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[value]:g} of their rank"
+            # Savings are given all other choices, because those of ranks depend on the tokens that remain.
+            saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(alone, even)
+            damage = f"alone {cost:.2g} {unit}".rstrip()
+            lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.of}, {damage}")
+    return tuple(lines)
+
+
+def described_choices(space: Space, choices: Choices) -> str:
+    """Returns the mean share of the ranks that every changed axis keeps, and the patches left at the end."""
+    means = {axis: sum(space.levels[level] for level in _of(choices, axis)) / space.depth for axis in RANKS}
+    parts = [f"{axis} {100 * mean:.0f} % of the ranks" for axis, mean in means.items() if mean < 1]
+    if any(choices.num_pruned):
+        parts.append(f"{space.patches - choices.left[-1]} of {space.patches} patches at the end")
+    return ", ".join(parts)
+
+
+def _of(choices: Choices, axis: str) -> Sequence[int]:
+    return choices.num_pruned if axis == TOKENS else getattr(choices, axis)

@@ -1,0 +1,112 @@
+"""Cached outputs of the original on some images, and the deviation of a candidate's outputs from them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet, require_labelled, require_labels
+from attnrx.support.errors import DataError
+from attnrx.support.progress import track
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.models import evaluating
+from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
+
+Pixels = Float[Tensor, "batch channels height width"]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The deviation of a candidate from the original, per image.
+
+    `divergence` is KL(original || candidate) of the predicted probabilities in nats, `softened` its limit for a high
+    temperature, `agrees` 1 for the same predicted class, and `change` +1 if only the candidate is correct, -1 if only
+    the original is, else 0; None for images without labels. Those of other outputs are in `attnrx.vit.outputs`; both
+    are None for a regression, which makes no decision.
+    """
+
+    divergence: Float[Tensor, "images"]
+    softened: Float[Tensor, "images"]
+    agrees: Float[Tensor, "images"] | None
+    change: Float[Tensor, "images"] | None
+
+    @property
+    def mean(self) -> float:
+        """The mean divergence."""
+        return float(self.divergence.mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Batches of images in memory, and the original's outputs for them: log-probabilities or embeddings."""
+
+    batches: tuple[Tensor, ...]
+    labels: Int[Tensor, "images *labels"] | None
+    outputs: Float[Tensor, "images classes"]
+    kind: OutputKind
+
+    @classmethod
+    def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
+        """Computes the original's outputs; raises for labels that fit no head, but accepts images without labels."""
+        if images.has_labels:
+            require_labels(images)
+        weight, kind = next(model.parameters()), output_kind_of(model)
+        # Batches are in memory on the model's device and in its precision, because every candidate is measured on them
+        # again.
+        pixels, labels, outputs = [], [], []
+        with evaluating([model]):
+            batches = images.batches(batch_size, device=weight.device)
+            for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
+                pixels.append(batch.images.to(weight.dtype))
+                labels.append(batch.labels.cpu())
+                outputs.append(kind.prepared(model(pixels[-1])))  # float64 on the CPU, [batch, classes]
+        if not pixels:
+            raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
+        numbers = torch.cat(labels) if images.has_labels else None
+        if numbers is not None:
+            require_labelled(numbers)
+        answers = torch.cat(outputs)
+        # Embeddings are compared by their directions, and a plan for outputs without any would be arbitrary.
+        if isinstance(kind, Embeddings) and not bool((answers.abs().amax(-1) > 0).all()):
+            raise DataError(
+                "the model returns an embedding of zeros for an image of the plan, whose direction is undefined: give "
+                "images of its task, or check the weights of its projection."
+            )
+        return cls(tuple(pixels), numbers, answers, kind)
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def first(self, count: int) -> "Answers":
+        """Returns the first batches with at least `count` images in total."""
+        batches, images = [], 0
+        # Whole batches, so that no outputs have to be computed again.
+        for batch in self.batches:
+            if images >= count:
+                break
+            batches.append(batch)
+            images += len(batch)
+        labels = None if self.labels is None else self.labels[:images]
+        return Answers(tuple(batches), labels, self.outputs[:images], self.kind)
+
+    def measure(self, candidate: nn.Module) -> Deviation:
+        """Runs a candidate on the images and returns its deviation."""
+        with evaluating([candidate]):
+            return self.deviation([self.kind.prepared(candidate(batch)) for batch in self.batches])
+
+    def deviation(self, answered: Sequence[Tensor]) -> Deviation:
+        """Returns the deviation of outputs, given per batch."""
+        base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
+        agrees = change = None
+        if kind.has_decisions:
+            before, after = kind.decisions(base), kind.decisions(other)
+            agrees = kind.agreement(before, after)
+            if self.labels is not None:
+                correct = [kind.correct(decisions, self.labels).double() for decisions in (before, after)]
+                change = correct[1] - correct[0]  # paired, so that intervals are those of the difference
+        return Deviation(kind.divergence(base, other), kind.softened(base, other), agrees, change)
+
+    def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:
+        """Yields every batch with the original's outputs."""
+        yield from zip(self.batches, self.outputs.split([len(batch) for batch in self.batches]), strict=True)

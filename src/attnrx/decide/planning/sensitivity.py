@@ -1,0 +1,306 @@
+"""Sensitivities: the effect of each choice alone on the outputs, measured from the changed layer on."""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from attnrx.change.realization import realize
+from attnrx.decide.planning.effort import EFFORTS, Effort
+from attnrx.decide.planning.reference_outputs import Answers, Pixels
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.nouns.prescription import HiddenDecision, OutputDecision
+from attnrx.support.progress import Log, track
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.models import Family, attach_tokens_, block_names, evaluating, family_of
+from attnrx.vit.outputs import OutputKind
+from attnrx.vit.tokens import ALL_LAYERS, TokenPolicy
+
+
+@contextmanager
+def resumed(model: nn.Module, family: Family, given: Any, layer: int) -> Iterator[None]:
+    """Skips the first `layer` blocks: the last of them returns `given`, in the format of a block's output.
+
+    With 0 the whole model runs. Hooks on the blocks still run.
+    """
+    # The model itself calls its blocks, so that its code before, between and after them runs as always, e.g. rotary
+    # tables and the pooling; the skipped blocks return at once.
+    blocks = [model.get_submodule(name) for name in block_names(model, family)[:layer]]
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            # `given` contains the whole batch: a hook on a block disables chunking.
+            stack.callback(block.register_forward_hook(_no_hook).remove)
+            stack.enter_context(_replaced(block, given if index == layer - 1 else None))
+        yield
+
+
+def _no_hook(module: nn.Module, given: Any, output: Any) -> None:
+    pass
+
+
+@contextmanager
+def _replaced(block: nn.Module, given: Any) -> Iterator[None]:
+    def forward(tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return tokens if given is None else given
+
+    # On the instance, which hides the method of the class; hooks run in `__call__`, which is unchanged.
+    block.forward = forward
+    try:
+        yield
+    finally:
+        del block.forward  # restores the method of the class
+
+
+class BlockCall(NamedTuple):
+    """One call of a block: its input tokens, the other arguments (e.g. rotations or a bias), and the output."""
+
+    tokens: Tensor
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+@contextmanager
+def recorded(model: nn.Module, family: Family) -> Iterator[list[BlockCall]]:
+    """Yields a list of the calls of every block, filled by forward passes; the caller must clear it."""
+    calls: list[BlockCall] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        others = dict(kwargs)
+        tokens = args[0] if args else others.pop("hidden_states")
+        calls.append(BlockCall(tokens, args[1:], others, output))
+
+    with ExitStack() as stack:
+        for name in block_names(model, family):
+            handle = model.get_submodule(name).register_forward_hook(keep, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield calls
+
+
+def as_output(tokens: Tensor, output: Any) -> Any:
+    """Returns tokens in the format of a block's output: a tensor, or the first element of a tuple."""
+    return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])
+
+
+Weights = Mapping[str, np.ndarray]
+
+# The smallest divergence, in nats: below it the logarithms of the interpolations would follow rounding, or be infinite.
+LEAST = 1e-9
+# The measures of the deviation of outputs from the original's, as in `Deviation`.
+MEASURES = ("divergence", "softened")
+
+
+@dataclass(frozen=True, eq=False)
+class Sensitivities:
+    """The mean divergence of the outputs, plain or softened, for each choice alone.
+
+    `ranks` is [layer, level] for every axis. For tokens, `log_counts` [point] holds the logarithms of some numbers of
+    pruned patches, and `tokens` [layer, point] those of the divergences measured there; in between and beyond, the
+    divergence is a power law of the number. If patches were pruned before, the cost is the difference of the
+    divergences at the totals, because the remaining patches are less redundant.
+    """
+
+    ranks: Mapping[str, np.ndarray]
+    log_counts: np.ndarray
+    tokens: np.ndarray
+    patches: int
+    # The dynamic program and the greedy moves need the same totals many times.
+    _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+
+    def of_pruning(self, layer: int, count: int, present: int) -> float:
+        """Returns the sensitivity of pruning `count` of the `present` patches before a layer."""
+        if not count:
+            return 0.0
+        gone = self.patches - present
+        return self._of_gone(layer, gone + count) - self._of_gone(layer, gone)
+
+    def _of_gone(self, layer: int, gone: int) -> float:
+        if not gone:
+            return 0.0
+        key = (layer, gone)
+        if key not in self._known:
+            self._known[key] = math.exp(_on_line(math.log(gone), self.log_counts, self.tokens[layer]))
+        return self._known[key]
+
+    def total(self, choices: Choices, weights: Weights) -> float:
+        """Returns the sum over all choices; `weights` [layer] multiply the sensitivities of an axis."""
+        sensitivity, present = 0.0, self.patches
+        for layer, count in enumerate(choices.num_pruned):
+            for axis in RANKS:
+                sensitivity += float(self.ranks[axis][layer, getattr(choices, axis)[layer]] * weights[axis][layer])
+            sensitivity += self.of_pruning(layer, count, present) * float(weights[TOKENS][layer])
+            present -= count
+        return sensitivity
+
+
+def measure_sensitivities(
+    space: Space, answers: Answers, log: Log, effort: Effort = EFFORTS["thorough"]
+) -> dict[str, Sensitivities]:
+    """Measures every axis at the probed levels in one layer at a time, for every one of MEASURES.
+
+    The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
+    energy of the pruned directions in the metric of the data, as recorded in the prescriptions. Of layers that are not
+    measured (`Effort.every`), the divergence per removed energy, or per pruned patch, is interpolated over the layers.
+    """
+    probes = {
+        (axis, level): realize(space.model, piece)
+        for axis in RANKS
+        for level in space.measured(axis, effort.probed)
+        if (piece := space.piece(axis, level)) is not None
+    }
+    # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
+    # of its layers on average.
+    # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruning` never reads them.
+    counts = _pruned_counts(space, effort) if TOKENS in space.axes else []
+    measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
+    num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
+    layers = measured_layers(space.depth, effort.every)
+    # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
+    probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
+    with evaluating([space.model, *probes.values()]):
+        for done, (images, logs) in enumerate(answers.parts(), 1):
+            probe_batch.take(images, logs)
+            what = f"sensitivities, batch {done} of {len(answers.batches)}"
+            for work in track((*probes, *range(len(counts))), what):
+                if isinstance(work, int):
+                    num_pruned[:, work] += probe_batch.with_num_pruned(counts[work])
+                else:
+                    measured[work] += probe_batch.with_block_of(probes[work])
+            log(f"sensitivities: {done} of {len(answers.batches)} batches")
+    log_counts, by_measure = np.log(np.array(counts or [1], dtype=float)), {}
+    for index, name in enumerate(MEASURES):
+        by_level = {key: sums[:, index] for key, sums in measured.items()}
+        ranks = {axis: _curves(space, axis, by_level, len(answers), layers) for axis in RANKS}
+        logs = over_layers(np.log(np.maximum(num_pruned[:, :, index] / len(answers), LEAST)), layers)
+        by_measure[name] = Sensitivities(ranks, log_counts, logs, space.patches)
+    return by_measure
+
+
+def _pruned_counts(space: Space, effort: Effort) -> list[int]:
+    """Returns the numbers of pruned patches that are measured; at least one patch stays."""
+    counts = (max(space.step, round(share * space.patches)) for share in effort.pruned_shares)
+    return sorted({min(count, space.patches - 1) for count in counts})
+
+
+def measured_layers(depth: int, every: int) -> tuple[int, ...]:
+    """Returns every `every`-th layer and the last one."""
+    return tuple(sorted({*range(0, depth, every), depth - 1}))
+
+
+def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+    """Interpolates logarithms [layer, _] linearly between the measured layers."""
+    filled = np.empty_like(logs)
+    for index, column in enumerate(logs.T):
+        filled[:, index] = np.interp(range(len(logs)), layers, column[list(layers)])
+    return filled
+
+
+class _BatchProbe:
+    """One batch with the recorded calls of every block, from which changed blocks are evaluated at some layers."""
+
+    def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
+        self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
+
+    def take(self, images: Pixels, base: Float[Tensor, "batch classes"]) -> None:
+        self.images, self.base = images, base
+        with recorded(self.space.model, self.family) as self.calls:
+            self.space.model(images)
+
+    def with_block_of(self, other: nn.Module) -> np.ndarray:
+        """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
+        sums = np.zeros((len(self.calls), len(MEASURES)))
+        names = block_names(other, self.family)
+        for layer in self.layers:
+            call = self.calls[layer]
+            output = other.get_submodule(names[layer])(call.tokens, *call.args, **call.kwargs)
+            sums[layer] = self._from(self.space.model, output, layer + 1)
+        return sums
+
+    def with_num_pruned(self, count: int) -> np.ndarray:
+        """Returns the sums over images [layer, measure] with `count` patches pruned before one layer at a time."""
+        sums, reducer = np.zeros((len(self.calls), len(MEASURES))), self.space.reducer
+        assert reducer is not None
+        needs = set(reducer.needs)
+        # A stage before the first layer is not possible: its place is measured before the second.
+        for layer in {max(layer, 1) for layer in self.layers}:
+            # The copy shares the weights.
+            changed = copy.deepcopy(self.space.model, {id(weight): weight for weight in self.space.model.parameters()})
+            keep = (self.space.patches - count) / self.space.patches
+            attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
+            # A reducer that needs captured attention requires running the previous layer, or all of them.
+            start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
+            call = self.calls[start]
+            sums[layer] = self._from(changed, as_output(call.tokens, call.output), start)
+        # Row 0 is an end of the interpolation over layers only: no plan has a stage there.
+        sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
+        return sums
+
+    def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
+        with resumed(model, self.family, given, layer):
+            other = self.outputs.prepared(model(self.images))
+        # Sums, because the last batch may be smaller; divided by the number of images at the end.
+        return [float(getattr(self.outputs, measure)(self.base, other).sum()) for measure in MEASURES]
+
+
+def _curves(
+    space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int, layers: Sequence[int]
+) -> np.ndarray:
+    """Returns the sensitivities [layer, level], log-log interpolated by removed energy between the measured levels."""
+    sensitivities = np.zeros((space.depth, len(space.levels)))
+    levels = [level for measured_axis, level in measured if measured_axis == axis]
+    if not levels:
+        return sensitivities
+    # To second order the divergence is proportional to the squared error of a map, which is the removed energy: in
+    # logarithms it is a line of slope one with an offset per layer, so both interpolations are of small deviations from
+    # it.
+    energies = {level: np.log(np.maximum(_errors(space, axis, level), 1e-30)) for level in space.available(axis)}
+    # [layer, measured level], as `logs`.
+    log_errors = np.stack([energies[level] for level in levels], axis=1)
+    logs = np.log(np.maximum(np.stack([measured[axis, level] for level in levels], axis=1) / images, LEAST))
+    # The offset is interpolated over the layers and not the divergence, which follows the energies of its own layer.
+    logs = log_errors + over_layers(logs - log_errors, layers)
+    for layer in range(space.depth):
+        for level, per_layer in energies.items():
+            sensitivities[layer, level] = math.exp(_on_line(float(per_layer[layer]), log_errors[layer], logs[layer]))
+    # Measured on few images, a lower level may seem better than a higher one; the search would always choose it.
+    return np.maximum.accumulate(sensitivities, axis=1)
+
+
+def _errors(space: Space, axis: str, level: int) -> list[float]:
+    piece = space.piece(axis, level)
+    assert piece is not None
+    if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
+        layers = zip(space.spectra, piece.layers, strict=True)
+        return [
+            float((spectrum.strength.square() * spectrum.used * ~layer.qk.keep).sum()) for spectrum, layer in layers
+        ]
+    return [sum(map(_removed_energy, (*layer.outputs.values(), layer.hidden))) for layer in piece.layers]
+
+
+def _removed_energy(output: OutputDecision | HiddenDecision | None) -> float:
+    if output is None:
+        return 0.0
+    if isinstance(output, HiddenDecision):
+        return float(output.strength.square()[~output.keep].sum())
+    # Per unit the rank keeps the largest strengths, in whatever order the file has them.
+    energies = output.strength.square().sort(dim=-1, descending=True).values
+    return sum(float(energy[rank:].sum()) for energy, rank in zip(energies, output.ranks, strict=True))
+
+
+def _on_line(x: float, points: np.ndarray, values: np.ndarray) -> float:
+    """Interpolates and extrapolates piecewise linearly with slopes of at least 0; a single point has slope 1."""
+    # A negative slope is noise: extrapolated, it would make large changes look harmless. The slope 1 of a single point
+    # is proportionality.
+    order = np.argsort(points)
+    xs, ys = points[order], values[order]
+    if len(xs) < 2 or xs[-1] - xs[0] < 1e-6:
+        return float(ys[0] + x - xs[0])
+    at = int(np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2))
+    slope = (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at])
+    return float(ys[at] + max(slope, 0.0) * (x - xs[at]))

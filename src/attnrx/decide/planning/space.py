@@ -1,0 +1,267 @@
+"""The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import nn
+
+from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription, TokenPrescription
+from attnrx.support.display import Displayed
+from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
+from attnrx.vit.models import family_of, shape_of
+from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy
+
+RANKS = ("qk", "vo", "mlp")
+
+AXES = (*RANKS, TOKENS)
+
+# Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
+LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+
+
+# The increments of the number of pruned patches, in steps: large ones, because a stage has a fixed cost.
+JUMPS = (1, 2, 4, 8, 16)
+# The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
+STEP = 4
+
+
+def require_axes(axes: Sequence[str]) -> None:
+    """Raises UnknownName for axes that do not exist, or none."""
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown or not axes:
+        raise UnknownName("axis of a plan", ", ".join(unknown) or "none", AXES)
+
+
+def step_for(patches: int) -> int:
+    """Returns the step of the number of pruned patches in images of this many."""
+    return max(1, min(STEP, patches // 4))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One plan: per layer the level of each rank axis (0: full rank), and the number of patches pruned before it."""
+
+    qk: tuple[int, ...]
+    vo: tuple[int, ...]
+    mlp: tuple[int, ...]
+    num_pruned: tuple[int, ...]
+
+    @classmethod
+    def nothing(cls, depth: int) -> "Choices":
+        """Returns the plan without any compression."""
+        zeros = (0,) * depth
+        return cls(zeros, zeros, zeros, zeros)
+
+    def with_level(self, axis: str, layer: int, level: int) -> "Choices":
+        """Returns the plan with another level of one axis in one layer."""
+        levels: tuple[int, ...] = getattr(self, axis)
+        return replace(self, **{axis: (*levels[:layer], level, *levels[layer + 1 :])})
+
+    def with_num_pruned(self, layer: int, count: int) -> "Choices":
+        """Returns the plan with another number of patches pruned before a layer."""
+        return replace(self, num_pruned=(*self.num_pruned[:layer], count, *self.num_pruned[layer + 1 :]))
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The total number of patches pruned before each layer."""
+        total, totals = 0, []
+        for count in self.num_pruned:
+            total += count
+            totals.append(total)
+        return tuple(totals)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Space(Displayed):
+    """All plans for one model.
+
+    `form` is the rule for a level: "total_rank" allocates the layer's directions to its heads; "uniform_rank", the same
+    rank for all heads, has the same MACs and a higher divergence, but is faster if heads are padded to the largest
+    rank. Ranks are multiples of `multiple`; the number of pruned patches is a multiple of `step`.
+    """
+
+    model: nn.Module
+    diagnosis: Diagnosis
+    reducer: Reducer | None
+    axes: tuple[str, ...] = AXES
+    form: str = "total_rank"
+    multiple: int = 1
+    step: int = STEP
+    levels: tuple[float, ...] = LEVELS
+    _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        require_axes(self.axes)
+        if TOKENS in self.axes and self.reducer is None:
+            raise InvalidInput("a plan over tokens needs a reducer, e.g. ward; give one, or omit the axis.")
+        if self.reducer is not None and self.reducer.learned:
+            raise NotSupported(
+                f"{self.reducer} needs training, and planning trains nothing; use a reducer without training, e.g. "
+                "ward, tome or class_attention."
+            )
+
+    def require_choices(self, axis: str) -> None:
+        """Raises NotSupported or InvalidRule if an axis has nothing to choose from in this model."""
+        if axis == TOKENS:
+            if self.depth < 2 or not self.at_once(self.patches):
+                raise NotSupported(
+                    f"patches are pruned before the second layer or a later one, at most half of them at once; this "
+                    f"model has {self.depth} layers and {self.patches} patches. Omit tokens."
+                )
+        elif not self.available(axis):
+            raise NotSupported(f"no level of {axis} removes anything of this model's {axis}. Omit {axis}.")
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The shape of the model for the token reducer."""
+        family = family_of(self.model)
+        if TOKENS in self.axes:
+            return shape_of(self.model, family)
+        # No token is pruned, so all of them are as those before the patches. The layout of the family does not exist
+        # for models whose tokens cannot be pruned, e.g. with attention pooling.
+        tokens = family.costs(self.model).layers[0].tokens
+        specs = [layer.spec for layer in family.attention(self.model)]
+        return Shape(specs[0].width, len(specs[0].heads), TokenLayout(tokens, 0, False, "class"), depth=len(specs))
+
+    @cached_property
+    def depth(self) -> int:
+        """The number of layers of the model."""
+        return len(family_of(self.model).attention(self.model))
+
+    @property
+    def patches(self) -> int:
+        """The number of patches that can be pruned; 0 without the axis of tokens."""
+        return self.shape.layout.patches
+
+    @property
+    def metric(self) -> str | None:
+        """The metric of qk: "mix", or None for layers whose own directions stay, in an order of their own.
+
+        Those are layers with norms, which run over the directions of the model, and with directions that heads share.
+        """
+        has_own_order = any(layer.spectrum.has_own_order for layer in self.diagnosis.layers)
+        return None if has_own_order else "mix"
+
+    @cached_property
+    def mlp_maps(self) -> tuple[str, ...]:
+        """The maps of the axis "mlp": the hidden units where they were measured, else the ranks of both maps."""
+        measured = all(
+            layer.hidden is not None and layer.hidden.covariance is not None for layer in self.diagnosis.layers
+        )
+        # Without a unit both maps are smaller; a low rank adds a second factor to each.
+        return (HIDDEN,) if measured else LINEAR_MAPS
+
+    @cached_property
+    def spectra(self) -> tuple[Spectrum, ...]:
+        """The spectra of the score directions in `metric`, per layer."""
+        diagnosis = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
+        return tuple(layer.spectrum for layer in diagnosis.layers)
+
+    def available(self, axis: str) -> tuple[int, ...]:
+        """Returns the levels of an axis that are not no-ops, the same for all layers."""
+        if axis not in self.axes:
+            return ()
+        return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
+
+    def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
+        """Returns those of `levels` that are available; the middle one where none is, or none without any."""
+        available = self.available(axis)
+        return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
+
+    def piece(self, axis: str, level: int) -> Prescription | None:
+        """Returns the prescription of one level of one axis in all layers, cached; None for a no-op."""
+        key = (axis, level)
+        if key not in self._pieces:
+            try:
+                self._pieces[key] = self._prescribed({axis: self.rule(level)})
+            except NoOpPrescription:
+                self._pieces[key] = None
+        return self._pieces[key]
+
+    def rule(self, level: int) -> Rule:
+        """Returns the rule of a level."""
+        return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={self.multiple}")
+
+    def policy(self, choices: Choices) -> TokenPolicy | None:
+        """Returns the token policy of a plan; None if it prunes no patches."""
+        # Layers count from 0 here and from 1 in a policy. Shares are of the image's patches, after each stage.
+        stages = [layer for layer, count in enumerate(choices.num_pruned) if count]
+        if not stages or self.reducer is None:
+            return None
+        left = choices.left
+        keep = tuple((self.patches - left[layer]) / self.patches for layer in stages)
+        return TokenPolicy(self.reducer, tuple(layer + 1 for layer in stages), keep)
+
+    def prescription(self, choices: Choices) -> Prescription:
+        """Returns the prescription of a plan."""
+        rules = {
+            # The level 0 is the rule of the full rank, a no-op in its layer.
+            axis: by_layer([self.rule(level) for level in getattr(choices, axis)])
+            for axis in RANKS
+            if any(getattr(choices, axis))
+        }
+        return self._prescribed(rules, self.policy(choices))
+
+    def _prescribed(self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None) -> Prescription:
+        tokens = None if policy is None else TokenPrescription.of(policy)
+        by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
+        # In the metric of the data and not of the weights: its directions are sorted by their effect on the scores.
+        if "qk" in by_map and self.metric is not None:
+            by_map["qk"] = in_metric(by_map["qk"], self.metric)
+        return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens})
+
+    def even_schedules(self) -> tuple[Choices, ...]:
+        """Returns plans without ranks that prune equal numbers of patches before every layer but the first, most
+        first.
+        """
+        if TOKENS not in self.axes or self.depth < 2:
+            return ()
+        # No stage before the first layer, and together at most all patches; `_fitted` limits late stages, which have
+        # few left.
+        largest = self.patches // (self.depth - 1) // self.step * self.step
+        nothing = Choices.nothing(self.depth)
+        counts = range(largest, 0, -self.step)
+        return tuple(self._fitted(replace(nothing, num_pruned=(0, *(count,) * (self.depth - 1)))) for count in counts)
+
+    def ways_back(self, choices: Choices) -> Iterator[Choices]:
+        """Yields every plan with one change that keeps more: a higher rank or fewer pruned patches in one layer."""
+        for axis in RANKS:
+            levels, current = (0, *self.available(axis)), getattr(choices, axis)
+            for layer, now in enumerate(current):
+                yield from (choices.with_level(axis, layer, level) for level in levels if level < now)
+        for layer, count in enumerate(choices.num_pruned):
+            yield from (choices.with_num_pruned(layer, less) for less in range(0, count, self.step))
+
+    def moves(self, choices: Choices) -> Iterator[Choices]:
+        """Yields every plan with one change that keeps less: a lower rank or more pruned patches in one layer."""
+        for axis in RANKS:
+            levels, current = self.available(axis), getattr(choices, axis)
+            for layer, now in enumerate(current):
+                yield from (choices.with_level(axis, layer, level) for level in levels if level > now)
+        if TOKENS not in self.axes:
+            return
+        for layer in range(1, self.depth):
+            # Jumps that `_fitted` would change are omitted: they would be other, smaller moves, possibly repeated.
+            for more in (self.step * jump for jump in JUMPS):
+                count = choices.num_pruned[layer] + more
+                fitted = self._fitted(choices.with_num_pruned(layer, count))
+                if fitted.num_pruned[layer] == count:
+                    yield fitted
+
+    def _fitted(self, choices: Choices) -> Choices:
+        """Limits the number of patches pruned at every stage to half of its input patches."""
+        # From the first stage on: patches pruned by one stage are missing at the later ones.
+        present, num_pruned = self.patches, []
+        for count in choices.num_pruned:
+            num_pruned.append(min(count, self.at_once(present)))
+            present -= num_pruned[-1]
+        return replace(choices, num_pruned=tuple(num_pruned))
+
+    def at_once(self, present: int) -> int:
+        """Returns the largest number of patches that one stage may prune: half of its input, a multiple of `step`."""
+        return present // 2 // self.step * self.step

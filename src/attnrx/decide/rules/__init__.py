@@ -1,0 +1,65 @@
+"""Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
+
+from attnrx.decide.rules.by_attention import RemoveHeads, UniformHeads
+from attnrx.decide.rules.by_strength import (
+    ContributionEnergy,
+    EffectiveRank,
+    EnergyRetention,
+    MedianThreshold,
+    NormClip,
+    Shrinkage,
+    Threshold,
+    TopRank,
+    TotalRank,
+    UniformRank,
+)
+from attnrx.decide.rules.controls import CONTROLS, control_prescriptions
+from attnrx.decide.rules.decisions import score_bound
+from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
+from attnrx.decide.rules.metrics import METRICS, rewritten
+from attnrx.decide.rules.outputs import OUTPUT_METRICS
+from attnrx.decide.rules.parsing import RULES, SHARE, RulesLike, Template, by_layer, parse_rule, parse_rules
+from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
+from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
+from attnrx.decide.rules.shared import FusionOwner, FusionRank, SharedRank
+
+__all__ = [
+    "CONTROLS",
+    "METRICS",
+    "OUTPUT_METRICS",
+    "RULES",
+    "SHARE",
+    "And",
+    "ByLayer",
+    "ContributionEnergy",
+    "EffectiveRank",
+    "EnergyRetention",
+    "FusionOwner",
+    "FusionRank",
+    "LargestMatched",
+    "MedianThreshold",
+    "NormClip",
+    "Or",
+    "RandomMatched",
+    "RemoveHeads",
+    "Rule",
+    "RulesLike",
+    "SharedRank",
+    "Shrinkage",
+    "Template",
+    "Threshold",
+    "TopRank",
+    "TotalRank",
+    "UniformHeads",
+    "UniformMatched",
+    "UniformRank",
+    "by_layer",
+    "control_prescriptions",
+    "in_metric",
+    "parse_rule",
+    "parse_rules",
+    "prescribe_maps",
+    "require_remainder",
+    "rewritten",
+    "score_bound",
+]

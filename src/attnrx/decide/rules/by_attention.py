@@ -1,0 +1,82 @@
+"""Rules that decide about whole heads by what they compute: uniform attention, and repeated outputs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attnrx.decide.rules.decisions import keep_only
+from attnrx.decide.rules.rule import Rule, reading_of
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import ScoreDecision
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.maps import HEADS
+
+
+@dataclass(frozen=True)
+class UniformHeads(Rule):
+    """Removes all directions from heads of at most this `selectivity`; the heads are kept and output the mean value.
+
+    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality the rows
+    of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm, which bounds the
+    error on those images. Works for every form, dense included.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("selectivity",)
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+
+    selectivity: float = 1e-3
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum, selectivity = diagnosis.layers[layer].spectrum, reading_of(diagnosis, layer, "selectivity")
+        keep = spectrum.used & (selectivity > self.selectivity)[:, None]
+        return keep_only(spectrum, keep, [f"selectivity {value:.2g}" for value in selectivity.tolist()])
+
+
+@dataclass(frozen=True)
+class RemoveHeads(Rule):
+    """Removes a head if a kept head has nearly the same spectrum (Eq. 43) and attention output; for the map "heads".
+
+    Equal spectra alone are not sufficient (Proposition 5 requires equal projections too), so both similarities must
+    reach their thresholds. Pairs are processed by descending similarity. Of each pair the head with less strength is
+    removed, unless another head was removed in its favour; such a head is kept for good, so a layer never loses its
+    last head. Removal differs from rank 0: the head's output is gone, and the sum of the pair's outputs is about halved
+    until fine-tuning; with `metric=centered` the output projection is refitted instead.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("spectral_redundancy", "output_similarity")
+    applies_to: ClassVar[tuple[str, ...]] = (HEADS,)
+    head_metric: ClassVar[str] = "own"
+
+    spectral: float = 0.99
+    output: float = 0.95
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        # For "heads" a layer is one unit whose directions are its heads (`decide_heads`): strength is [1, heads].
+        spectrum = diagnosis.layers[layer].spectrum
+        spectral, output = (reading_of(diagnosis, layer, name) for name in self.needs)
+        repeats = (spectral >= self.spectral) & (output >= self.output)
+        twin = _twins(torch.where(repeats, output, -1.0), spectrum.strength[0].double())
+        keep = torch.tensor([[head not in twin for head in range(spectrum.strength.shape[1])]], dtype=torch.bool)
+        # The numbers of the heads in the original model.
+        names = [int(head) for head in reading_of(diagnosis, layer, "heads")[0].tolist()]
+        pairs = [
+            f"head {names[head]} repeats head {names[other]}, which stays: similarity {spectral[head, other]:.3f} of "
+            f"spectrum and {output[head, other]:.3f} of output"
+            for head, other in twin.items()
+        ]
+        return keep_only(spectrum, keep, ["; ".join(pairs) or "no head repeats another"])
+
+
+def _twins(similarity: Float[Tensor, "heads heads"], total: Float[Tensor, "heads"]) -> dict[int, int]:
+    """Returns every removed head with the kept head that it duplicates; of equal strengths the first head stays."""
+    # -1 marks pairs that do not repeat each other.
+    pairs = [(a, b) for a in range(len(total)) for b in range(a + 1, len(total)) if similarity[a, b] >= 0]
+    twin: dict[int, int] = {}
+    for pair in sorted(pairs, key=lambda pair: -similarity[pair].item()):
+        weaker, stronger = sorted(pair, key=lambda head: (total[head].item(), -head))
+        if weaker in twin.values():  # it is already kept in place of another head
+            weaker, stronger = stronger, weaker
+        if not {weaker, stronger} & twin.keys() and weaker not in twin.values():
+            twin[weaker] = stronger
+    return twin

@@ -1,0 +1,249 @@
+"""Rules that keep directions by their strength: thresholds, ranks per head, and a rank for all heads together."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attnrx.change.decompositions import allocate_by_loss, water_fill
+from attnrx.decide.diagnostics import spectral_shape
+from attnrx.decide.rules.decisions import fewest_holding, give_strengths, keep_only, largest
+from attnrx.decide.rules.metrics import OWN
+from attnrx.decide.rules.rule import Rule, learned_spectrum, reading_of
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import ScoreDecision
+from attnrx.vit.spectrum import Spectrum
+
+ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling must not be 11
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """Keeps the directions with |strength| >= tau (Eqs. 8-10); a head may keep none.
+
+    No masked score changes by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
+    """
+
+    largest: ClassVar[float] = math.inf
+
+    tau: float
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        return keep_only(spectrum, spectrum.strength.double().abs() >= self.tau)
+
+
+@dataclass(frozen=True)
+class MedianThreshold(Rule):
+    """Keeps the directions whose |strength| is above `factor` times the median of its head (Gavish and Donoho, 2014).
+
+    For a square matrix of low rank plus white noise of unknown level, 2.858 times the median singular value is the
+    threshold of the least asymptotic mean squared error. No knob has to be tuned. A head whose spectrum decays slowly
+    keeps no direction. Needs learned strengths, or a `metric`.
+    """
+
+    largest: ClassVar[float] = math.inf
+
+    factor: float = 2.858
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        strength = spectrum.strength.double().abs()
+        # Not `median`, which takes the lower of two middle values; NaN on the padding, which must not count.
+        median = strength.where(spectrum.used, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
+        reasons = [f"above {self.factor:g} times the median {value:.3g}" for value in median.flatten().tolist()]
+        return keep_only(spectrum, strength > self.factor * median, reasons)
+
+
+@dataclass(frozen=True)
+class Shrinkage(Rule):
+    """Subtracts `amount` from every |strength| (soft threshold); removes directions that reach zero; a head may keep
+    none.
+
+    No masked score changes by more than amount * scale (Theorem 1), as with Threshold, but strengths change
+    continuously. Needs learned strengths.
+    """
+
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+    largest: ClassVar[float] = math.inf
+
+    amount: float
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        strength = spectrum.strength.double() * spectrum.used
+        magnitude = (strength.abs() - self.amount).clamp(min=0)
+        notes = [f"every strength shrunk by {self.amount:g}"] * strength.shape[0]
+        return give_strengths(spectrum, magnitude > 0, magnitude * strength.sign(), notes)
+
+
+@dataclass(frozen=True)
+class NormClip(Rule):
+    """Caps |strength| at `limit` and keeps every direction: spectral smoothing.
+
+    The limit is absolute, like the bound that it gives: the Lipschitz constant from queries and keys to the scores
+    (Proposition 4) becomes at most limit * scale. Needs learned strengths.
+    """
+
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+    largest: ClassVar[float] = math.inf
+
+    limit: float
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        strength = spectrum.strength.double() * spectrum.used
+        notes = [f"{int((row > self.limit).sum())} of them capped at {self.limit:g}" for row in strength.abs()]
+        return give_strengths(spectrum, spectrum.used, strength.clamp(-self.limit, self.limit), notes)
+
+
+@dataclass(frozen=True)
+class TopRank(Rule):
+    """Keeps the `rank` strongest directions of each head, or all where a head has fewer; ties are resolved by index.
+
+    Of all sets of that size it minimizes the bound of Theorem 1 on the masked scores. Needs learned strengths.
+    """
+
+    rank: int
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        ranks = torch.full((spectrum.strength.shape[0],), self.rank)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
+
+
+@dataclass(frozen=True)
+class EffectiveRank(Rule):
+    """Keeps the strongest directions of each head, as many as its effective rank (Eq. 24), rounded up.
+
+    A head whose strengths are all zero has effective rank 0 and keeps none, which does not change the model. Needs
+    learned strengths.
+    """
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        effective = spectral_shape.effective_rank(spectrum.strength.double(), spectrum.used)
+        keep = largest(spectrum.strength.abs(), spectrum.used, (effective - ROUNDING).ceil().long())
+        return keep_only(spectrum, keep, [f"effective rank {rank:.3g}" for rank in effective.tolist()])
+
+
+@dataclass(frozen=True)
+class EnergyRetention(Rule):
+    """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (Eqs. 44 and 45).
+
+    Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all that are not zero. The removed
+    energy is at most 1 - rho of the head's, so no masked score changes by more than sqrt(1 - rho) * norm(strength) *
+    scale. Needs learned strengths.
+    """
+
+    rho: float
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        shares = spectral_shape.energy(spectrum.strength.double(), spectrum.used)
+        return keep_only(spectrum, fewest_holding(self.rho, shares, spectrum.used))
+
+
+@dataclass(frozen=True)
+class ContributionEnergy(Rule):
+    """Keeps the fewest directions of each head that hold the share rho of its contribution energy.
+
+    The contribution of a direction is strength^2 * query_moment * key_moment: the mean square of its term in the
+    scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. Ties
+    and extremes are those of EnergyRetention. Works for every form, dense included. There is no bound on the error:
+    terms of different directions may cancel.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("query_moment", "key_moment")
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+
+    rho: float
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = diagnosis.layers[layer].spectrum
+        query, key = (reading_of(diagnosis, layer, name) for name in self.needs)
+        amount = spectrum.strength.double().square() * query * key * spectrum.used
+        keep = fewest_holding(self.rho, amount, spectrum.used)
+        # The clamp gives a head without any contribution the share 0.
+        shares = (amount * keep).sum(-1) / amount.sum(-1).clamp_min(torch.finfo(amount.dtype).tiny)
+        return keep_only(spectrum, keep, [f"{100 * share:.1f} % of the contribution" for share in shares.tolist()])
+
+
+@dataclass(frozen=True)
+class UniformRank(Rule):
+    """Keeps the `rank` strongest directions of each head, or that share of its directions (TruncAtt, Section 2.3).
+
+    With the metric "weights" this is the truncated singular value decomposition of each head's W_Q W_K^T. The rank is
+    rounded to a `multiple`: kernels load several values at once, and are slower at a rank in between than at the next
+    multiple. The default metric is that of TotalRank, except "weights" for scores without norms.
+    """
+
+    default_metric: ClassVar[str | None] = "weights"
+
+    rank: int | float
+    multiple: int = 1
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        available = spectrum.used.sum(-1)
+        target = available.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * available
+        # The number of directions of a head may be no multiple: a head can always keep all of them.
+        ranks = ((target / self.multiple).round().long() * self.multiple).minimum(available)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
+
+
+@dataclass(frozen=True)
+class TotalRank(Rule):
+    """Keeps the strongest directions of all heads together: `rank` per layer, or that share of all directions.
+
+    This is water-filling: of all selections of that size it removes the least energy, so heads get irregular ranks
+    (IrrAtt). With `by="divergence"` it minimizes the measured divergence of the attention instead (see
+    `measure_divergence`), by a dynamic programme. With `scope="model"` the total is distributed over all layers. Every
+    rank is a multiple of `multiple` and at least `minimum`, even for a smaller requested share. Strengths are those of
+    the `metric` (see METRICS), or with "own" the model's. The default metric is "mix" for scores without norms, "own"
+    for scores with norms (SVDA), and "centered" for values and MLP (see OUTPUT_METRICS).
+    """
+
+    default_metric: ClassVar[str | None] = "mix"
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"scope": ("layer", "model"), "by": ("energy", "divergence")}
+
+    rank: int | float
+    scope: str = "layer"
+    multiple: int = 1
+    minimum: int = 1
+    by: str = "energy"
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        indices = range(len(diagnosis.layers)) if self.scope == "model" else (layer,)
+        spectra = [learned_spectrum(self, diagnosis, index) for index in indices]
+        has_rows = [view.used.any(-1) for view in spectra]  # removed heads take no part of the total
+        options = {"total": self._total(spectra), "multiple": self.multiple, "minimum": self.minimum}
+        if self.by == "energy":
+            strengths = [(view.strength * view.used)[heads] for view, heads in zip(spectra, has_rows, strict=True)]
+            ranks = water_fill(strengths, **options)
+        else:
+            # The divergence is measured per head and rank in the metric of the rewritten directions.
+            name = f"divergence_{diagnosis.about.get('metric', OWN)}"
+            losses = [reading_of(diagnosis, index, name)[heads] for index, heads in zip(indices, has_rows, strict=True)]
+            flat = torch.tensor(allocate_by_loss(torch.cat(losses), **options))
+            ranks = tuple(part.tolist() for part in flat.split([len(loss) for loss in losses]))
+        # With scope="model" every layer repeats the whole allocation and takes its part: decisions have no state.
+        position = layer if self.scope == "model" else 0
+        num_kept = torch.zeros(len(has_rows[position]), dtype=torch.long)
+        num_kept[has_rows[position]] = torch.tensor(ranks[position], dtype=torch.long)
+        heads_text = f" for the layer's {len(ranks[position])} heads" if len(num_kept) > 1 else ""
+        notes = [f"{sum(ranks[position])}{heads_text}, the strongest of the {self.scope}"] * len(num_kept)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, num_kept), notes)
+
+    def _total(self, spectra: list[Spectrum]) -> int:
+        available = sum(int(spectrum.used.sum()) for spectrum in spectra)
+        target = self.rank * (len(spectra) if isinstance(self.rank, int) else available)
+        total = round(target / self.multiple) * self.multiple
+        if isinstance(self.rank, int):
+            return total
+        # A share below the minimum of all heads is raised to it; a number below it is refused by the allocation.
+        units = sum(int(spectrum.used.any(-1).sum()) for spectrum in spectra)
+        return max(total, units * -(-self.minimum // self.multiple) * self.multiple)

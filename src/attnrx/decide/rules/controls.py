@@ -1,0 +1,116 @@
+"""Matched controls: prescriptions that keep the same number of directions of every map, selected differently."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
+from attnrx.decide.rules.parsing import parse_rules
+from attnrx.decide.rules.prescribing import prescribe_maps
+from attnrx.decide.rules.rule import Rule
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import LayerPrescription, Prescription, TokenPrescription
+from attnrx.support.arguments import NATURAL, checked, each, instance, one_of, optional, whole
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Tensor
+from attnrx.vit.maps import HEADS, TOKENS
+from attnrx.vit.tokens import Random, TokenPolicy
+from attnrx.vit.tokens.soft import Soft
+
+CONTROLS = ("random", "largest", "uniform")
+
+
+@checked(
+    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images)", Diagnosis),
+    prescription=instance("a Prescription, e.g. attnrx.prescribe(diagnosis, rules)", Prescription),
+    kinds=optional(each(one_of(*CONTROLS), f"some of {', '.join(CONTROLS)}")),
+    draws=whole(1, 1000),
+    seed=NATURAL,
+)
+def control_prescriptions(
+    diagnosis: Diagnosis, prescription: Prescription, kinds: Sequence[str] | None = None, draws: int = 10, seed: int = 0
+) -> dict[str, tuple[Prescription, ...]]:
+    """Returns controls by kind: `draws` random ones, and one of each other kind.
+
+    A control selects new directions for every map of the layers that the prescription has a rule for. It keeps as many
+    directions of each head and map as the prescription; "uniform" keeps as many of each layer and map. Every layer
+    therefore has exactly the same MACs and parameters. The token policy is the same, and so are the removed heads if
+    another map of a layer has a rule; else as many other heads are removed.
+
+    Where the prescription has no rule, the control prunes tokens: as many random patches are kept at every stage, with
+    the fused token where the policy adds one. Every layer then costs the same; the predictors of the policy, which
+    random selection does not need, are not counted.
+
+    By default `kinds` are all that exist. "largest" and "uniform" do not exist for tokens, for directions that all
+    heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" does not exist
+    where it equals the prescription, as for fc1 and fc2 alone.
+
+    Raises:
+        InvalidInput: Unknown kinds, or no draw, or more than 1000.
+        NotSupported: A requested kind does not exist.
+    """
+    requested_kinds = CONTROLS if kinds is None else tuple(kinds)
+    controls_by_kind: dict[str, tuple[Prescription, ...]] = {}
+    for kind in requested_kinds:
+        try:
+            controls = tuple(_of_kind(kind, diagnosis, prescription, draws, seed))
+        except NotSupported:  # a default kind that does not exist is omitted; a random control always exists
+            if kinds is not None or kind == "random":
+                raise
+            continue
+        # A control equal to the prescription would compare it with itself.
+        if kinds is not None or kind != "uniform" or not _same(controls[0], prescription):
+            controls_by_kind[kind] = controls
+    return controls_by_kind
+
+
+def _of_kind(
+    kind: str, diagnosis: Diagnosis, prescription: Prescription, draws: int, seed: int
+) -> Iterator[Prescription]:
+    rules, _ = parse_rules(prescription.rules)
+    if not rules:
+        yield from _of_tokens(kind, prescription, draws, seed)
+        return
+    for draw in range(draws if kind == "random" else 1):
+        fixed = {HEADS} if rules.keys() != {HEADS} else set()  # other maps depend on the heads that stay
+        controls = {name: rule if name in fixed else _control(kind, rule, seed + draw) for name, rule in rules.items()}
+        yield prescribe_maps(diagnosis, {**controls, TOKENS: prescription.tokens})
+
+
+def _control(kind: str, rule: Rule, seed: int) -> Rule:
+    if kind == "random":
+        return RandomMatched(rule, seed)
+    return LargestMatched(rule) if kind == "largest" else UniformMatched(rule)
+
+
+def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> Iterator[Prescription]:
+    tokens = prescription.tokens
+    if tokens is None:
+        raise InvalidInput("controls of a prescription without rules and tokens: there is nothing to match.")
+    if kind != "random":
+        raise NotSupported(f"the control {kind!r} does not exist for tokens; use 'random'.")
+    for draw in range(draws):
+        policy = _random_policy(tokens.policy, seed + draw)
+        yield replace(prescription, tokens=TokenPrescription.of(policy))
+
+
+def _random_policy(policy: TokenPolicy, seed: int) -> TokenPolicy:
+    """Returns the policy with random scores; the treatment of pruned patches stays the same."""
+    reducer = policy.reducer
+    # Only the scores are random: fusing pruned patches is part of the policy, and of its costs.
+    return replace(policy, reducer=replace(reducer, scores=Random(seed)) if isinstance(reducer, Soft) else Random(seed))
+
+
+def _same(one: Prescription, other: Prescription) -> bool:
+    """Returns whether two prescriptions keep the same directions of every map."""
+    first, second = (
+        [part for layer in prescription.layers for part in (layer.qk.keep, layer.heads, *_encodings(layer))]
+        for prescription in (one, other)
+    )
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def _encodings(layer: LayerPrescription) -> list[Tensor]:
+    hidden = [] if layer.hidden is None else [layer.hidden.keep]
+    return [*hidden, *(layer.outputs[name].encode for name in sorted(layer.outputs))]

@@ -1,0 +1,121 @@
+"""Controls of a rule: as many directions of every head or layer, selected by another criterion."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.decide.rules.decisions import keep_only, largest, rank_positions
+from attnrx.decide.rules.rule import Rule, learned_spectrum
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Basis, ScoreDecision
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.spectrum import Spectrum
+
+
+@dataclass(frozen=True)
+class RandomMatched(Rule):
+    """Keeps as many directions of each head as `rule` does, drawn at random.
+
+    A draw depends only on the seed, the layer and the head's index in the original model. Strengths do not change, even
+    where `rule` changes them.
+
+    Of directions that all heads share, those of the model are permuted, so that the total number and the number used by
+    each head are the same. A rule that creates shared directions is matched by as many directions of random heads, in
+    the same form.
+    """
+
+    rule: Rule
+    seed: int = 0
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum, matched = diagnosis.layers[layer].spectrum, self.rule.decide(diagnosis, layer)
+        notes = ["drawn at random"] * len(spectrum.heads)
+        if matched.is_shared:
+            return self._shared(spectrum, matched, layer)
+        if spectrum.shared:
+            # One permutation for all heads: the layer keeps as many directions, and every head uses as many of them.
+            order = self._draw(f"{self.seed}/{layer}", matched.keep.shape[1]).argsort()
+            return keep_only(spectrum, matched.keep[:, order], notes)
+        scores = torch.zeros(spectrum.strength.shape, dtype=torch.float64)
+        for row, head in zip(scores, spectrum.heads, strict=True):
+            row.copy_(self._draw(f"{self.seed}/{layer}/{head}", len(row)))
+        return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
+
+    def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
+        """Draws as many of the heads' own directions as `matched` shares; each is used by its original head only."""
+        heads, directions = spectrum.strength.shape
+        rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
+        sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
+        # A basis row selects one row of the stacked heads; with fewer rows than `rank`, the last ones stay zero.
+        rows = torch.zeros(1, rank, heads * directions, dtype=torch.float64)
+        rows[0, torch.arange(len(sample)), sample] = 1.0
+        strength = torch.zeros(heads, rank, dtype=torch.float64)
+        strength[sample // directions, torch.arange(len(sample))] = spectrum.strength.flatten()[sample].double()
+        why = f"shares {rank} directions with all heads of the layer (drawn at random)"
+        if matched.basis is None or matched.basis.blocks is None:
+            return ScoreDecision(matched.keep, strength, (why,) * heads, Basis(rows, rows, shared=True))
+        # In blocks the strengths are part of the rows: head h uses block h alone, with strength 1. Zero rows belong to
+        # the last block.
+        owner = torch.full((rank,), heads - 1)
+        owner[: len(sample)] = sample // directions
+        blocks = tuple(torch.bincount(owner, minlength=heads).tolist())
+        basis = Basis(strength.sum(0)[:, None] * rows, rows, shared=True, blocks=blocks)
+        return ScoreDecision(matched.keep, torch.eye(heads, dtype=torch.float64)[:, owner], (why,) * heads, basis)
+
+    def _draw(self, key: str, count: int) -> Float[Tensor, "directions"]:
+        # Not Python's hash, which differs between processes; seven bytes are always a valid seed of torch.
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
+        return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class LargestMatched(Rule):
+    """Removes as many directions of each head as `rule` does, the strongest first.
+
+    If the spectrum ranks directions correctly, this degrades the model more than `rule`. Strengths do not change. Needs
+    learned strengths.
+    """
+
+    rule: Rule
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum, matched = _own_directions(self, self.rule, diagnosis, layer)
+        num_removed = spectrum.used.sum(-1) - matched.keep.sum(-1)
+        keep = rank_positions(spectrum.strength.abs(), spectrum.used) >= num_removed[:, None]
+        return keep_only(spectrum, keep, ["the weakest"] * len(spectrum.heads))
+
+
+@dataclass(frozen=True)
+class UniformMatched(Rule):
+    """Keeps as many directions of the layer as `rule` does: the strongest of each head, the same number in all.
+
+    A remainder goes to the heads whose next direction is strongest; the part of a head without further directions goes
+    to the others. The control measures the benefit of choosing a rank per head. Strengths do not change. Needs learned
+    strengths.
+    """
+
+    rule: Rule
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum, matched = _own_directions(self, self.rule, diagnosis, layer)
+        strength = spectrum.strength.abs()
+        # Distributed in rounds: each head's strongest first, and within a round the strongest head first.
+        rounds = rank_positions(strength, spectrum.used)
+        candidates = sorted(
+            (rounds[head, direction].item(), -strength[head, direction].item(), head)
+            for head, direction in torch.nonzero(spectrum.used).tolist()
+        )
+        head_of = torch.tensor([head for _, _, head in candidates[: sum(matched.ranks)]], dtype=torch.long)
+        ranks = torch.bincount(head_of, minlength=len(strength))
+        keep = largest(strength, spectrum.used, ranks)
+        return keep_only(spectrum, keep, ["the same rank in every head"] * len(spectrum.heads))
+
+
+def _own_directions(control: Rule, rule: Rule, diagnosis: Diagnosis, layer: int) -> tuple[Spectrum, ScoreDecision]:
+    """Returns the spectrum and the decision to match; raises NotSupported for directions that all heads share."""
+    spectrum, matched = learned_spectrum(control, diagnosis, layer), rule.decide(diagnosis, layer)
+    if spectrum.shared or matched.is_shared:
+        raise NotSupported(f"{control} ranks the directions of every head, and these are shared; use random_matched.")
+    return spectrum, matched

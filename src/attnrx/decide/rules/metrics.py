@@ -1,0 +1,149 @@
+"""Metrics in which the directions of a head are optimal, and spectra rewritten in them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from attnrx.change.decompositions import Balanced, balance, svd_directions
+from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.prescription import Basis
+from attnrx.support.errors import NotSupported, UnknownName
+from attnrx.support.shapes import Tensor
+
+# The name for the model's own directions, whose strengths SVDA learns.
+OWN = "own"
+
+# The share of "softmax" in the recommended metric "mix". "softmax" alone gives too few directions to heads that attend
+# to a single token, where the quadratic approximation of the softmax fails.
+MIX = 0.7
+
+
+# The moments of the keys, and their shares, in the metrics of the data; the other moment is that of the queries.
+KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
+    "activation": {"key_gram": 1.0},
+    "centered": {"key_covariance": 1.0},
+    "softmax": {"key_softmax": 1.0},
+    "mix": {"key_softmax": MIX, "key_covariance": 1 - MIX},
+}
+
+
+def _balanced(metric: str) -> Callable[[LayerDiagnosis], Balanced]:
+    return lambda layer: balance(*grams_in(metric, layer))
+
+
+# weights: the matrices W_Q W_K^T (TruncAtt). augmented: with the query bias as one more row, because it changes the
+# softmax; the key bias does not. activation: the mean square of the scores on the data. centered: that of the scores
+# minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax.
+METRICS: Mapping[str, Callable[[LayerDiagnosis], Balanced]] = {
+    "weights": lambda layer: svd_directions(layer.spectrum.query[..., :-1], layer.spectrum.key[..., :-1]),
+    "augmented": lambda layer: svd_directions(layer.spectrum.query, layer.spectrum.key[..., :-1]),
+    **{metric: _balanced(metric) for metric in KEY_MOMENTS},
+}
+
+
+def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
+    """Returns, for every head of a layer, the score directions that are optimal at every rank in a metric.
+
+    Raises:
+        UnknownName: The metric is none of METRICS.
+        NotSupported: The layer is SVDA, whose rows are divided by their norms and must not be combined, or its heads
+            share their directions.
+        InvalidInput: The diagnosis lacks the moments of the metric.
+    """
+    if metric not in METRICS:
+        raise UnknownName("metric", metric, (OWN, *METRICS))
+    _require_changeable(metric, layer)
+    if layer.spectrum.has_norms:
+        raise NotSupported(
+            f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
+            "which changes the norms; its own strengths rank its directions: omit the metric."
+        )
+    if layer.spectrum.shared:
+        raise NotSupported(
+            f"metric={metric!r} would give every head directions of its own in a layer whose heads share them (CP "
+            "SlimAtt, IrrAtt); the strengths rank the shared directions: omit the metric, or prescribe the original "
+            "model."
+        )
+    return METRICS[metric](layer)
+
+
+def grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
+    """Returns the moments [heads, directions, directions] of query and key rows that define a metric."""
+    if metric in ("weights", "augmented"):
+        query = layer.spectrum.query if metric == "augmented" else layer.spectrum.query[..., :-1]
+        key = layer.spectrum.key[..., :-1]
+        return query.double() @ query.double().mT, key.double() @ key.double().mT
+    if metric not in KEY_MOMENTS:
+        raise UnknownName("metric", metric, (OWN, *METRICS))
+    keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
+    return layer.reading("query_gram"), keys
+
+
+def rotary_directions(metric: str, layer: LayerDiagnosis) -> RotaryDirections:
+    """Returns the forms of every head of a layer of rotary attention that are best at every rank in a metric."""
+    _require_changeable(metric, layer)
+    return RotaryDirections(*grams_in(metric, layer), layer)
+
+
+def _require_changeable(metric: str, layer: LayerDiagnosis) -> None:
+    if "qk" in layer.spectrum.fixed:
+        raise NotSupported(
+            f"metric={metric!r} would combine directions of a layer with a norm over all features of query and key."
+        )
+
+
+def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
+    """Returns the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
+
+    The rewritten strengths are the singular values of the bilinear map in that metric; their square is the error of
+    removing a direction. All rules then apply as to learned strengths. Of the readings, the moments of queries and keys
+    are recomputed, and those that do not depend on the directions are kept; the others are removed.
+    """
+    pairs = [_layer(layer, metric) for layer in diagnosis.layers]
+    about = {**diagnosis.about, "metric": metric}
+    return replace(diagnosis, layers=tuple(layer for layer, _ in pairs), about=about), tuple(b for _, b in pairs)
+
+
+def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
+    if layer.spectrum.pairs is not None:
+        return _rotary_layer(layer, rotary_directions(metric, layer))
+    spectrum, balanced = layer.spectrum, directions_in(metric, layer)
+    # Balanced directions are sorted by strength, so those of a head with fewer rows are its first ones.
+    used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
+    changed = replace(
+        spectrum,
+        query=balanced.left @ spectrum.query,
+        key=balanced.right @ spectrum.key,
+        strength=torch.where(used, balanced.strength, 0.0),
+        used=used,
+    )
+    readings: dict[str, Tensor] = {
+        name: value for name, value in layer.readings.items() if name == "selectivity" or name.startswith("divergence_")
+    }
+    for side, name, table in (("query", "query_gram", balanced.left), ("key", "key_covariance", balanced.right)):
+        if name in layer.readings:
+            # Moments are quadratic in the rows: E (T q)(T q)^T = T E[q q^T] T^T.
+            gram = table @ layer.reading(name).double() @ table.mT
+            readings |= {name: gram, f"{side}_moment": gram.diagonal(dim1=-2, dim2=-1)}
+    # Rows of all heads together, [heads, directions, heads * directions], where queries carry the strengths.
+    weighted = changed.strength[..., None] * balanced.left
+    for name, table in (("query_joint_gram", weighted), ("key_joint_covariance", balanced.right)):
+        if name in layer.readings:
+            joint = layer.reading(name).double().unflatten(-1, table.shape[:1] + table.shape[-1:])
+            readings[name] = torch.einsum("hid,hdkf,kjf->hikj", table, joint, table).flatten(-2)
+    return LayerDiagnosis(changed, readings), Basis(balanced.left, balanced.right, shared=spectrum.shared)
+
+
+def _rotary_layer(layer: LayerDiagnosis, found: RotaryDirections) -> tuple[LayerDiagnosis, Basis]:
+    """Returns the layer with strengths that order its directions, and the basis in which all of them are kept.
+
+    The forms of two ranks have no directions in common, so those of a decision are computed for its ranks.
+    """
+    roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
+    # Both sides are divided by the roots of the strengths, so that all directions together give the original scores.
+    diagonal = torch.diag_embed(torch.where(layer.spectrum.used, roots, 0.0))
+    readings = {name: value for name, value in layer.readings.items() if name in ("selectivity", COHERENCE)}
+    basis = Basis(diagonal, diagonal, shared=False, pairs=layer.spectrum.pairs)
+    return LayerDiagnosis(replace(layer.spectrum, strength=found.strength), readings), basis

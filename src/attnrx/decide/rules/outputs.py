@@ -1,0 +1,271 @@
+"""Applies rules to heads, vo, fc1, fc2 and hidden."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from attnrx.change.decompositions import (
+    Balanced,
+    balance,
+    compensated,
+    elimination_losses,
+    factor_directions,
+    pays,
+    read_out,
+)
+from attnrx.decide.rules.decisions import keep_only
+from attnrx.decide.rules.metrics import OWN
+from attnrx.decide.rules.rule import Rule, inner_rules, metric_of
+from attnrx.nouns.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.nouns.prescription import HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
+from attnrx.support.errors import InvalidRule, MissingMoments, UnknownName
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS
+from attnrx.vit.spectrum import Spectrum
+
+# The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
+# plain SVD of the weight matrix (for vo: of W_O W_V per head, TruncAtt), without data.
+CENTERED, WEIGHTS = "centered", "weights"
+OUTPUT_METRICS = (CENTERED, WEIGHTS)
+# The metrics of heads. centered: the error of the layer's output on the data if the output projection is refitted to
+# the remaining heads, which is then done. weights: the norm of W_O W_V of the head. own: the norm of its strengths.
+HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
+# The metrics of hidden. centered: the error of the MLP's output on the data, in backward elimination with compensation.
+# activation: the standard deviation of a unit times the norm of the weights after it. In both the second linear map is
+# refitted to the kept units. weights: the product of the norms of the weights before and after a unit; no refit.
+ACTIVATION = "activation"
+HIDDEN_METRICS = (CENTERED, ACTIVATION, WEIGHTS)
+
+NEEDS = {
+    CENTERED: ("output_covariance", "output_mean", "readout_gram"),
+    WEIGHTS: ("value_factor", "readout_factor", "value_bias"),
+    OWN: (),
+}
+# Readings of pairs of heads.
+PAIRS = ("spectral_redundancy", "output_similarity")
+
+
+def output_metric(rule: Rule, of: str) -> str:
+    """Returns the metric of a rule for one of OUTPUT_MAPS or UNIT_MAPS: the one it states, or its default.
+
+    Raises:
+        UnknownName: The metric does not exist for this map.
+    """
+    known, default = OUTPUT_METRICS, CENTERED
+    if of == HEADS:
+        known, default = HEAD_METRICS, _head_metric(rule)
+    elif of == HIDDEN:
+        known = HIDDEN_METRICS
+    metric = metric_of(rule) or default
+    if metric not in known:
+        raise UnknownName(f"metric of {of}", metric, known)
+    return metric
+
+
+def _head_metric(rule: Rule) -> str:
+    parts = inner_rules(rule)
+    return _head_metric(parts[0]) if parts else rule.head_metric
+
+
+def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
+    """Returns the decision about the heads of every layer; None where all stay.
+
+    For the rule a layer is one unit whose directions are its heads. In the metric "centered" the square of a strength
+    is the increase of the error in backward elimination (`elimination_losses`).
+    """
+    metric = output_metric(rule, HEADS)
+    _require_moments(diagnosis, HEADS, rule, metric)
+    layers = []
+    for layer in diagnosis.layers:
+        strength = _head_strengths(layer, metric)
+        identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
+        readings = {name: value for name, value in layer.readings.items() if name in PAIRS}
+        readings["heads"] = torch.tensor([layer.spectrum.heads])  # their numbers in the original model
+        layers.append(LayerDiagnosis(_spectrum(identity, identity, strength[None], (0,), HEADS), readings))
+    view = replace(diagnosis, layers=tuple(layers))
+    decisions: list[HeadDecision | None] = []
+    for index, layer in enumerate(layers):
+        decision = rule.decide(view, index)
+        heads = HeadDecision(decision.keep[0], layer.spectrum.strength[0], metric_reasons(decision, metric))
+        decisions.append(None if bool(heads.keep.all()) else heads)
+    return decisions
+
+
+def _head_strengths(layer: LayerDiagnosis, metric: str) -> Float[Tensor, "heads"]:
+    if metric == OWN:
+        return (layer.spectrum.strength.double() * layer.spectrum.used).square().sum(-1).sqrt()
+    if metric == WEIGHTS:  # the Frobenius norm of W_O W_V, from its singular values
+        return _value_directions(layer, metric).strength.square().sum(-1).sqrt()
+    covariance = layer.reading("output_covariance").flatten(0, 1)
+    return elimination_losses(covariance, layer.reading("readout_gram")).sqrt()
+
+
+def decide_values(
+    diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None]
+) -> list[OutputDecision | None]:
+    """Returns the decision about the values of every layer; None where all value dimensions are kept.
+
+    Without a rule, all value dimensions of the kept heads stay, and the output projection is refit to them.
+
+    In the metric "centered", the directions of a head are balanced between the covariance of its output and its part of
+    the output projection, so that a squared strength is the error of removing the direction from that head alone. The
+    output projection is then refit to the kept directions of all heads together. In "weights" the directions are the
+    singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept.
+    """
+    metric = CENTERED if rule is None else output_metric(rule, "vo")
+    if rule is not None:
+        _require_moments(diagnosis, "vo", rule, metric)
+    balanced = [_value_directions(layer, metric) for layer in diagnosis.layers]
+    tables = [_value_spectrum(table, layer, metric) for table, layer in zip(balanced, diagnosis.layers, strict=True)]
+    spectra = [without_heads(table, removal) for table, removal in zip(tables, heads, strict=True)]
+    view = _view(diagnosis, spectra)
+    decisions: list[OutputDecision | None] = []
+    for index, (layer, directions) in enumerate(zip(diagnosis.layers, balanced, strict=True)):
+        spectrum = spectra[index]
+        decision = keep_only(spectrum, spectrum.used) if rule is None else rule.decide(view, index)
+        decision = limited_to_heads(decision, heads[index])
+        if bool((decision.keep | ~tables[index].used).all()):
+            decisions.append(None)
+            continue
+        is_centered = metric == CENTERED
+        covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
+        # A constant needs no direction: the mean output, or the value bias, which passes unchanged, as rows sum to 1.
+        center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
+        weight = read_out(directions, decision.keep, covariance)
+        reasons = metric_reasons(decision, metric)
+        encode = directions.left[decision.keep]
+        decisions.append(OutputDecision(decision.ranks, encode, weight, center, directions.strength, reasons))
+    return decisions
+
+
+def _require_moments(diagnosis: Diagnosis, name: str, rule: Rule, metric: str) -> None:
+    needed = NEEDS[metric]
+    missing = sorted({reading for layer in diagnosis.layers for reading in needed if reading not in layer.readings})
+    if missing:
+        raise _needs_moments(name, rule, ", ".join(missing))
+
+
+def _needs_moments(name: str, rule: Rule, missing: str) -> MissingMoments:
+    return MissingMoments(
+        f"{name}={rule} needs {missing}, which the diagnosis does not have: diagnose again with Moments() among the "
+        "diagnostics (attnrx diagnose --moments), or use metric=weights, which needs no data."
+    )
+
+
+def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
+    """Returns the spectrum of a layer in which the removed heads have no directions."""
+    return spectrum if heads is None else replace(spectrum, used=spectrum.used & heads.keep[:, None])
+
+
+def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
+    """Returns the decision without directions of removed heads, which is their reason."""
+    if heads is None:
+        return decision
+    is_kept = heads.keep.tolist()
+    reasons = (why if keep else "the head is removed" for why, keep in zip(decision.reasons, is_kept, strict=True))
+    return replace(decision, keep=decision.keep & heads.keep[:, None], reasons=tuple(reasons))
+
+
+def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
+    """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters."""
+    metric = output_metric(rule, name)
+    if any(len(layer.mlp) != 2 for layer in diagnosis.layers):
+        raise InvalidRule(
+            f"{name}={rule} needs an MLP of two linear maps in every layer, which the model does not have; omit {name}."
+        )
+    maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
+    entries = [entry for entry in maps if entry is not None]
+    if any(metric not in entry.metrics for entry in entries):
+        raise _needs_moments(name, rule, "the moments of its map")
+    tables = [entry.metrics[metric] for entry in entries]
+    spectra = [
+        _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
+    ]
+    # The view has the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
+    view = _view(diagnosis, spectra)
+    decisions = iter([_decide_map(rule, view, index, entry, metric) for index, entry in enumerate(entries)])
+    return [None if entry is None else next(decisions) for entry in maps]
+
+
+def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | None]:
+    """Returns the decision about the hidden units of every MLP; None where all stay.
+
+    For the rule an MLP is one unit whose directions are its hidden units.
+    """
+    metric = output_metric(rule, HIDDEN)
+    units = [layer.hidden for layer in diagnosis.layers]
+    entries = [entry for entry in units if entry is not None]
+    if len(entries) < len(units):
+        raise InvalidRule(
+            f"hidden={rule} needs an MLP of two linear maps, each one matrix, with only an activation between them, in "
+            "every layer, which the model does not have; omit hidden."
+        )
+    if any(metric not in entry.strength for entry in entries):
+        raise _needs_moments(HIDDEN, rule, "the moments of the hidden units")
+    strengths = [entry.strength[metric][None] for entry in entries]
+    # Rows without features: an identity of all hidden units would be a large table that no rule reads.
+    rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]
+    spectra = [_spectrum(empty, empty, strength, (0,), HIDDEN) for empty, strength in zip(rows, strengths, strict=True)]
+    view = _view(diagnosis, spectra)
+    return [_decide_units(rule.decide(view, index), entry, metric) for index, entry in enumerate(entries)]
+
+
+def _decide_units(decision: ScoreDecision, units: HiddenDiagnosis, metric: str) -> HiddenDecision | None:
+    keep, weight, bias = decision.keep[0], units.weight.double(), units.bias.double()
+    if bool(keep.all()):
+        return None
+    new_weight = weight[:, keep]
+    if metric != WEIGHTS:
+        assert units.covariance is not None and units.mean is not None
+        new_weight, mean = compensated(units.covariance, weight, keep), units.mean.double()
+        # The refit is about the means, so the bias keeps the mean output.
+        bias = bias + weight @ mean - new_weight @ mean[keep]
+    return HiddenDecision(keep, units.strength[metric], new_weight, bias, metric_reasons(decision, metric))
+
+
+def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:
+    return tuple(f"{reason}; metric {metric}" for reason in decision.reasons)
+
+
+def _decide_map(rule: Rule, view: Diagnosis, index: int, entry: MapDiagnosis, metric: str) -> OutputDecision | None:
+    decision, table = rule.decide(view, index), entry.metrics[metric]
+    (rank,) = decision.ranks
+    if not 0 < rank or not pays(rank, table.directions.shape[1], entry.inputs):
+        return None
+    # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder; a copy, because files hold
+    # no tensors that share their memory.
+    encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
+    return OutputDecision((rank,), encode, encode.mT.clone(), table.center, table.strength[None], reasons)
+
+
+def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
+    if metric == WEIGHTS:
+        return factor_directions(layer.reading("value_factor"), layer.reading("readout_factor"))
+    covariance = layer.reading("output_covariance").double()  # [heads, v_head_dim, heads * v_head_dim]
+    # The covariance of every head with itself: [heads, v_head_dim, v_head_dim].
+    blocks = covariance.unflatten(2, covariance.shape[:2]).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return balance(blocks, layer.reading("readout_gram"))
+
+
+def _value_spectrum(directions: Balanced, layer: LayerDiagnosis, metric: str) -> Spectrum:
+    """Returns the value directions of a layer, as many used ones per head as the head has value features."""
+    spectrum = _spectrum(directions.left, directions.right, directions.strength, layer.spectrum.heads, "vo")
+    # Readings are padded with zeros to the widest head. A feature without values and without columns of the output
+    # projection is padding. Directions are sorted by strength, so those that combine padding only are the last ones.
+    names, others = (NEEDS[WEIGHTS][:2], 1) if metric == WEIGHTS else (("output_covariance", "readout_gram"), 2)
+    sizes = torch.stack([layer.reading(name).abs().sum(others) for name in names])  # [2, heads, features]
+    num_features = (sizes > 0).any(0).sum(-1)
+    return replace(spectrum, used=torch.arange(spectrum.used.shape[1]) < num_features[:, None])
+
+
+def _spectrum(
+    left: Tensor, right: Tensor, strength: Float[Tensor, "units directions"], units: tuple[int, ...], of: str
+) -> Spectrum:
+    used = torch.ones_like(strength, dtype=torch.bool)
+    return Spectrum(left, right, strength.double(), used, 1.0, "none", units, of)
+
+
+def _view(diagnosis: Diagnosis, spectra: Sequence[Spectrum]) -> Diagnosis:
+    """Returns a diagnosis with the spectra of another map in place of the scores, as input of a rule."""
+    return replace(diagnosis, layers=tuple(LayerDiagnosis(spectrum, {}) for spectrum in spectra))

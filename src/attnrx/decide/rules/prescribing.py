@@ -1,0 +1,241 @@
+"""Creates a prescription from a diagnosis and rules."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from attnrx.decide.rules.decisions import keep_only
+from attnrx.decide.rules.metrics import OWN, rewritten, rotary_directions
+from attnrx.decide.rules.outputs import (
+    CENTERED,
+    decide_heads,
+    decide_hidden,
+    decide_linear,
+    decide_values,
+    limited_to_heads,
+    metric_reasons,
+    output_metric,
+    without_heads,
+)
+from attnrx.decide.rules.parsing import RulesLike, parse_rules
+from attnrx.decide.rules.rotary import whole_pairs
+from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, metric_of, readings_needed
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import (
+    Decision,
+    HeadDecision,
+    LayerPrescription,
+    Prescription,
+    ScoreDecision,
+    TokenPrescription,
+)
+from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
+from attnrx.support.progress import track
+from attnrx.support.serialization.storage import require_finite_tensors
+from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
+from attnrx.vit.spectrum import Spectrum
+
+
+def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
+    """Returns a prescription for every map that `rules` names, in every layer; a no-op prescription raises
+    NoOpPrescription.
+
+    The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
+    the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
+    about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own; without it
+    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), that
+    of "hidden" in one of HIDDEN_METRICS. "tokens" needs
+    no reading, because tokens are selected for every image at run time. The prescription records the rules with their
+    metrics, and all information of the diagnosis about its model and data.
+
+    A rule may remove all directions of a map, e.g. to compare with a model without it; `attnrx.prescribe` refuses that
+    (`require_remainder`).
+    """
+    rules_by_map, tokens = parse_rules(rules)
+    if not diagnosis.layers:
+        raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
+    if tokens is not None:
+        tokens.policy.require_depth(len(diagnosis.layers))
+    _require_changeable(diagnosis, rules_by_map)
+    stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules_by_map.items()}
+    heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
+    if HEADS in stated:
+        _require_readings(diagnosis, stated[HEADS])
+        heads = decide_heads(diagnosis, stated[HEADS])
+    scores, spectra = _decide_scores(_without_removed(diagnosis, heads), stated.get("qk"))
+    scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
+    # By map a list over the layers; transposed below.
+    decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
+    # Removed heads change vo without a rule of its own, too: the output projection is refitted to the other heads.
+    if "vo" in stated or (any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
+        decisions_by_map["vo"] = decide_values(diagnosis, stated.get("vo"), heads)
+    decisions_by_map |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
+    decisions_by_map[HEADS] = heads
+    if HIDDEN in stated:
+        decisions_by_map[HIDDEN] = decide_hidden(diagnosis, stated[HIDDEN])
+    layers = tuple(
+        LayerPrescription(
+            {name: part for name, part in zip(decisions_by_map, decisions, strict=True) if part is not None}
+        )
+        for decisions in zip(*decisions_by_map.values(), strict=True)
+    )
+    if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
+        raise NoOpPrescription(_no_op_message(spectra, scores, rules_by_map, tokens))
+    texts = {name: str(rule) for name, rule in stated.items()}
+    return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
+
+
+def require_remainder(prescription: Prescription) -> Prescription:
+    """Returns the prescription; raises InvalidRule if it removes a map as a whole, in all layers and heads."""
+    for name in prescription.rules:
+        kept = [_num_kept(layer, name) for layer in prescription.layers]
+        if None not in kept and not any(kept):
+            raise InvalidRule(
+                f"{name}={prescription.rules[name]} removes all of {name} in every layer: {_WITHOUT[name]}. Keep more, "
+                "or make such a model on purpose with attnrx.rules.prescribe_maps."
+            )
+    return prescription
+
+
+# What is left of a model without one of its maps.
+_WITHOUT = {
+    "qk": "every token would attend to all tokens equally",
+    "vo": "the attention would add the same vector to every token",
+    HEADS: "no head would be left",
+    **dict.fromkeys((*LINEAR_MAPS, HIDDEN), "the MLPs would add the same vector to every token"),
+}
+
+
+def _num_kept(layer: LayerPrescription, name: str) -> int | None:
+    """Returns how many directions or units of a map a layer keeps; None if they all stay, without a decision."""
+    if name == "qk":
+        return int(layer.qk.keep.sum())
+    if name == HEADS:
+        return int(layer.heads.sum())
+    if name == HIDDEN:
+        return None if layer.hidden is None else int(layer.hidden.keep.sum())
+    return sum(layer.outputs[name].ranks) if name in layer.outputs else None
+
+
+def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None]) -> Diagnosis:
+    pairs = zip(diagnosis.layers, heads, strict=True)
+    return replace(
+        diagnosis,
+        layers=tuple(replace(layer, spectrum=without_heads(layer.spectrum, removal)) for layer, removal in pairs),
+    )
+
+
+def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
+    """Raises NotSupported for maps of which nothing can be removed in some layer, or that exclude one another."""
+    linear = [name for name in LINEAR_MAPS if name in names]
+    if HIDDEN in names and linear:
+        raise NotSupported(
+            f"hidden and {' and '.join(linear)} in one prescription: the ranks of these maps depend on the units that "
+            "stay. Realize hidden first, then diagnose and prescribe the result."
+        )
+    for index, layer in enumerate(diagnosis.layers):
+        fixed = [name for name in names if name in layer.spectrum.fixed]
+        if fixed:
+            features = "query and key" if "qk" in fixed else "the outputs of all heads"
+            raise NotSupported(
+                f"nothing of {' and '.join(fixed)} can be removed: layer {index} has a norm over all features of "
+                f"{features}. Prescribe other maps, e.g. fc1=total_rank:0.5, or tokens."
+            )
+
+
+def _applies(rule: Rule, name: str) -> bool:
+    return name in rule.applies_to and all(_applies(part, name) for part in inner_rules(rule))
+
+
+def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
+    """Returns the rule with its metric stated, unless that is the model's own by default."""
+    if not _applies(rule, name):
+        other = "remove_heads or total_rank:0.75" if name == HEADS else "total_rank:0.5 or energy_retention:0.9"
+        raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
+    if name != "qk":
+        return in_metric(rule, output_metric(rule, name))
+    has_own_order = any(layer.spectrum.has_own_order for layer in diagnosis.layers)
+    metric = metric_of(rule, defaults=not has_own_order)
+    return rule if metric is None else in_metric(rule, metric)
+
+
+def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreDecision], list[Spectrum]]:
+    """Returns the decision about every layer's scores and the spectrum that it refers to."""
+    own_spectra = [layer.spectrum for layer in diagnosis.layers]
+    unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own_spectra]
+    if rule is None:
+        return unchanged, own_spectra
+    _require_readings(diagnosis, rule)
+    metric = metric_of(rule) or OWN
+    if metric == OWN:
+        decisions = [rule.decide(diagnosis, layer) for layer in track(range(len(own_spectra)), "prescribing layers")]
+        pairs = zip(decisions, own_spectra, strict=True)
+        return [whole_pairs(decision, spectrum) for decision, spectrum in pairs], own_spectra
+    view, bases = rewritten(diagnosis, metric)
+    layers, spectra = [], []
+    for index, basis in enumerate(track(bases, "prescribing layers")):
+        spectrum, layer = view.layers[index].spectrum, rule.decide(view, index)
+        if layer.basis is not None:
+            raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
+        changed = _changes_scores(spectrum, layer)
+        reasons = metric_reasons(layer, metric)
+        # Rotary: the rule decides the ranks only; the best form of a rank does not contain those of smaller ranks.
+        if changed and spectrum.pairs is not None:
+            layers.append(rotary_directions(metric, diagnosis.layers[index]).decision(layer.ranks, reasons))
+            spectra.append(spectrum)
+            continue
+        # A layer in which nothing is removed keeps its own directions: a rewritten one would differ by rounding.
+        layers.append(
+            replace(layer, basis=basis, reasons=reasons) if changed else replace(unchanged[index], reasons=reasons)
+        )
+        spectra.append(spectrum if changed else own_spectra[index])
+    return layers, spectra
+
+
+def _require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
+    """Raises InvalidRule if the diagnosis lacks a reading that the rule needs, InvalidInput for one that is not
+    finite.
+    """
+    for index, layer in enumerate(diagnosis.layers):
+        needed = readings_needed(rule)
+        missing = [name for name in needed if name not in layer.readings]
+        if missing:
+            raise InvalidRule(
+                f"{rule} needs {' and '.join(missing)}, which the diagnosis of layer {index} does not have; it has "
+                f"{', '.join(sorted(layer.readings)) or 'none'}. Diagnose again with the diagnostics that measure them."
+            )
+        tensors = {"strength": layer.spectrum.strength} | {name: layer.readings[name] for name in needed}
+        require_finite_tensors(tensors, f"the diagnosis of layer {index}")
+
+
+def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
+    # Decisions about units exist only in layers where some are removed.
+    units = any(name in layer.decisions for name in UNIT_MAPS)
+    return bool(layer.outputs) or units or _changes_scores(spectrum, layer.qk)
+
+
+def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
+    if layer.keep.shape != spectrum.used.shape:  # shared or rewritten directions
+        return True
+    return bool((spectrum.used & ~layer.keep).any()) or bool(
+        (layer.strength.double() != spectrum.strength.double())[spectrum.used].any()
+    )
+
+
+def _no_op_message(
+    spectra: list[Spectrum], scores: list[ScoreDecision], rules: Mapping[str, Rule], tokens: TokenPrescription | None
+) -> str:
+    if not rules:
+        cause = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} keeps every token"
+        return (
+            f"{cause}, so the model would not change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+        )
+    texts = " ".join(f"{name}={rule}" for name, rule in rules.items())
+    cause = f"{texts} would change nothing: every map keeps everything, or (fc1, fc2) has no rank that saves parameters"
+    strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
+    reasons = [reason for layer in scores for reason in layer.reasons]
+    if "qk" in rules and len(strengths):
+        span = f"|strength| of qk lies in {strengths.min():.3g}..{strengths.max():.3g}"
+        cause = f"{cause} ({span}; the first head {reasons[0]})"
+    return f"{cause}. Request a smaller rank or share, or use another rule."

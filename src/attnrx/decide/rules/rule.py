@@ -1,0 +1,250 @@
+"""The interface of a rule, the combinations of rules, and what rules read of a diagnosis."""
+
+import dataclasses
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.decide.rules.decisions import give_strengths
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import ScoreDecision
+from attnrx.support.errors import InvalidRule, NotSupported, UnknownName
+from attnrx.support.shapes import Tensor
+from attnrx.vit.maps import LAYER_MAPS
+from attnrx.vit.spectrum import Spectrum
+
+MOST = 2**31 - 1  # the largest whole number of an option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(ABC):
+    """Decides which directions of a map are kept, layer by layer.
+
+    Every rule is a frozen dataclass whose fields are its knobs. `metric` is the metric of the directions (METRICS for
+    the scores, OUTPUT_METRICS for other maps); None is its default. `needs` lists the readings that it uses in addition
+    to the spectrum. `a & b` keeps the intersection, `a | b` the union, and `parse_rule(str(rule))` returns an equal
+    rule.
+    """
+
+    metric: str | None = None
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    default_metric: ClassVar[str | None] = None
+    """The default metric for scores without norms."""
+    applies_to: ClassVar[tuple[str, ...]] = LAYER_MAPS
+    """The maps that it can decide about; ("qk",) where it uses attention, changeable strengths or shared directions."""
+    head_metric: ClassVar[str] = "centered"
+    """The default metric for "heads" (HEAD_METRICS)."""
+    largest: ClassVar[float] = 1.0
+    """The largest value of its numbers: 1 for shares, infinite for numbers that are compared with strengths."""
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The values of its knobs that are names."""
+
+    def __post_init__(self):
+        for field in option_fields(type(self)):
+            _require_valid(self, field, getattr(self, field.name))
+
+    @abstractmethod
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        """Returns the kept directions of one layer, their strengths, and the reasons."""
+
+    def __and__(self, other: "Rule") -> "And":
+        return And((self, other))
+
+    def __or__(self, other: "Rule") -> "Or":
+        return Or((self, other))
+
+    def __str__(self) -> str:
+        parts = "; ".join(str(part) for part in inner_rules(self))
+        return rule_name(type(self)) + (f"({parts})" if parts else "") + _spell_knobs(self)
+
+
+@dataclass(frozen=True)
+class Combination(Rule):
+    """Several rules that decide about the same directions."""
+
+    rules: tuple[Rule, ...]
+
+    how: ClassVar[str]
+    sign: ClassVar[str]
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Flat, so that (a & b) & c equals a & (b & c).
+        nested = (inner_rules(rule) if type(rule) is type(self) else (rule,) for rule in self.rules)
+        object.__setattr__(self, "rules", tuple(part for parts in nested for part in parts))
+
+    def __str__(self) -> str:
+        # & binds more tightly than |.
+        return self.sign.join(
+            f"({part})" if isinstance(self, And) and isinstance(part, Or) else str(part) for part in self.rules
+        )
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
+        keep = torch.stack([decision.keep for decision in decisions])
+        strength = torch.stack([decision.strength for decision in decisions])
+        is_and = isinstance(self, And)
+        # Removed directions have strength 0 (`keep_only`): of a union, the strength is that of a rule that keeps it.
+        index = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
+        spectrum = diagnosis.layers[layer].spectrum
+        combined = give_strengths(spectrum, keep.all(0) if is_and else keep.any(0), strength.gather(0, index[None])[0])
+        by_head = zip(*(decision.reasons for decision in decisions), strict=True)
+        reasons = tuple(
+            f"{reason}. {self.how}: "
+            + "; ".join(f"[{rule}] {part}" for rule, part in zip(self.rules, why, strict=True))
+            for reason, why in zip(combined.reasons, by_head, strict=True)
+        )
+        return replace(combined, reasons=reasons)
+
+
+@dataclass(frozen=True)
+class And(Combination):
+    """Keeps the directions that all of its rules keep, with the smallest strength of them."""
+
+    how: ClassVar[str] = "All of"
+    sign: ClassVar[str] = " & "
+
+
+@dataclass(frozen=True)
+class Or(Combination):
+    """Keeps the directions that any of its rules keeps, with the largest strength of them."""
+
+    how: ClassVar[str] = "Any of"
+    sign: ClassVar[str] = " | "
+
+
+@dataclass(frozen=True)
+class ByLayer(Rule):
+    """Applies a separate rule to every layer, the first rule to the first layer.
+
+    A target per layer resolves to this rule: the rank that meets the target differs from layer to layer. As text:
+    by_layer(total_rank:0.5; total_rank:0.25).
+    """
+
+    rules: tuple[Rule, ...]
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        if len(self.rules) != len(diagnosis.layers):
+            raise InvalidRule(
+                f"by_layer has {len(self.rules)} rules for {len(diagnosis.layers)} layers: give one each."
+            )
+        return self.rules[layer].decide(diagnosis, layer)
+
+
+def rule_name(kind: type[Rule]) -> str:
+    """Returns the name of a rule in text: `EnergyRetention` is `energy_retention`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def option_fields(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
+    """Returns the fields of a rule, keyword-only ones last."""
+    return tuple(sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only)))
+
+
+def inner_rules(rule: Rule) -> tuple[Rule, ...]:
+    """Returns the rules that are fields of a rule."""
+    values = [getattr(rule, field.name) for field in option_fields(type(rule))]  # a rule, a tuple of rules, or a knob
+    flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+    return tuple(item for item in flat if isinstance(item, Rule))
+
+
+def readings_needed(rule: Rule) -> tuple[str, ...]:
+    """Returns the readings that a rule and its parts need, without duplicates."""
+    names = [*rule.needs, *(name for part in inner_rules(rule) for name in readings_needed(part))]
+    return tuple(dict.fromkeys(names))
+
+
+def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
+    """Returns the metric that a rule and its parts state, None for none; with `defaults`, the default of each part.
+
+    Raises:
+        InvalidRule: Parts have different metrics; their directions cannot be combined.
+    """
+    own_metric = rule.default_metric if rule.metric is None and defaults else rule.metric
+    parts = (metric_of(part, defaults=defaults) for part in inner_rules(rule))
+    requested = {metric for metric in (own_metric, *parts) if metric is not None}
+    if len(requested) > 1:
+        raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(requested))}; give all parts the same.")
+    return next(iter(requested), None)
+
+
+def in_metric(rule: Rule, metric: str) -> Rule:
+    """Returns the rule with its metric stated, in each of its parts where it has parts."""
+    if not inner_rules(rule):
+        return replace(rule, metric=metric)
+    changed: dict[str, Any] = {}
+    for field in option_fields(type(rule)):
+        value = getattr(rule, field.name)
+        if isinstance(value, Rule):
+            changed[field.name] = in_metric(value, metric)
+        elif isinstance(value, tuple):
+            changed[field.name] = tuple(in_metric(part, metric) for part in value)
+    # Stated by the parts alone, so that the text of the rule names a metric once for each of them.
+    return replace(rule, metric=None, **changed)
+
+
+def reading_of(diagnosis: Diagnosis, layer: int, name: str) -> Tensor:
+    return diagnosis.layers[layer].reading(name).double()
+
+
+def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
+    """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
+
+    Other equal strengths are accepted: learned ones, and those of a dead layer, which are all zero or (in a metric) all
+    at the noise floor.
+    """
+    spectrum = diagnosis.layers[layer].spectrum
+    strength = spectrum.strength[spectrum.used]
+    if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
+        raise NotSupported(
+            f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
+            "Use contribution_energy, which uses measured queries and keys, or train an SVDA model."
+        )
+    return spectrum
+
+
+def rank_among(value: int | float, total: int) -> int:
+    """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
+    return value if isinstance(value, int) else max(1, round(value * total))
+
+
+def _require_valid(rule: Rule, field: "dataclasses.Field[Any]", value: Any) -> None:
+    """Raises InvalidRule unless the value of a field is of its type and in its range."""
+    name = rule_name(type(rule))
+    if field.name in rule.choices and value not in rule.choices[field.name]:
+        raise UnknownName(f"{field.name} of {name}", str(value), rule.choices[field.name])
+    smallest = 1 if field.name == "multiple" else 0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)  # a bool is an int in Python
+    is_count = is_number and isinstance(value, int) and smallest <= value <= MOST
+    is_positive = is_number and 0 < value <= rule.largest and math.isfinite(value)
+    parts = value if field.type == tuple[Rule, ...] else (value,)
+    is_rules = isinstance(parts, tuple) and bool(parts) and all(isinstance(part, Rule) for part in parts)
+    kinds: Mapping[Any, tuple[bool, str]] = {
+        int: (is_count, f"a whole number in {smallest}..{MOST}"),
+        float: (is_positive, "a share in (0, 1], e.g. 0.9" if rule.largest == 1 else "a positive number"),
+        int | float: (is_count or is_positive, "a whole number of directions, or a share in (0, 1], e.g. 0.5"),
+        Rule: (is_rules, "a rule, e.g. EnergyRetention(0.9)"),
+        tuple[Rule, ...]: (is_rules, "a tuple of rules"),
+    }
+    is_valid, requirement = kinds.get(field.type, (True, ""))
+    if not is_valid:
+        raise InvalidRule(f"{name} was given {field.name}={value!r}: {field.name} must be {requirement}.")
+
+
+def _spell_knobs(rule: Rule) -> str:
+    """Returns the knobs: those without a default by position, the others by name where they differ from it."""
+    knobs = []
+    for field in option_fields(type(rule)):
+        value = getattr(rule, field.name)
+        # repr keeps all digits of a float, so that the text gives an equal rule; names are written without quotes.
+        if field.default is not dataclasses.MISSING and value != field.default:
+            knobs.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
+        elif field.default is dataclasses.MISSING and not isinstance(value, Rule | tuple):
+            knobs.append(repr(value))
+    return ":" + ",".join(knobs) if knobs else ""

@@ -1,0 +1,196 @@
+"""Rules about directions that all heads share: CP SlimAtt, and irregular attention from its fusion matrix (IrrAtt)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.change.decompositions import (
+    Canonical,
+    CorrectionSchedule,
+    FactoredTensor,
+    als,
+    block_terms,
+    cpd_epc,
+    fusion_ranks,
+)
+from attnrx.change.decompositions.canonical import STARTS
+from attnrx.decide.rules.decisions import keep_only, largest
+from attnrx.decide.rules.rule import Rule, learned_spectrum, rank_among
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.prescription import Basis, ScoreDecision
+from attnrx.support.errors import InvalidRule, NotSupported, UnknownName
+from attnrx.support.shapes import Float, Tensor
+
+AUGMENTED = "augmented"
+JOINT_METRICS = ("weights", AUGMENTED, "centered")
+FORMS = ("cp", "epc", "tied", "literal")
+# Singular values below this share of the largest one are rounding errors.
+NOISE = 1e-12
+
+
+class JointForm:
+    """Y[:, :, h] = query_h^T key_h in a metric, as a tensor of three modes; `basis` expresses factors in rows of the
+    heads.
+
+    In the metrics "weights" and "augmented" the first two modes are the features of a token (the query with a trailing
+    1 for its bias). In "centered" they are the roots of the second moments of all heads' queries and centred keys
+    together, so that the squared norm of the tensor is the mean square of the centred scores for independent queries
+    and keys.
+    """
+
+    def __init__(self, layer: LayerDiagnosis, metric: str):
+        spectrum = layer.spectrum
+        if metric not in JOINT_METRICS:
+            raise UnknownName("metric of shared directions", metric, JOINT_METRICS)
+        if spectrum.pairs is not None:
+            raise InvalidRule("heads with rotated pairs (rotary positions) cannot share directions.")
+        if spectrum.shared:
+            raise InvalidRule(
+                "the heads of this layer share their directions already; prescribe the original model, or remove some "
+                "of the directions, e.g. qk=total_rank:0.5."
+            )
+        if spectrum.has_norms:
+            raise InvalidRule("heads whose rows are divided by their norms (SVDA) cannot share directions.")
+        if metric == "centered":
+            self.query, self.key = (
+                _rooted(layer.reading(name)) for name in ("query_joint_gram", "key_joint_covariance")
+            )
+        else:
+            # Query rows carry the strengths. The key bias is left out, because it cancels in the softmax.
+            query = spectrum.query if metric == AUGMENTED else spectrum.query[..., :-1]
+            self.query, self.key = spectrum.strength[..., None] * query.double(), spectrum.key[..., :-1].double()
+        self.tensor = FactoredTensor(self.query, self.key)
+
+    def basis(
+        self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"]
+    ) -> tuple[Float[Tensor, "1 rank stacked"], Float[Tensor, "1 rank stacked"]]:
+        """Returns the combinations of all heads' rows, concatenated by head, that give these factors."""
+        return _combination(self.query, left), _combination(self.key, right)
+
+
+def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "heads directions features"]:
+    """Returns the symmetric root of a joint moment, rows by head: products of its rows are the moment."""
+    square = gram.double().flatten(0, 1)
+    values, vectors = torch.linalg.eigh((square + square.mT) / 2)
+    return ((vectors * values.clamp_min(0).sqrt()) @ vectors.mT).reshape(gram.shape)
+
+
+def _combination(rows: Float[Tensor, "heads directions features"], factor: Tensor) -> Float[Tensor, "1 rank stacked"]:
+    # Least-squares factors lie in the span of the rows (`left_products`), which may depend on one another.
+    stacked = rows.flatten(0, 1)
+    return (torch.linalg.pinv(stacked.mT, rtol=NOISE) @ factor).mT[None].contiguous()
+
+
+@dataclass(frozen=True)
+class SharedRank(Rule):
+    """Rewrites a layer's scores in `rank` directions that all heads share (Eqs. 3 and 4), an integer or a share of
+    them.
+
+    `form` is the decomposition of the query-key tensor: "cp" by alternating least squares, "epc" with the correction
+    that bounds the size of the terms (CPD-EPC), or block terms (BTD-(L, L, 1), whose directions form blocks with one
+    strength pattern each): "tied" improves all blocks at once, "literal" one after the other, as Algorithms 1 to 3 are
+    printed. Block terms are realized in the mixed form (IrrAtt), the others in the shared one (CP SlimAtt). `start`
+    initializes the iterations (STARTS): "best" tries water-filling and random terms, drawn from `seed`, and keeps the
+    one with the smaller error. `joint` is the metric (JOINT_METRICS). No direction is removed afterwards.
+    """
+
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"form": FORMS, "joint": JOINT_METRICS, "start": STARTS}
+
+    rank: int | float
+    form: str = "epc"
+    joint: str = AUGMENTED
+    sweeps: int = 100
+    seed: int = 0
+    start: str = "best"
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = diagnosis.layers[layer].spectrum
+        form = JointForm(diagnosis.layers[layer], self.joint)
+        rank = rank_among(self.rank, int(spectrum.used.sum()))
+        terms, blocks = self._decompose(form.tensor, rank)
+        left, right = form.basis(terms.left, terms.right)
+        error, heads = form.tensor.relative_error(*terms.factors), len(spectrum.heads)
+        groups = "" if blocks is None else f" in {len(blocks)} blocks"
+        why = f"shares {rank} directions{groups} with all heads of the layer; relative error of the form {error:.3g}"
+        keep = torch.ones(heads, rank, dtype=torch.bool)
+        return ScoreDecision(keep, terms.mix, (why,) * heads, Basis(left, right, shared=True, blocks=blocks))
+
+    def _decompose(self, tensor: FactoredTensor, rank: int) -> tuple[Canonical, tuple[int, ...] | None]:
+        """Returns the terms and, for block terms, the number of neighbouring terms in every block."""
+        options: dict[str, Any] = {"start": self.start, "seed": self.seed}
+        if self.form == "cp":
+            return als(tensor, rank, sweeps=self.sweeps, **options), None
+        # finish: the terms become weights of the model, which are rounded and trained.
+        options["schedule"] = CorrectionSchedule(sweeps=self.sweeps, finish=True)
+        if self.form == "epc":
+            return cpd_epc(tensor, rank, **options), None
+        terms = block_terms(tensor, rank, form=self.form, **options)
+        return terms.canonical, terms.ranks
+
+
+@dataclass(frozen=True)
+class FusionRank(Rule):
+    """Keeps as many directions of every head as the fusion matrix of a CP SlimAtt of `rank` terms assigns to it.
+
+    CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (Algorithm 1), and
+    each head keeps that number of the strongest of its own directions. These are block terms with the identity as
+    fusion, so no fusion layer is needed. A head never keeps more directions than it has. `start` and `seed` are those
+    of the decomposition (see `shared_rank`). The default metric is "augmented".
+    """
+
+    default_metric: ClassVar[str | None] = AUGMENTED
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"start": STARTS}
+
+    rank: int | float
+    sweeps: int = 100
+    seed: int = 0
+    start: str = "best"
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        total = rank_among(self.rank, int(spectrum.used.sum()))
+        # The tensor gives the ranks only; the kept directions are the strongest of every head's own in the metric.
+        tensor = JointForm(diagnosis.layers[layer], self.metric or AUGMENTED).tensor
+        schedule = CorrectionSchedule(sweeps=self.sweeps)
+        fusion = fusion_ranks(cpd_epc(tensor, total, start=self.start, schedule=schedule, seed=self.seed))
+        outside = float(fusion.off_block.mean())
+        notes = [
+            f"owns {rank} of {total} shared directions, {100 * outside:.1f} % of whose energy lies in other heads"
+            for rank in fusion.ranks
+        ]
+        ranks = torch.tensor(fusion.ranks, dtype=torch.long)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks), notes)
+
+
+@dataclass(frozen=True)
+class FusionOwner(Rule):
+    """Converts a CP SlimAtt, trained or not, into irregular attention (Section 3.1, Eqs. 5 and 6).
+
+    Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. This
+    is exact where every column of the fusion matrix has one nonzero value, as training with `fusion_ownership` and
+    `nonnegative_fusion` produces. The directions themselves do not change.
+    """
+
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = diagnosis.layers[layer].spectrum
+        heads = len(spectrum.heads)
+        if not spectrum.shared or heads < 2:
+            raise NotSupported(
+                f"{self} divides directions that several heads share, and layer {layer} has {heads} heads with "
+                f"{'shared' if spectrum.shared else 'their own'} directions; use fusion_rank, total_rank or "
+                "uniform_rank."
+            )
+        # Shared directions have one owner: [features, directions].
+        left, right = (table[0].double().mT for table in (spectrum.query, spectrum.key))
+        fusion = fusion_ranks(Canonical(left, right, spectrum.strength.double()))
+        keep = fusion.owner == torch.arange(heads)[:, None]
+        # The clamp gives a head without any direction the share 0.
+        outside = (keep * fusion.off_block).sum(-1) / keep.sum(-1).clamp_min(1)
+        notes = [f"owns those, {100 * share:.1f} % of whose energy lies in other heads" for share in outside.tolist()]
+        return keep_only(spectrum, keep, notes)

@@ -1,0 +1,1 @@
+"""What travels between the verbs, each with its file format: diagnosis, prescription, evidence."""

@@ -1,0 +1,259 @@
+"""The diagnosis of a model: the spectrum and the named readings of every layer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnrx.support.display import Displayed
+from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.support.serialization import validation as fields
+from attnrx.support.serialization.storage import (
+    check_schema,
+    read_json,
+    read_tensors_of,
+    require_finite_tensors,
+    write_with_tensors,
+)
+from attnrx.support.serialization.validation import validated
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.maps import LAYER_MAPS
+from attnrx.vit.spec import NORMS
+from attnrx.vit.spectrum import Spectrum
+
+KIND, SCHEMA = "attnrx diagnosis", 2
+# The tensors of a map and of the hidden units, by field.
+MAP_FIELDS = ("strength", "directions", "center")
+HIDDEN_FIELDS = ("weight", "bias", "covariance", "mean")
+
+LAYER = fields.Record(
+    {
+        "heads": fields.Items(fields.Integer(0, fields.MOST_HEADS), 0, fields.MOST_HEADS, unique=True),
+        "scale": fields.Number(0.0),
+        "norms": fields.Choice(NORMS),
+        "shared": fields.Flag(),
+        "readings": fields.JSON_OBJECT,  # for human readers; `load` reads the tensors
+        # Both maps, or none where the MLP is not read; null for a map that is not one matrix.
+        "mlp": fields.Items(
+            fields.Optional(
+                fields.Record({"inputs": fields.Integer(1), "metrics": fields.Items(fields.Text(), unique=True)})
+            ),
+            0,
+            2,
+        ),
+    },
+    {"hidden": fields.Items(fields.Text(), unique=True), "fixed": fields.Items(fields.Choice(LAYER_MAPS), unique=True)},
+)
+RECORD = fields.Record(
+    {
+        "kind": fields.Choice((KIND,)),
+        "schema": fields.Choice((SCHEMA,)),
+        "fingerprint": fields.Text(),
+        "about": fields.JSON_OBJECT,
+        "tensors_sha256": fields.Text(),
+        "layers": fields.Items(LAYER, 0, fields.MOST_LAYERS),
+    }
+)
+
+
+@dataclass(frozen=True, repr=False)
+class MapDirections(Displayed):
+    """Orthonormal output directions of a linear map in one metric, by decreasing strength.
+
+    Projecting the outputs minus `center` onto the first r directions is the optimal rank-r map in the metric; its
+    squared error is the sum of the squared strengths beyond r.
+    """
+
+    strength: Float[Tensor, "directions"]
+    directions: Float[Tensor, "directions outputs"]
+    center: Float[Tensor, "outputs"]
+
+
+@dataclass(frozen=True, repr=False)
+class MapDiagnosis(Displayed):
+    """One linear map of the MLP: the number of its inputs, and its directions by metric.
+
+    "weights" are the singular directions of the weight, with the bias as center; "centered" are the principal
+    directions of the outputs on the data, about their mean (only with the diagnostic `Moments`).
+    """
+
+    inputs: int
+    metrics: Mapping[str, MapDirections]
+
+
+@dataclass(frozen=True, repr=False)
+class HiddenDiagnosis(Displayed):
+    """The hidden units of an MLP: their strengths by metric, their moments, and the map that reads them.
+
+    "weights" is the product of the norms of the weights before and after a unit, "activation" the standard deviation
+    of a unit times the norm of the weights after it, and the square of "centered" the increase of the error in backward
+    elimination (`unit_losses`). Without the diagnostic `Moments` there is only "weights", and no covariance and mean.
+    """
+
+    strength: Mapping[str, Float[Tensor, "units"]]
+    weight: Float[Tensor, "outputs units"]
+    bias: Float[Tensor, "outputs"]
+    covariance: Float[Tensor, "units units"] | None = None
+    mean: Float[Tensor, "units"] | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class LayerDiagnosis(Displayed):
+    """One layer: its spectrum, readings with the heads as first axis, and the diagnoses of its MLP, if it is read: of
+    its two maps, and of its hidden units.
+    """
+
+    spectrum: Spectrum
+    readings: Mapping[str, Tensor]
+    mlp: tuple[MapDiagnosis | None, ...] = ()
+    hidden: HiddenDiagnosis | None = None
+
+    def reading(self, name: str) -> Tensor:
+        """Returns one reading; raises InvalidInput with the available names for any other name."""
+        if name not in self.readings:
+            raise InvalidInput(
+                f"the diagnosis has no reading {name!r}; it has {', '.join(sorted(self.readings))}. "
+                "Diagnose the model again with calibration data and the diagnostic that measures it."
+            )
+        return self.readings[name]
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Displayed):
+    """The layers of one model (identified by its fingerprint), and the measurement settings.
+
+    `about` records the model's name, the data (name, images, fingerprint), the seed and each diagnostic's parameters.
+    """
+
+    layers: tuple[LayerDiagnosis, ...]
+    fingerprint: str
+    about: Mapping[str, Any]
+
+    def save(self, path: Path | str) -> Path:
+        """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`)."""
+        tensors = {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in _tensors(layer).items()
+        }
+        record = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "about": dict(self.about),
+            "layers": [_summary(layer) for layer in self.layers],
+        }
+        return write_with_tensors(path, record, tensors)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Diagnosis":
+        path = Path(path)
+        # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
+        tensors = read_tensors_of(path, record)
+        _require_layers(tensors, len(record["layers"]), path)
+        try:
+            layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
+        except KeyError as error:
+            message = f"{path} needs the tensor {error}, which is not in its folder; diagnose again."
+            raise CheckpointError(message) from None
+        # The constructors validate shapes; here the user's mistake is the file, not an argument.
+        except InvalidInput as error:
+            raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
+        return cls(layers, record["fingerprint"], record["about"])
+
+    def require(self, fingerprint: str, what: str) -> None:
+        if self.fingerprint != fingerprint:
+            raise FingerprintMismatch(
+                f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "
+                "diagnose that model."
+            )
+
+
+def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> None:
+    """Raises CheckpointError if the layers of the tensors and of the JSON file differ, or a spectrum is not finite."""
+    stored = {name.split(".")[1] for name in tensors}
+    if stored != set(map(str, range(layers))):
+        raise CheckpointError(
+            f"{path}: layers has {layers} values, and its tensors are of {len(stored)} layers; diagnose again."
+        )
+    # Rules sort and sum strengths, which NaN makes undefined without an error; readings are checked where they are
+    # made.
+    require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
+
+
+def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
+    """Returns the tensors of a layer by their names in the file."""
+    # Names are paths, which `_layer` reads.
+    tensors: dict[str, Tensor | None] = {
+        f"spectrum.{field}": getattr(layer.spectrum, field) for field in ("query", "key", "strength", "used", "pairs")
+    }
+    tensors |= {f"readings.{name}": reading for name, reading in layer.readings.items()}
+    for which, maps in enumerate(layer.mlp):
+        for metric, directions in {} if maps is None else maps.metrics.items():
+            tensors |= {f"mlp.{which}.{metric}.{field}": getattr(directions, field) for field in MAP_FIELDS}
+    if layer.hidden is not None:
+        tensors |= {f"hidden.strength.{metric}": strength for metric, strength in layer.hidden.strength.items()}
+        tensors |= {f"hidden.{field}": getattr(layer.hidden, field) for field in HIDDEN_FIELDS}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}  # absent fields are None
+
+
+def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
+    spectrum = layer.spectrum
+    # Only short readings: the JSON file is read by people, and the tensors have all of them.
+    per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
+    return {
+        "heads": list(spectrum.heads),
+        "scale": spectrum.scale,
+        "norms": spectrum.norms,
+        "shared": spectrum.shared,
+        "fixed": list(spectrum.fixed),
+        "readings": per_head,
+        "mlp": [
+            None if linear is None else {"inputs": linear.inputs, "metrics": sorted(linear.metrics)}
+            for linear in layer.mlp
+        ],
+        **({} if layer.hidden is None else {"hidden": sorted(layer.hidden.strength)}),
+    }
+
+
+def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
+    # Names are paths, e.g. layers.3.mlp.0.centered.strength: a part of a layer is all tensors below a prefix.
+    def below(start: str) -> dict[str, Tensor]:
+        return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+    parts, readings = below(f"layers.{index}.spectrum."), below(f"layers.{index}.readings.")
+    spectrum = Spectrum(
+        parts["query"],
+        parts["key"],
+        parts["strength"],
+        parts["used"].to(torch.bool),
+        facts["scale"],
+        facts["norms"],
+        tuple(facts["heads"]),
+        shared=facts["shared"],
+        pairs=parts.get("pairs"),
+        fixed=tuple(facts.get("fixed", ())),  # absent in files of earlier versions
+    )
+    maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
+    hidden = None
+    if "hidden" in facts:
+        parts = below(f"layers.{index}.hidden.")
+        strength = {metric: parts[f"strength.{metric}"] for metric in facts["hidden"]}
+        stored = {name: parts[name] for name in HIDDEN_FIELDS if name in parts}
+        hidden = HiddenDiagnosis(strength, parts["weight"], parts["bias"], stored.get("covariance"), stored.get("mean"))
+    return LayerDiagnosis(spectrum, readings, maps, hidden)
+
+
+def _map(index: int, which: int, facts: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> MapDiagnosis | None:
+    if facts is None:
+        return None
+    start = f"layers.{index}.mlp.{which}."
+    metrics = {
+        name: MapDirections(*(tensors[f"{start}{name}.{field}"] for field in MAP_FIELDS)) for name in facts["metrics"]
+    }
+    return MapDiagnosis(facts["inputs"], metrics)

@@ -1,0 +1,261 @@
+"""Evidence: the measured claims about a candidate against its reference, with values, limits and outcomes."""
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnrx.support.display import Displayed, Sentence
+from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.support.serialization import validation as fields
+from attnrx.support.serialization.storage import check_schema, read_json, write_json
+from attnrx.support.serialization.tables import Cell, Tabular, aligned_table
+from attnrx.support.serialization.validation import Invalid, below, shown, validated
+
+KIND, SCHEMA = "attnrx evidence", 2
+HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
+
+
+# As `Finding.__post_init__`, but with the path of the field in the file.
+def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
+    """Checks that a finding has a limit if and only if it has an outcome, and that low <= high."""
+    low, high = finding["low"], finding["high"]
+    if (finding["limit"] is None) != (finding["outcome"] == REPORTED):
+        limit, outcome = shown(finding["limit"]), shown(finding["outcome"])
+        raise Invalid(below(where, "outcome"), f"is {outcome} with the limit {limit}")
+    if low is not None and high is not None and low > high:
+        raise Invalid(below(where, "low"), f"is {low}, above high, which is {high}")
+
+
+FINDING = fields.Record(
+    {
+        "check": fields.Text(),
+        "claim": fields.Text(),
+        "value": fields.Optional(fields.Number()),  # JSON has no NaN: null is a value that could not be measured
+        "unit": fields.Text(),
+        "limit": fields.Optional(fields.Number()),
+        "outcome": fields.Choice(OUTCOMES),
+        "low": fields.Optional(fields.Number()),
+        "high": fields.Optional(fields.Number()),
+        "n": fields.Optional(fields.Integer()),
+        "deciding_n": fields.Optional(fields.Integer()),
+        "seed": fields.Optional(fields.Integer()),
+        "details": fields.JSON_OBJECT,
+    },
+    then=_require_verdict,
+)
+RECORD = fields.Record(
+    {
+        "kind": fields.Choice((KIND,)),
+        "schema": fields.Choice((SCHEMA,)),
+        "outcome": fields.Choice(OUTCOMES),
+        "about": fields.JSON_OBJECT,
+        "findings": fields.Items(FINDING),
+    }
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Finding(Displayed):
+    """One measured claim.
+
+    A claim has a `limit` and an `outcome`: it holds if the whole interval satisfies the limit, fails if no part of the
+    interval does, and is undecided otherwise; then about `deciding_n` samples would decide it at the same value and
+    spread. A quantity without a limit is reported. `low` and `high` are the 95 % interval, `n` is the sample size
+    (images, rounds or runs). `details` contains further measurements (draws, kernels).
+    """
+
+    check: str
+    claim: str
+    value: float
+    unit: str = ""
+    limit: float | None = None
+    outcome: str = REPORTED
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    deciding_n: int | None = None
+    seed: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.outcome not in OUTCOMES or (self.limit is None) != (self.outcome == REPORTED):
+            raise InvalidInput(
+                f"finding {self.claim!r} has the limit {self.limit} and the outcome {self.outcome!r}: a claim with a "
+                f"limit {HOLDS}, {FAILS} or is {UNDECIDED}, a quantity without one is {REPORTED}."
+            )
+
+    @property
+    def is_claim(self) -> bool:
+        return self.limit is not None
+
+    @property
+    def outcome_text(self) -> str:
+        """The outcome; for an undecided claim with the n that would decide it."""
+        if self.deciding_n is None:
+            return self.outcome
+        return f"{self.outcome} (about {self.deciding_n:,} would decide, not {self.n:,})"
+
+
+def judged(
+    value: float,
+    limit: float | None,
+    interval: tuple[float | None, float | None] = (None, None),
+    n: int | None = None,
+    *,
+    at_least: bool,
+    strict: bool = False,
+) -> dict[str, Any]:
+    """Returns limit, outcome, interval, n and deciding n as arguments of `Finding`; without a limit it is reported.
+
+    The limit is a lower bound with `at_least`, else an upper bound; `strict` excludes equality. The claim holds if the
+    whole interval satisfies the limit and fails if no part of it does. A value without an interval is exact, and NaN
+    fails. The deciding n is the sample size at which the half interval towards the limit, which shrinks as 1 / sqrt(n),
+    equals the distance of the value from the limit.
+    """
+    low, high = interval
+    judgement: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
+    if limit is None:
+        return judgement
+    sign = 1 if at_least else -1
+    # An upper limit becomes a lower one by the sign, so that only one case is written.
+    middle, bound = sign * value, sign * limit
+    # With the sign, a larger value is better in both cases. Without an interval both ends are the value.
+    worst, best = sorted(sign * (value if end is None else end) for end in interval)
+    if worst > bound or (worst == bound and not strict):
+        return {**judgement, "outcome": HOLDS}
+    # Comparisons with NaN are false, so it cannot hold above; it must not be undecided either.
+    if math.isnan(value) or best < bound or (best == bound and strict):
+        return {**judgement, "outcome": FAILS}
+    # The half of the interval on the side of the limit: bootstrap intervals are not symmetric.
+    distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
+    # At a distance of 0 no number of samples decides.
+    decides = None if n is None or distance == 0 else _rounded_up(n * (half / distance) ** 2)
+    return {**judgement, "outcome": UNDECIDED, "deciding_n": decides}
+
+
+def _rounded_up(count: float) -> int:
+    """Rounds up to two significant digits, the precision of such an estimate."""
+    # `count` is n or more: the interval of an undecided claim contains the limit, so its half is at least the distance.
+    unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
+    return unit * math.ceil(count / unit)
+
+
+@dataclass(frozen=True, repr=False)
+class Evidence(Displayed, Tabular):
+    """All findings about one candidate; `about` records the models, the data, the settings and the versions.
+
+    Printed, it is a table of the findings; `to_csv`, `to_latex` and `to_pandas` return it in other formats.
+
+    Of the texts in `about`, "notes" are remarks, and "warnings" are those without which the numbers mislead: they come
+    first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
+    """
+
+    findings: tuple[Finding, ...]
+    about: Mapping[str, Any]
+
+    @property
+    def outcome(self) -> str:
+        """The overall outcome: the worst outcome of the claims, or reported without claims."""
+        outcomes = {finding.outcome for finding in self.findings}
+        return next((outcome for outcome in (FAILS, UNDECIDED, HOLDS) if outcome in outcomes), REPORTED)
+
+    @property
+    def claims(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.is_claim)
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.outcome == FAILS)
+
+    @property
+    def undecided(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
+
+    @property
+    def summary(self) -> Sentence:
+        """The outcomes of the claims in one sentence."""
+        counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in OUTCOMES}
+        words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
+        parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
+        counted = f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
+        return Sentence(". ".join((*self.warnings, counted)))
+
+    def __str__(self) -> str:
+        """Returns the table of the findings, claims first."""
+        reported = [finding for finding in self.findings if not finding.is_claim]
+        columns = ("claim", "value", "unit", "95 % interval", "limit", "outcome", "n")
+        rows = [
+            (
+                finding.claim,
+                finding.value,
+                finding.unit,
+                "" if finding.low is None or finding.high is None else f"[{finding.low:.4g}, {finding.high:.4g}]",
+                finding.limit,
+                finding.outcome_text if finding.is_claim else "",
+                finding.n,
+            )
+            for finding in (*self.claims, *reported)
+        ]
+        return aligned_table(columns, rows, f"Evidence: {self.summary}")
+
+    def to_rows(self) -> list[dict[str, Cell]]:
+        """Returns one record per finding: its claim, value, interval, limit and outcome, without `details`."""
+        names = ("check", "claim", "value", "unit", "low", "high", "limit", "outcome", "n")
+        return [
+            {**{name: getattr(finding, name) for name in names}, "quantity": finding.details.get("quantity")}
+            for finding in self.findings
+        ]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What has to be known before the numbers are read, e.g. that the labels are at chance level."""
+        return tuple(map(str, self.about.get("warnings", ())))
+
+    def to_html(self) -> str:
+        """Returns a whole HTML page of the evidence, as `write_report` writes it, e.g. for an iframe of a notebook.
+
+        Needs the optional library jinja2.
+        """
+        # A page is made by `attnrx.show.reports`, which imports this module.
+        return importlib.import_module("attnrx.show.reports").evidence_page(self)
+
+    def of(self, check: str) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.check == check)
+
+    def require(self, fingerprint: str, what: str) -> None:
+        # Evidence that does not record its candidate is accepted.
+        measured = self.about.get("candidate", fingerprint)
+        if measured != fingerprint:
+            raise FingerprintMismatch(
+                f"the evidence was measured on the model {measured}, and {what} is {fingerprint}: verify that model, "
+                "or omit the evidence."
+            )
+
+    def save(self, path: Path | str) -> Path:
+        return write_json(path, self.to_record())
+
+    def to_record(self) -> dict[str, Any]:
+        findings = [asdict(finding) for finding in self.findings]
+        about = dict(self.about)
+        return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Evidence":
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
+        evidence = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
+        # The outcome is stored for readers of the file, and is computed again so that an edited file is found.
+        if evidence.outcome != record["outcome"]:
+            raise CheckpointError(
+                f"{path}: outcome is {record['outcome']!r}, and the findings give {evidence.outcome!r}; verify again."
+            )
+        return evidence
+
+
+def _finding(record: Mapping[str, Any]) -> Finding:
+    """Restores NaN, which JSON stores as null."""
+    return Finding(**{**record, "value": math.nan if record["value"] is None else record["value"]})

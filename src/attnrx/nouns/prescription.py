@@ -1,0 +1,529 @@
+"""Prescriptions: the pruning plan of a model with its reasons, as plain data that can be reviewed and stored."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnrx.nouns.prescription_schema import ABOUT, KIND, RECORD, SCHEMA
+from attnrx.support.display import Displayed
+from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.support.serialization.storage import (
+    check_schema,
+    json_text,
+    read_json,
+    read_tensors_of,
+    require_finite_tensors,
+    write_with_tensors,
+)
+from attnrx.support.serialization.validation import Invalid, validated
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
+from attnrx.vit.tokens import TokenPolicy, parse_policy
+
+
+def _lay_out(part: Any, *fields: str) -> None:
+    """Converts the tensors to contiguous float64, as after saving and loading, so that products round identically."""
+    for field in fields:  # `__setattr__` of the class is that of a frozen dataclass
+        object.__setattr__(part, field, getattr(part, field).detach().double().contiguous())
+
+
+@dataclass(frozen=True, repr=False)
+class Basis(Displayed):
+    """New directions of a decision, as linear combinations of the model's rows.
+
+    New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
+    owns its directions, the rows are those of head h; shared directions (one owner) combine the rows of all heads,
+    concatenated. With `blocks` the shared directions are in blocks of so many neighbouring ones, and a head has the
+    same strength for all directions of a block. Without pruning the scores equal those of the model, unless `about` of
+    the prescription records an approximation error. Of rotary attention `pairs` are the frequencies by which the
+    directions are rotated, -1 for those that are not: these come first, then the real and then the imaginary parts of
+    the pairs.
+    """
+
+    left: Float[Tensor, "owners directions rows"]
+    right: Float[Tensor, "owners directions rows"]
+    shared: bool
+    blocks: tuple[int, ...] | None = None
+    pairs: Int[Tensor, "owners directions"] | None = None
+
+    def __post_init__(self):
+        if self.blocks is not None and not (self.shared and sum(self.blocks) == self.left.shape[1]):
+            raise InvalidInput(
+                f"blocks {self.blocks} must divide the directions of the basis among them, {tuple(self.left.shape)} "
+                "[owners, directions, rows], and these must be shared."
+            )
+        # Rows of query and key are paired: direction r is the product of row r of either table.
+        if self.left.ndim != 3 or self.left.shape != self.right.shape or (self.shared and len(self.left) != 1):
+            owners = "one owner, as the directions are shared" if self.shared else "one owner per head"
+            raise InvalidInput(
+                f"the basis has left {tuple(self.left.shape)} and right {tuple(self.right.shape)}: give both the same "
+                f"shape [owners, directions, rows], with {owners}."
+            )
+        _lay_out(self, "left", "right")
+
+
+@dataclass(frozen=True, repr=False)
+class OutputDecision(Displayed):
+    """The decision about one of OUTPUT_MAPS: its outputs y become decode @ encode @ (y - center) + center.
+
+    For "vo", y is the concatenation of the value outputs of the heads, one unit per head; for a map of the MLP it is
+    the output of the map, a single unit. `encode` holds the kept directions of every unit, `ranks[unit]` rows each,
+    concatenated; each row is nonzero on its own unit only, while `decode` may combine all. `strength` are the strengths
+    of all directions, kept or pruned, for plots of the spectrum.
+    """
+
+    ranks: tuple[int, ...]
+    encode: Float[Tensor, "kept features"]
+    decode: Float[Tensor, "outputs kept"]
+    center: Float[Tensor, "outputs"]
+    strength: Float[Tensor, "units directions"]
+    reasons: tuple[str, ...]
+
+    def __post_init__(self):
+        kept = sum(self.ranks)
+        if self.encode.shape[0] != kept or self.decode.shape != (len(self.center), kept):
+            raise InvalidInput(
+                f"encode {tuple(self.encode.shape)}, decode {tuple(self.decode.shape)} and center "
+                f"{tuple(self.center.shape)} do not fit the ranks {self.ranks}."
+            )
+        _lay_out(self, "encode", "decode", "center")
+
+
+@dataclass(frozen=True, repr=False)
+class ScoreDecision(Displayed):
+    """The decision about "qk": the kept directions, their strengths, and a reason per head.
+
+    `strength` is the new strength of the kept directions (unchanged for most rules). A head without directions has
+    uniform attention. The directions are the model's own, or those of `basis`.
+    """
+
+    keep: Bool[Tensor, "heads directions"]
+    strength: Float[Tensor, "heads directions"]
+    reasons: tuple[str, ...]
+    basis: Basis | None = None
+
+    def __post_init__(self):
+        if self.keep.shape != self.strength.shape:
+            raise InvalidInput(f"keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree.")
+        if len(self.reasons) != self.keep.shape[0]:
+            raise InvalidInput(f"{len(self.reasons)} reasons for {self.keep.shape[0]} heads: give one each.")
+        # `keep` has a row per head in any case: heads may use different ones of the shared directions.
+        owners = 1 if self.is_shared else self.keep.shape[0]
+        if self.basis is not None and self.basis.left.shape[:2] != (owners, self.keep.shape[1]):
+            raise InvalidInput(
+                f"a basis of shape {tuple(self.basis.left.shape)} does not fit keep {tuple(self.keep.shape)}, "
+                f"whose directions have {owners} owners."
+            )
+        # A block is one score map with one factor per head (mixed attention): a part of it cannot be kept.
+        if self.basis is not None and self.basis.blocks is not None:
+            tables = self.keep, self.strength
+            parts = [part for table in tables for part in table.split(self.basis.blocks, 1) if part.shape[1]]
+            if any(bool((part != part[:, :1]).any()) for part in parts):
+                raise InvalidInput(
+                    f"keep and strength differ within the blocks {self.basis.blocks}: give every head one value each "
+                    "for all directions of a block."
+                )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of kept directions per head."""
+        return tuple(self.keep.sum(-1).tolist())
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all heads use the same directions."""
+        return self.basis is not None and self.basis.shared
+
+    @property
+    def directions(self) -> int:
+        """The number of directions of the layer before pruning, including the padding of ragged heads.
+
+        Shared directions count once.
+        """
+        if self.basis is not None and self.basis.shared:
+            return self.basis.left.shape[2]
+        return self.keep.numel()
+
+    @property
+    def kept(self) -> int:
+        """The number of kept directions; a shared direction counts once."""
+        return int(self.keep.any(0).sum() if self.is_shared else self.keep.sum())
+
+
+@dataclass(frozen=True, repr=False)
+class HeadDecision(Displayed):
+    """The decision about "heads": which heads stay, and their strengths. A removed head outputs zero.
+
+    Where the removal is compensated, the layer also has a decision about "vo", which refits the output projection.
+    """
+
+    keep: Bool[Tensor, "heads"]
+    strength: Float[Tensor, "heads"]
+    reasons: tuple[str, ...]
+
+    def __post_init__(self):
+        if self.keep.shape != self.strength.shape or len(self.reasons) != 1:
+            raise InvalidInput(
+                f"heads: keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree, or there "
+                f"are {len(self.reasons)} reasons instead of one."
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class HiddenDecision(Displayed):
+    """The decision about "hidden": which hidden units of the MLP stay, and the second linear map that reads them."""
+
+    keep: Bool[Tensor, "units"]
+    strength: Float[Tensor, "units"]
+    weight: Float[Tensor, "outputs kept"]
+    bias: Float[Tensor, "outputs"]
+    reasons: tuple[str, ...]
+
+    def __post_init__(self):
+        if (
+            self.keep.shape != self.strength.shape
+            or self.weight.shape != (len(self.bias), int(self.keep.sum()))
+            or len(self.reasons) != 1
+        ):
+            raise InvalidInput(
+                f"hidden: keep {tuple(self.keep.shape)} with {int(self.keep.sum())} kept units, strength "
+                f"{tuple(self.strength.shape)}, weight {tuple(self.weight.shape)} and bias {tuple(self.bias.shape)} "
+                f"disagree, or there are {len(self.reasons)} reasons instead of one."
+            )
+        _lay_out(self, "weight", "bias")
+
+
+Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision
+
+
+@dataclass(frozen=True, repr=False)
+class LayerPrescription(Displayed):
+    """The decisions about one layer by map: always "qk", and the maps that are reduced; a removed head has no
+    directions.
+    """
+
+    decisions: Mapping[str, Decision]
+
+    def __post_init__(self):
+        unknown = [name for name in self.decisions if name not in LAYER_MAPS]
+        if unknown or "qk" not in self.decisions:
+            raise InvalidInput(
+                f"a layer was given decisions about {', '.join(self.decisions) or 'nothing'}: give one about qk, and "
+                f"others about {', '.join(name for name in LAYER_MAPS if name != 'qk')}."
+            )
+        # Removed heads are stated twice, by `heads` and by empty rows of qk; a layer of any other combination has no
+        # meaning.
+        if self.heads.shape != self.qk.keep.shape[:1] or bool(self.qk.keep[~self.heads].any()):
+            raise InvalidInput(
+                f"{len(self.heads)} heads, of which {int(self.heads.sum())} stay, do not fit the ranks {self.qk.ranks} "
+                "of qk: a removed head keeps no direction."
+            )
+
+    @property
+    def heads(self) -> Bool[Tensor, "heads"]:
+        """The kept heads."""
+        decision = self.decisions.get(HEADS)
+        return decision.keep if isinstance(decision, HeadDecision) else torch.ones(len(self.qk.keep), dtype=torch.bool)
+
+    @property
+    def hidden(self) -> HiddenDecision | None:
+        """The decision about "hidden", if any."""
+        decision = self.decisions.get(HIDDEN)
+        return decision if isinstance(decision, HiddenDecision) else None
+
+    @property
+    def qk(self) -> ScoreDecision:
+        """The decision about "qk"."""
+        decision = self.decisions["qk"]
+        assert isinstance(decision, ScoreDecision)
+        return decision
+
+    def with_scores(self, decision: ScoreDecision) -> "LayerPrescription":
+        """Returns the layer with another decision about "qk"."""
+        return LayerPrescription({**self.decisions, "qk": decision})
+
+    @property
+    def outputs(self) -> dict[str, OutputDecision]:
+        """The decisions about OUTPUT_MAPS."""
+        return {name: decision for name, decision in self.decisions.items() if isinstance(decision, OutputDecision)}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are stored in the safetensors file, by name."""
+        basis = self.qk.basis
+        # Matrices only: keeps, ranks, strengths and reasons are in the JSON file, which people read.
+        stored = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
+        if basis is not None and basis.pairs is not None:
+            stored["qk.pairs"] = basis.pairs
+        for name, output in self.outputs.items():
+            stored |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
+        if self.hidden is not None:
+            stored |= {f"{HIDDEN}.{field}": getattr(self.hidden, field) for field in ("weight", "bias")}
+        return stored
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenPrescription(Displayed):
+    """The token policy, one reason per stage, and the weights of trained predictors.
+
+    `predictors` are the weights of the stages by name, as in `TokenReduction.stages`. Without them a learned token
+    reducer is initialized from `seed` and must be trained.
+    """
+
+    policy: TokenPolicy
+    reasons: tuple[str, ...]
+    predictors: Mapping[str, Tensor] | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        # Policies that are equal in text compare equal, also if one was fitted to a model.
+        object.__setattr__(self, "policy", self.policy.written)
+        stages = len(self.policy.describe())
+        if len(self.reasons) != stages:
+            raise InvalidInput(f"{len(self.reasons)} reasons for {stages} stages: give one each.")
+        if self.predictors is not None and not self.policy.reducer.learned:
+            raise InvalidInput(f"{self.policy.reducer} learns nothing, and takes no weights of predictors.")
+
+    @classmethod
+    def of(
+        cls, policy: TokenPolicy, predictors: Mapping[str, Tensor] | None = None, seed: int = 0
+    ) -> "TokenPrescription":
+        """Builds the prescription with the policy's reason for every stage."""
+        learned = policy.reducer.learned
+        state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
+        # The reason states it, because an untrained predictor selects tokens at random.
+        describe = f"; its predictor is {state}" if learned else ""
+        return cls(policy, tuple(reason + describe for reason in policy.describe()), predictors, seed)
+
+    @property
+    def must_be_trained(self) -> bool:
+        """Whether the token reducer is learned and its predictors are untrained."""
+        return self.policy.reducer.learned and self.predictors is None
+
+
+@dataclass(frozen=True, repr=False)
+class Prescription(Displayed):
+    """The decisions about all layers of the model with this fingerprint, the rules, and in `about` the data.
+
+    `rules` holds the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
+    prescribed token policy, or None.
+    """
+
+    layers: tuple[LayerPrescription, ...]
+    rules: Mapping[str, str]
+    fingerprint: str
+    about: Mapping[str, Any]
+    tokens: TokenPrescription | None = None
+
+    def __post_init__(self):
+        # The policy is the one source of the rule of tokens: `replace(prescription, tokens=...)` changes both.
+        rules = {name: rule for name, rule in self.rules.items() if name != TOKENS}
+        if self.tokens is not None:
+            rules[TOKENS] = str(self.tokens.policy)
+        object.__setattr__(self, "rules", rules)
+
+    def __str__(self) -> str:
+        """The rules as one text, from which `prescribe` reproduces the decisions."""
+        return " ".join(f"{name}={rule}" for name, rule in self.rules.items())
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Kept directions per layer and head."""
+        return tuple(layer.qk.ranks for layer in self.layers)
+
+    @property
+    def removed_share(self) -> float:
+        """The share of pruned score directions ("Dir. pruned" in the paper's tables).
+
+        It measures the reduction of the query and key projections. A shared direction counts once although every head
+        computes scores with it, so the query-key products may cost more than before: compare forms by their MACs
+        (`Family.costs`).
+        """
+        total = sum(layer.qk.directions for layer in self.layers)
+        return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
+
+    def save(self, path: Path | str) -> Path:
+        """Writes one JSON file whose floats round-trip exactly.
+
+        Bases, output decisions and predictor weights are written to a safetensors file in the same folder
+        (`storage.write_with_tensors`).
+
+        Raises:
+            InvalidInput: `about` has a plan or settings that `load` would refuse.
+        """
+        try:
+            ABOUT.check(json.loads(json_text(dict(self.about))), "about")
+        except Invalid as error:
+            raise InvalidInput(f"{error}: correct `about` of the prescription, whose file could not be read.") from None
+        record = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "rules": dict(self.rules),
+            "about": dict(self.about),
+            "removed_share": self.removed_share,  # for readers, and as a check of the layers in `load`
+            "layers": [_to_record(layer) for layer in self.layers],
+        }
+        if self.tokens is not None:
+            record[TOKENS] = _tokens_record(self.tokens)
+        tensors = {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in layer.tensors.items()
+        }
+        if self.tokens is not None:
+            # safetensors stores contiguous tensors only.
+            learned = self.tokens.predictors or {}
+            tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
+        return write_with_tensors(path, record, tensors)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Prescription":
+        """Reads a file written by `save`."""
+        path = Path(path)
+        # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
+        tensors = read_tensors_of(path, record)
+        require_finite_tensors(tensors, f"the tensors of {path}")
+        try:
+            layers = tuple(
+                _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
+                for index, layer in enumerate(record["layers"])
+            )
+            tokens = _tokens_from_record(record, tensors)
+        except KeyError as error:
+            message = f"{path} needs the tensor {error}, which is not in its folder; make it again."
+            raise CheckpointError(message) from None
+        except InvalidInput as error:
+            raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
+        loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
+        # A number that follows from the layers: it finds a layer that was edited by hand.
+        if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
+            raise CheckpointError(
+                f"{path}: removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "
+                "was edited or damaged, make it again."
+            )
+        return loaded
+
+    def require(self, fingerprint: str) -> None:
+        """Raises FingerprintMismatch if the prescription belongs to another model."""
+        if self.fingerprint != fingerprint:
+            raise FingerprintMismatch(
+                f"the prescription was made for the model {self.fingerprint}, this model is {fingerprint}; "
+                "diagnose and prescribe this model, or realize the prescription on its own."
+            )
+
+
+def _tokens_record(tokens: TokenPrescription) -> dict[str, Any]:
+    return {
+        "reasons": list(tokens.reasons),
+        "seed": tokens.seed,
+        "trained": tokens.predictors is not None,
+    }
+
+
+def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TokenPrescription | None:
+    if TOKENS not in record:
+        return None
+    tokens, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
+    learned = _beginning_with("tokens.", tensors) if tokens["trained"] else None
+    return TokenPrescription(policy, tuple(tokens["reasons"]), learned, tokens["seed"])
+
+
+def _to_record(layer: LayerPrescription) -> dict[str, Any]:
+    record = {"qk": _score_record(layer.qk)}
+    record |= {name: _output_record(output) for name, output in layer.outputs.items()}
+    # Kept units by index, which is shorter than a mask and can be read.
+    for name in UNIT_MAPS:
+        units = layer.decisions.get(name)
+        if isinstance(units, HeadDecision | HiddenDecision):
+            keep, strength = torch.nonzero(units.keep).flatten().tolist(), units.strength.tolist()
+            record[name] = {"keep": keep, "strength": strength, "why": units.reasons[0]}
+    return record
+
+
+def _score_record(decision: ScoreDecision) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "directions": decision.keep.shape[1],
+        "heads": [
+            {
+                "rank": rank,
+                "keep": torch.nonzero(keep).flatten().tolist(),
+                "strength": strength.tolist(),
+                "why": why,
+            }
+            for rank, keep, strength, why in zip(
+                decision.ranks, decision.keep, decision.strength, decision.reasons, strict=True
+            )
+        ],
+    }
+    if decision.basis is None:
+        return record
+    blocks = {} if decision.basis.blocks is None else {"blocks": list(decision.basis.blocks)}
+    return record | {"basis": {"shared": decision.basis.shared, **blocks}}
+
+
+def _output_record(output: OutputDecision) -> dict[str, Any]:
+    strengths = output.strength.tolist()
+    units = zip(output.ranks, strengths, output.reasons, strict=True)
+    return {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
+
+
+def _beginning_with(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerPrescription:
+    decisions: dict[str, Decision] = {"qk": _scores(record["qk"], tensors)}
+    for name in OUTPUT_MAPS:
+        if name in record:
+            decisions[name] = _output(record[name], _beginning_with(f"{name}.", tensors))
+    if HEADS in record:
+        decisions[HEADS] = HeadDecision(*_units(record[HEADS]), (record[HEADS]["why"],))
+    if HIDDEN in record:
+        refit = tensors[f"{HIDDEN}.weight"], tensors[f"{HIDDEN}.bias"]
+        decisions[HIDDEN] = HiddenDecision(*_units(record[HIDDEN]), *refit, (record[HIDDEN]["why"],))
+    return LayerPrescription(decisions)
+
+
+def _units(record: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns which units stay, and their strengths."""
+    strength = torch.tensor(record["strength"], dtype=torch.float64)
+    keep = torch.zeros(len(strength), dtype=torch.bool)
+    keep[record["keep"]] = True
+    return keep, strength
+
+
+def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDecision:
+    heads = record["heads"]
+    keep = torch.zeros(len(heads), record["directions"], dtype=torch.bool)
+    for row, head in zip(keep, heads, strict=True):
+        row[head["keep"]] = True
+    # float64: JSON has the shortest text of a float64, which is read back exactly.
+    strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
+    reasons = tuple(head["why"] for head in heads)
+    facts, basis = record.get("basis"), None
+    if facts is not None:
+        blocks = tuple(facts["blocks"]) if "blocks" in facts else None
+        pairs = tensors.get("qk.pairs")
+        basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, pairs)
+    # A layer without heads or directions: its list is empty, and has lost the shape.
+    return ScoreDecision(keep, strength.reshape(keep.shape), reasons, basis)
+
+
+def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputDecision:
+    units = record["units"]
+    return OutputDecision(
+        tuple(unit["rank"] for unit in units),
+        tensors["encode"],
+        tensors["decode"],
+        tensors["center"],
+        torch.tensor([unit["strength"] for unit in units], dtype=torch.float64),
+        tuple(unit["why"] for unit in units),
+    )

@@ -1,0 +1,1 @@
+"""Evidence: checks with their statistics, HTML reports and model cards."""

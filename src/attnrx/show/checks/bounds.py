@@ -1,0 +1,229 @@
+"""Bounds: the paper's theorems, checked on the activations of the reference.
+
+The functions of the theorems return a measured quantity divided by its bound: above 1 it is violated. They take float64
+rows of one layer: the query and key rows that enter the scores, one per token.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.nouns.evidence import FAILS, HOLDS, Finding
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.models import evaluating, family_of, model_fingerprint, observing, require_all_tokens
+from attnrx.vit.observation import Observation
+from attnrx.vit.spectrum import Spectrum
+
+CLAIMS = {
+    "Theorem 1, Eq. 12": "no score moves by more than the largest removed strength allows (Theorem 1, Eq. 12)",
+    "Theorem 1, Eq. 13": "no score moves by more than the threshold of its head allows (Theorem 1, Eq. 13)",
+    "Proposition 1": "no attention row moves by more than its scores, with C_sm = 1 (Proposition 1, Eq. 21)",
+    "Proposition 4": "no noise moves the scores by more than the spectral norms allow (Proposition 4, Eq. 36)",
+}
+
+# Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
+ROUNDING = 1e-5
+# Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
+FLOOR = 1e-9
+NOISE = 0.1  # the standard deviation of the perturbation of Proposition 4, in normalized units
+AT_ONCE = 16  # images per batch; every score of every head is held in float64
+
+
+@dataclass(frozen=True)
+class Bounds(Check):
+    """Theorem 1, Propositions 1 and 4 and Eq. 25 on the activations of the reference, layer by layer.
+
+    The theorems apply to one layer and one input: each layer is evaluated on the reference's activations, and only its
+    strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
+    largest ratio of measurement to bound over images, layers and heads: at most 1, and close to 1 for a tight bound.
+
+    The pruned directions are those of the comparison's prescription. Without it, and in layers without strengths,
+    Theorem 1 and Proposition 1 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
+    directions were pruned; its threshold is the smallest kept strength. Proposition 4 perturbs the images with Gaussian
+    noise of standard deviation NOISE.
+    """
+
+    name: ClassVar[str] = "bounds"
+    images: int = 256
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Evaluates the reference on clean and on perturbed images."""
+        comparison = comparison.taking(self.images)
+        changes, worst = spectral_changes(comparison), dict[str, float]()
+
+        # Only the largest ratio of every claim is stored: the scores of all layers would not fit in memory.
+        def observe(layer: int, observation: Observation) -> None:
+            for name, ratios in _ratios(observation, changes.get(layer)).items():
+                if ratios.numel():
+                    worst[name] = max(worst.get(name, 0.0), float(ratios.max()))
+
+        generator = torch.Generator().manual_seed(comparison.seed)
+        model = comparison.reference
+        # Pruned or merged tokens would differ between the two halves of a batch, whose rows are compared one by one.
+        require_all_tokens(model, "check the bounds of")
+        dtype = next(model.parameters()).dtype
+        with evaluating([model]), observing(model, family_of(model), observe):
+            for batch in comparison.data.batches(AT_ONCE, device=comparison.device):
+                # Drawn on the CPU: the same noise on every device.
+                noise = NOISE * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
+                images = batch.images.to(dtype)
+                # One pass of both halves, which `_ratios` splits again.
+                model(torch.cat([images, images + noise.to(images.device)]))
+        images = len(comparison.data)
+        findings = [
+            _finding(name, CLAIMS[name], worst[name], images, comparison.seed) for name in CLAIMS if name in worst
+        ]
+        # Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads.
+        spectra = _spectra(comparison)
+        ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
+        directions = torch.cat([spectrum.rank for spectrum in spectra])
+        ranks, directions = ranks[ranks > 0], directions[ranks > 0]
+        # Both ends as ratios that are at most 1: rank over directions, and 1 over rank.
+        largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
+        claim = "every effective rank lies between 1 and the number of directions (Eq. 25)"
+        return (*findings, _finding("Eq. 25", claim, largest, len(ranks)))
+
+
+def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = None) -> Finding:
+    outcome, details = HOLDS if worst <= 1 + ROUNDING else FAILS, {"quantity": name}
+    return Finding(Bounds.name, claim, worst, "of the bound", 1.0, outcome, n=n, seed=seed, details=details)
+
+
+@dataclass(frozen=True)
+class SpectralChange:
+    """The change of the strengths of one layer.
+
+    `lost` is the decrease of every strength, `counted` marks kept heads with any change, and `thresholded` those whose
+    pruned directions are their weakest. `threshold` is the smallest kept strength of a head, or the largest pruned one
+    if it keeps none (tau of Eq. 8); it bounds the pruned strengths only in the `thresholded` heads. Pruned heads are
+    not counted: the theorems do not apply to them.
+    """
+
+    lost: Float[Tensor, "heads directions"]
+    counted: Bool[Tensor, "heads"]
+    threshold: Float[Tensor, "heads"]
+    thresholded: Bool[Tensor, "heads"]
+
+    @classmethod
+    def between(
+        cls,
+        before: Float[Tensor, "heads directions"],
+        after: Float[Tensor, "heads directions"],
+        stays: Bool[Tensor, "heads"],
+    ) -> "SpectralChange":
+        lost = before - after
+        # A refit changes kept strengths, too: Eq. 12 covers any change, Eq. 13 removals alone (`thresholded`).
+        counted = (lost != 0).any(-1) & stays
+        removed, kept = (after == 0) & (before != 0), after != 0
+        largest_removed = torch.where(removed, before.abs(), 0).amax(-1)
+        # Infinity and zero are neutral for the minimum and the maximum.
+        smallest_kept = torch.where(kept, before.abs(), torch.inf).amin(-1)
+        threshold = torch.where(kept.any(-1), smallest_kept, largest_removed)
+        only_removals = ((lost == 0) | removed).all(-1)  # Eq. 18: the change contains only removed entries
+        return cls(lost, counted, threshold, counted & only_removals & (largest_removed <= threshold))
+
+
+def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
+    """Returns the changes of the prescription by layer index, without unchanged layers; empty without one."""
+    if comparison.prescription is None:
+        return {}
+    comparison.prescription.require(model_fingerprint(comparison.reference))
+    pairs = zip(_spectra(comparison), comparison.prescription.layers, strict=True)
+    changes = (
+        SpectralChange.between(spectrum.strength, layer.qk.strength.double() * layer.qk.keep, layer.heads)
+        for spectrum, layer in pairs
+    )
+    return {index: change for index, change in enumerate(changes) if bool(change.counted.any())}
+
+
+def _spectra(comparison: Comparison) -> list[Spectrum]:
+    model = comparison.reference
+    return [layer.spectrum() for layer in family_of(model).attention(model)]
+
+
+def _ratios(observation: Observation, change: SpectralChange | None) -> dict[str, Float[Tensor, "batch counted"]]:
+    """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half."""
+    (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
+    scale, strengths = observation.scale, observation.strength
+    strength = torch.ones_like(query[0, 0]) if strengths is None else strengths.double()
+    # Without strengths (dense attention) each counts as 1, and the spectral norm is that of the rows.
+    ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
+    if strengths is None or change is None:
+        return ratios
+    # On the clean half only: these claims are about changed strengths on the same input.
+    removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
+    scores = head_scores(query, key, strength, scale)
+    # The change is computed directly: the difference of two scores would be dominated by their rounding.
+    lost = head_scores(query, key, removed, scale)
+    moved = (scores - lost).softmax(-1) - scores.softmax(-1)
+    counted = change.counted.to(strength.device)
+    return ratios | {
+        "Theorem 1, Eq. 12": theorem_1(lost, scale * removed.abs().amax(-1))[:, counted],
+        "Theorem 1, Eq. 13": theorem_1(lost, scale * threshold)[:, change.thresholded.to(strength.device)],
+        "Proposition 1": proposition_1(lost, moved)[:, counted],
+    }
+
+
+def bound_ratio(measured: Float[Tensor, "*shape"], bound: Float[Tensor, "*#shape"]) -> Float[Tensor, "*shape"]:
+    return measured / bound.clamp(min=FLOOR)
+
+
+def head_scores(
+    query: Float[Tensor, "batch queries heads directions"],
+    key: Float[Tensor, "batch keys heads directions"],
+    strength: Float[Tensor, "heads directions"],
+    scale: float,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Returns the scores of the rows with these strengths (Eq. 2)."""
+    return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
+
+
+def theorem_1(
+    change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
+) -> Float[Tensor, "batch heads"]:
+    """The largest change of a score is at most `most`: scale times the largest change of a strength (Eq. 12).
+
+    With `most` = scale times an upper limit of the pruned strengths it is Eq. 13. Requires rows of unit length.
+    """
+    # [batch, heads]: the largest score of a head, against one bound for all of its scores.
+    return bound_ratio(change.abs().amax((-2, -1)), most)
+
+
+def proposition_1(
+    change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
+) -> Float[Tensor, "batch heads"]:
+    """The 1-norm of an attention row's change `moved` is at most the largest change of its scores (Eq. 21, C_sm = 1).
+
+    C_sm = 1 because the softmax Jacobian's norm from the max norm to the 1-norm is 4 P (1 - P) <= 1, where P is the
+    mass of the increased entries. Returns the largest ratio over the rows of each head.
+    """
+    return bound_ratio(moved.abs().sum(-1), change.abs().amax(-1)).amax(-1)
+
+
+def proposition_4(
+    clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
+) -> Float[Tensor, "batch heads"]:
+    """The Frobenius norm of the scores' change under a perturbed input is bounded by that of the rows (Eq. 36).
+
+    `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
+    """
+    change = head_scores(*perturbed, strength, scale) - head_scores(*clean, strength, scale)
+    moved = [
+        torch.linalg.vector_norm(after - before, dim=(1, 3)) for before, after in zip(clean, perturbed, strict=True)
+    ]
+    # The telescoped difference q' k' - q k = (q' - q) k' + q (k' - k), each product bounded by Frobenius times spectral
+    # norm.
+    reach = moved[0] * spectral_norm(perturbed[1]) + spectral_norm(clean[0]) * moved[1]
+    return bound_ratio(torch.linalg.vector_norm(change, dim=(-2, -1)), scale * strength.abs().amax(-1) * reach)
+
+
+def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
+    """Returns the largest singular value of every head's rows, from their Gram matrix."""
+    # [batch, heads, directions, directions], which are far fewer than tokens; float64 leaves enough digits of the
+    # squares.
+    gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()  # rounding may put the smallest below zero

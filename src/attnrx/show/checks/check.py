@@ -1,0 +1,150 @@
+"""The base class of checks, which map a comparison to findings, and their text form."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, ClassVar
+
+from attnrx.data import ImageSet
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks.comparison import Comparison
+from attnrx.support.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.serialization.text_parsing import KnobReader, Language, knobs_of
+from attnrx.vit.models import FAMILIES
+from attnrx.vit.outputs import Embeddings, Logits
+
+
+class Check(ABC):
+    """One kind of evidence. Every check is a final frozen dataclass whose fields are its knobs.
+
+    The claim of a finding contains no measured number, so that the same claim can be compared over several runs;
+    `details["quantity"]` is the short name of the measured quantity.
+    """
+
+    name: ClassVar[str]
+    on_request: ClassVar[bool] = False
+    """Whether the check runs only if it is requested by name: it needs its own input, or takes long."""
+
+    needs_labels: ClassVar[bool] = False
+    """Whether the check compares labels with predictions, so that labels must be class indices of the model."""
+
+    needs_logits: ClassVar[bool] = False
+    """Whether the check reads probabilities, which a model that returns embeddings does not have."""
+
+    needs_decisions: ClassVar[bool] = False
+    """Whether the check compares decisions, which the numbers of a regression do not make."""
+
+    needs_classes: ClassVar[bool] = False
+    """Whether the check needs one class per image as label, which a model of several labels or numbers has not."""
+
+    needs_embeddings: ClassVar[bool] = False
+    """Whether the check compares embeddings: neighbours of class logits are not what such a model is used for."""
+
+    needs_layers: ClassVar[bool] = False
+    """Whether the check reads the layers of the models, which an exported file does not have."""
+
+    measures_speed: ClassVar[bool] = False
+    """Whether the check times the models; of an exported file then the unchanged model's file is needed too."""
+
+    def __post_init__(self):
+        # Counts, and shares and limits. Not infinity: JSON has none, so evidence with it could not be read again.
+        kinds = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
+        require_fields(self, **{name: kinds[hint] for name, hint in knobs_of(type(self)).items() if hint in kinds})
+
+    @abstractmethod
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Measures the candidate against the reference."""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the name and the knobs for the record: image sets as fingerprints, without models and functions."""
+        knobs = {name: _plain(knob) for name, knob in vars(self).items()}
+        return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
+
+
+def unmet_needs(comparison: Comparison) -> dict[str, str]:
+    """Returns the needs of checks, by the name of their flag, that the images, outputs and models do not meet, each
+    with the reason.
+    """
+    images, kind = comparison.data, comparison.kind
+    models = (comparison.candidate, comparison.reference)
+    have_layers = all(any(family.matches(model) for family in FAMILIES) for model in models)
+    returns = f"this model returns {kind.returns}."
+    reasons = {
+        "needs_labels": None if images.label_problem is None else str(images.label_problem),
+        "needs_logits": None if isinstance(kind, Logits) else f"it needs probabilities of classes; {returns}",
+        "needs_decisions": None if kind.has_decisions else f"it compares decisions; {returns}",
+        "needs_classes": None
+        if isinstance(kind, Logits | Embeddings)
+        else f"it needs one class per image as label; {returns}",
+        "needs_embeddings": None if isinstance(kind, Embeddings) else f"it needs embeddings; {returns}",
+        "needs_layers": None if have_layers else "it needs layers; one of the models, e.g. an exported file, has none.",
+    }
+    return {need: reason for need, reason in reasons.items() if reason is not None}
+
+
+def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
+    """Raises InvalidInput for a check that cannot mean anything with these images, outputs and models."""
+    unmet = unmet_needs(comparison)
+    for check in checks:
+        for need, reason in unmet.items():
+            # Missing labels are reported as an error of the data, with what to do (`require_labels`).
+            if getattr(check, need) and need != "needs_labels":
+                raise InvalidInput(f"the check {check.name} {reason.removeprefix('it ')}")
+
+
+def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+    """Returns the checks that the images, outputs and models allow, and a note for every reason to skip some."""
+    notes = []
+    # One note per reason, and a check without labels and logits in the first only.
+    for need, reason in unmet_needs(comparison).items():
+        names = ", ".join(check.name for check in checks if getattr(check, need))
+        if names:
+            notes.append(f"not checked: {names}: {reason}")
+            checks = [check for check in checks if not getattr(check, need)]
+    return tuple(checks), tuple(notes)
+
+
+def _plain(knob: Any) -> Any:
+    if isinstance(knob, ImageSet):
+        return knob.fingerprint
+    if is_dataclass(knob):
+        return to_dict(knob)
+    if isinstance(knob, tuple):
+        return list(knob)  # JSON has no tuples
+    # Modules, functions and tensors are no settings that a record could repeat.
+    return knob if isinstance(knob, bool | int | float | str) else None
+
+
+@dataclass(frozen=True)
+class RequestedCheck:
+    """The name of a check, and the knobs that differ from the defaults."""
+
+    name: str
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Reader(KnobReader):
+    language = Language(
+        "list of checks",
+        "Checks",
+        "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)",
+        "(),=/",
+        InvalidInput,
+    )
+
+
+def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[RequestedCheck, ...]:
+    """Parses the checks in a text, each given once; `registry` maps their names to classes."""
+    reader, requested = _Reader(text), {}
+    while not requested or reader.take(","):
+        name = reader.expect("name", "the name of a check")
+        if name.text not in registry:
+            raise UnknownName("check", name.text, registry)
+        check = RequestedCheck(name.text, reader.read_knobs(name, knobs_of(registry[name.text])))
+        if name.text in requested:
+            raise InvalidInput(f"the check {name.text} was given twice in {text!r}; give it once, with all its knobs.")
+        requested[name.text] = check
+    reader.expect("end", "',' and another check, or the end")
+    return tuple(requested.values())

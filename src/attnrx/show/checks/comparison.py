@@ -1,0 +1,214 @@
+"""The input of every check: candidate, reference, data, and their cached predictions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet, require_labelled
+from attnrx.data.fixed import start_hint
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks.statistics import Estimate
+from attnrx.support.arguments import BATCH, DEVICE, FLAG, MODEL, SEED, instance, optional, require_fields
+from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
+from attnrx.support.progress import track
+from attnrx.support.runtime import processes
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.models import evaluating
+from attnrx.vit.outputs import KINDS, Logits, Multilabel, OutputKind, output_kind_of
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The outputs of several models by role, on the same images in the same order."""
+
+    outputs: Mapping[str, Float[Tensor, "images classes"]]
+    labels: Int[Tensor, "images *labels"]
+    kind: OutputKind = KINDS["logits"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def correct(self, role: str) -> Bool[Tensor, "images"]:
+        # Here and not for every comparison: other checks read no labels.
+        require_labelled(self.labels)
+        return self.kind.correct(self.decisions(role), self.labels)
+
+    def decisions(self, role: str) -> Int[Tensor, "images *labels"]:
+        """Returns the class of every image, its labels, or the nearest neighbour of its embedding."""
+        return self.kind.decisions(self.outputs[role])
+
+    def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
+        """Returns the share of equal decisions of two models per image."""
+        return self.kind.agreement(self.decisions(base), self.decisions(other))
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A candidate and its reference on one set of images.
+
+    `masked` is the reference with the pruned directions set to zero, `prescription` and `diagnosis` are those the
+    candidate was made from; each is needed by some findings only. For a candidate that is an exported file `verify`
+    sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of the reference in both, with which
+    a speed is divided into what the runtime gave and what the compression gave. The models are on `device`; `seed`
+    seeds all random draws of the checks. With `together` all processes of a launcher make the same comparison, each
+    evaluates a part of the images, and the predictions are gathered.
+    """
+
+    candidate: nn.Module
+    reference: nn.Module
+    data: ImageSet
+    masked: nn.Module | None = None
+    unchanged: nn.Module | None = None
+    runtime: str | None = None
+    prescription: Prescription | None = None
+    diagnosis: Diagnosis | None = None
+    seed: int = 0
+    batch_size: int = 256
+    device: torch.device | str = "cpu"
+    together: bool = False
+    _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # outputs and labels
+
+    def __post_init__(self):
+        if len(self.data) == 0:
+            raise DataError("there is no image to compare the models on; give at least one.")
+        require_fields(
+            self,
+            **dict.fromkeys(("candidate", "reference"), MODEL),
+            masked=optional(MODEL),
+            prescription=optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription)),
+            diagnosis=optional(instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)),
+            seed=SEED,
+            batch_size=BATCH,
+            device=DEVICE,
+            together=FLAG,
+        )
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models by role."""
+        roles = {"reference": self.reference, "candidate": self.candidate}
+        return roles if self.masked is None else {**roles, "masked": self.masked}
+
+    @property
+    def predictions(self) -> Predictions:
+        """The predictions of all models, computed in one pass over the data on first use."""
+        # On first use: a check that needs no outputs, e.g. of the latency, runs no model over the data.
+        # By model, because one may have several roles, e.g. a candidate that is the mask.
+        roles: dict[nn.Module, str] = {}
+        for role, model in self.models.items():
+            if model not in self._cache:
+                roles.setdefault(model, role)  # the first role, by which errors name the model
+        if roles:
+            computed = predict({role: model for model, role in roles.items()}, self, validates=False)
+            # Cached as they are: several checks meet a model that returns NaN, which runs once.
+            self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
+        outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
+        classes = {role: values.shape[1] for role, values in outputs.items()}
+        if len(set(classes.values())) > 1:
+            is_classifier = isinstance(kind, Logits)
+            what = "distinguish different numbers of classes" if is_classifier else "return different widths"
+            raise InvalidInput(f"the models {what} ({classes}); compare models of the same task.")
+        predictions = Predictions(outputs, self._cache[self.reference][1], kind)
+        _require_valid(predictions, self.data)
+        return predictions
+
+    @property
+    def kind(self) -> OutputKind:
+        """What the models return, by the reference."""
+        return output_kind_of(self.reference)
+
+    def require_logits(self, check: str) -> Logits:
+        """Returns what the models return; raises InvalidInput for outputs that are no logits of classes."""
+        kind = self.kind
+        if not isinstance(kind, Logits):
+            raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns {kind.returns}.")
+        return kind
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, world size) of the processes that share the comparison; (0, 1) without `together`."""
+        return processes.place() if self.together else (0, 1)
+
+    def taking(self, images: int | None) -> "Comparison":
+        """Returns the comparison on the first images only; unchanged for None or more images than there are."""
+        if images is None or images >= len(self.data):
+            return self
+        return replace(self, data=self.data.take(images), _cache={})  # the cached outputs are of other images
+
+
+def predict(models: Mapping[str, nn.Module], comparison: Comparison, *, validates: bool = True) -> Predictions:
+    """Runs all models on each batch of the data; the outputs are moved to the CPU, in float32 or float64.
+
+    Raises:
+        NonFiniteOutputs: The candidate returns NaN or infinity.
+        InvalidInput: Another model does, or the labels are not those of the outputs.
+    """
+    parts: dict[str, list[Tensor]] = {role: [] for role in models}
+    labels: list[Tensor] = []
+    data = comparison.data.part(*comparison.place, comparison.batch_size)
+    with evaluating(models.values()):
+        # Of a few images, a process may have none.
+        batches = data.batches(comparison.batch_size, device=comparison.device) if len(data) else ()
+        for batch in track(batches, "comparing predictions", -(-len(data) // comparison.batch_size)):
+            # All models on one batch: the data are decoded once, and images are paired whatever the order is.
+            labels.append(batch.labels.cpu())
+            for role, model in models.items():
+                found = answer(model, batch.images).cpu()
+                # Without loss: sums and comparisons of half precision would be rounded to it.
+                parts[role].append(found.to(torch.promote_types(found.dtype, torch.float32)))
+    concatenate = processes.all_rows if comparison.together else torch.cat
+    outputs = {role: concatenate(rows) for role, rows in parts.items()}
+    predictions = Predictions(outputs, concatenate(labels), comparison.kind)
+    if validates:
+        _require_valid(predictions, data)
+    return predictions
+
+
+def _require_valid(predictions: Predictions, data: ImageSet) -> None:
+    # After the exchange, so that all processes raise, and none waits for one that has stopped.
+    kind, labels = predictions.kind, predictions.labels
+    for role, outputs in predictions.outputs.items():
+        bad = int((~outputs.isfinite().all(-1)).sum())
+        if bad and role == "candidate":
+            raise NonFiniteOutputs(bad, len(outputs))
+        if bad:
+            raise InvalidInput(
+                f"the {role} returns NaN or infinity for {bad} of {len(outputs)} images; "
+                "check its weights and the normalization of the data."
+            )
+        if data.label_problem is not None:
+            continue
+        if isinstance(kind, Multilabel) and labels.shape != outputs.shape:
+            raise DataError(
+                f"the labels of the data are {list(labels.shape)}, and the {role} returns {list(outputs.shape)} logits "
+                "of labels: give a vector of 0 and 1 per image, one number for each label, or no labels."
+            )
+        if isinstance(kind, Logits):
+            classes = kind.num_classes(outputs.shape[1])
+            if int(labels.max()) >= classes:
+                raise DataError(
+                    f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
+                    f"verify on the dataset that the model was trained for.{start_hint(labels, classes)}"
+                )
+
+
+def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    """Returns the outputs of one batch, computed in the dtype of the model's weights."""
+    return model(images.to(next(model.parameters()).dtype))
+
+
+def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
+    """Returns a warning if the reference's accuracy, in %, is not above that of guessing the most frequent class."""
+    guessing = 100 * float(labels.bincount().max()) / len(labels)
+    # By the interval, because the accuracy on a few images exceeds guessing by chance.
+    if accuracy.low > guessing:
+        return []
+    measured = f"{accuracy.value:.1f} % [{accuracy.low:.1f}, {accuracy.high:.1f}] of {len(labels)} images"
+    return [
+        f"LABELS AT CHANCE LEVEL: the reference classifies {measured} as labelled, no more than guessing their most "
+        f"frequent class does ({guessing:.1f} %): the labels may not be numbers of the model's classes "
+        "(--label-column, --label-map), so differences of accuracy mean little"
+    ]

@@ -1,0 +1,120 @@
+"""Controls: the candidate against controls with the same number of directions, chosen by other criteria."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.nouns.evidence import Finding
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison, Predictions, predict
+from attnrx.show.checks.fidelity import discrepancy, squared_distances
+from attnrx.show.checks.statistics import estimate, resampled_means
+from attnrx.support.shapes import Float, Tensor
+
+BEATEN = "largest"
+
+
+@dataclass(frozen=True)
+class Controls(Check):
+    """The candidate against matched controls, which prune the same number of directions by another criterion.
+
+    `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"); `realize` builds a model from
+    each with the settings of the candidate. Two findings per kind: the control's discrepancy minus the candidate's (Eq.
+    46), and the candidate's accuracy minus the control's in points; values above 0 favour the candidate. Intervals
+    resample the images, paired, and the draws if there are several. For "largest" the smaller discrepancy is a claim:
+    it holds if the whole interval is above 0 and fails if no part of it is. The details contain the rules and the token
+    policy of the control; maps without a rule are the candidate's.
+    """
+
+    name: ClassVar[str] = "controls"
+    needs_labels: ClassVar[bool] = True
+    needs_decisions: ClassVar[bool] = True
+    on_request: ClassVar[bool] = True
+    prescriptions: Mapping[str, tuple[Prescription, ...]]
+    realize: Callable[[Prescription], nn.Module]
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Realizes the controls one at a time to limit memory, and compares each with the candidate."""
+        predictions = comparison.predictions
+        candidate = tallied(predictions, "candidate", predictions)
+        findings: list[Finding] = []
+        for kind, draws in self.prescriptions.items():
+            models = [candidate]
+            for prescription in draws:
+                # Not cached: a model per draw would stay in memory.
+                control = predict({kind: self.realize(prescription)}, comparison)
+                models.append(tallied(control, kind, predictions))
+            findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
+        return tuple(findings)
+
+    def _against(
+        self, kind: str, rules: dict[str, str], models: Float[Tensor, "images models 3"], seed: int
+    ) -> tuple[Finding, Finding]:
+        """Compares the candidate, which is the first of the models, with the draws of one control."""
+        # [samples, models, 3]: one resample of the images for all models, so that differences are paired.
+        resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
+        controls = resample_draws(resampled[:, 1:], seed)
+        means = models.mean(0)  # [models, 3]
+        distances, accuracies = discrepancy(means[:, :2]).tolist(), (100 * means[:, 2]).tolist()
+        # Means of the two sums first, then the ratio of Eq. 46: it is not a mean over images.
+        nearer = estimate(
+            fmean(distances[1:]) - distances[0],
+            discrepancy(controls[..., :2]).mean(1) - discrepancy(resampled[:, 0, :2]),
+        )
+        better = estimate(accuracies[0] - fmean(accuracies[1:]), 100 * (resampled[:, 0, 2] - controls[..., 2].mean(1)))
+        claim, limit = f"discrepancy to the reference, {kind}-matched control minus candidate", None
+        if kind == BEATEN:
+            claim, limit = f"the candidate is nearer to the reference than the {kind}-matched control", 0.0
+        about = {"kind": kind, "rules": rules}
+        return (
+            Finding(
+                self.name,
+                claim,
+                **nearer.judged(len(models), limit, strict=True),
+                seed=seed,
+                details={**about, **spread("discrepancy", distances, lower_is_better=True)},
+            ),
+            Finding(
+                self.name,
+                f"accuracy, candidate minus {kind}-matched control",
+                unit="points",
+                **better.judged(len(models)),
+                seed=seed,
+                details={**about, **spread("accuracy", accuracies, lower_is_better=False)},
+            ),
+        )
+
+
+def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
+    """Returns the two sums of Eq. 46, against the reference in `base`, and the correctness, per image."""
+    squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
+    return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
+
+
+def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Float[Tensor, "samples draws 3"]:
+    """Resamples the draws of the control in every bootstrap sample, because the draws are a sample too."""
+    samples, draws, columns = controls.shape
+    chosen = torch.randint(draws, (samples, draws, 1), generator=torch.Generator().manual_seed(seed))
+    return controls.gather(1, chosen.expand(-1, -1, columns))
+
+
+def spread(quantity: str, values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
+    """Describes the candidate (the first value) relative to the draws of its control.
+
+    `p` is the share of values at least as good as the candidate's, including the candidate, so that p > 0.
+    """
+    candidate, draws = values[0], values[1:]
+    as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)
+    return {
+        "quantity": quantity,
+        "candidate": candidate,
+        "control": fmean(draws),
+        "draws": draws,
+        "deviation": stdev(draws) if len(draws) > 1 else None,
+        "p": (1 + as_good) / (1 + len(draws)),
+    }

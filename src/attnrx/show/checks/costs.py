@@ -1,0 +1,108 @@
+"""Costs: parameters and MACs before and after, in closed form and counted."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.nouns.evidence import Finding, judged
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison
+from attnrx.support.shapes import Tensor
+from attnrx.vit.costs import ModelCosts, count_product_macs
+from attnrx.vit.models import (
+    costs_by_image,
+    costs_of_run,
+    counted_by_spec,
+    evaluating,
+    family_of,
+    recording_tokens,
+    reduction_of,
+)
+
+# Images over which the mean MACs of a policy by image are computed.
+MEASURED = 512
+
+
+@dataclass(frozen=True)
+class Costs(Check):
+    """The savings in parameters and MACs, and claims that the closed forms equal the counts on both models.
+
+    Parameters are counted with numel, MACs with torch's FLOP counter on the unpadded eager backend. With a token policy
+    by image the MACs are the mean over at most MEASURED images.
+    """
+
+    name: ClassVar[str] = "costs"
+    needs_layers: ClassVar[bool] = True
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Computes the closed-form costs of both models, then counts them on one image."""
+        reference = family_of(comparison.reference).costs(comparison.reference)
+        candidate = family_of(comparison.candidate).costs(comparison.candidate)
+        saving = reference.saving(candidate)
+        macs = self._macs_by_image(comparison)
+        # The counted MACs are per image, so one image is enough.
+        batch = next(iter(comparison.data.take(1).batches(1, device=comparison.device)))
+        return (
+            self._saved("parameters", saving.params_share, (reference.params, candidate.params)),
+            self._saved("MACs", saving.macs_share, (reference.macs, candidate.macs))
+            if macs is None
+            else self._saved_by_image(reference.macs, macs),
+            self._counted("reference", comparison.reference, reference, batch.images),
+            self._counted("candidate", comparison.candidate, candidate, batch.images),
+        )
+
+    def _macs_by_image(self, comparison: Comparison) -> Tensor | None:
+        """Returns the MACs of the candidate for every image; None if they are the same."""
+        model, data = comparison.candidate, comparison.data
+        reduction = reduction_of(model)
+        if reduction is None or not reduction.policy.by_image:
+            return None
+        batches = data.take(min(MEASURED, len(data))).batches(32, device=comparison.device)
+        dtype = next(model.parameters()).dtype
+        per_batch = [costs_by_image(model, family_of(model), batch.images.to(dtype)) for batch in batches]
+        # In float64, which is exact for integers of this size.
+        return torch.tensor([costs.macs for part in per_batch for costs in part], dtype=torch.float64)
+
+    def _saved_by_image(self, reference: int, macs: Tensor) -> Finding:
+        """Returns the mean saving; its details have the standard deviation and the range of the MACs over images."""
+        spread = {
+            "quantity": "MACs",
+            "reference": reference,
+            "candidate": round(float(macs.mean())),
+            "standard_deviation": round(float(macs.std())) if len(macs) > 1 else None,
+            "least": int(macs.min()),
+            "most": int(macs.max()),
+            "images": len(macs),
+        }
+        share = 100 * (1 - float(macs.mean()) / reference)
+        return Finding(self.name, "MACs saved by the candidate", share, "%", details=spread)
+
+    def _saved(self, what: str, share: float, amounts: tuple[int, int]) -> Finding:
+        details = {"quantity": what, "reference": amounts[0], "candidate": amounts[1]}
+        return Finding(self.name, f"{what} saved by the candidate", 100 * share, "%", details=details)
+
+    def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
+        # All parameters, not only the trainable ones: the reference may be frozen.
+        params = sum(parameter.numel() for parameter in model.parameters())
+        with evaluating([model]), counted_by_spec(model, family_of(model)), recording_tokens(model) as runs:
+            macs = count_product_macs(model, images.to(next(model.parameters()).dtype))
+        reduction, products = reduction_of(model), closed.product_macs
+        if reduction is not None and reduction.policy.by_image:
+            # Those of the numbers of tokens in this pass, whose attention maps are uniform.
+            products = costs_of_run(model, family_of(model), runs[-1])[0].product_macs
+        details = {
+            "quantity": "counted costs",
+            "model": role,
+            "params": {"closed_form": closed.params, "counted": params},
+            "macs_of_products": {"closed_form": products, "counted": macs},
+            "parts": closed.to_record()["parts"],
+        }
+        # Both are exact integers, so the limit is 0.
+        off = float(abs(params - closed.params) + abs(macs - products))
+        claim, outcome = (
+            f"parameters and MACs of the {role} equal its closed form",
+            judged(off, 0.0, n=1, at_least=False),
+        )
+        return Finding(self.name, claim, off, "difference", **outcome, details=details)

@@ -1,0 +1,122 @@
+"""Fidelity: discrepancy of the outputs, agreement and divergence between two models."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.statistics import mean_estimate, mean_share, studentized
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.outputs import Multilabel
+
+# The stabilizer epsilon of Eq. 46.
+STABILIZER = 1e-12
+
+
+@dataclass(frozen=True)
+class Fidelity(Check):
+    """Relative discrepancy (Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
+
+    Of logits, predictions agree and the divergence is that of Kullback and Leibler in nats (of one logit: that of the
+    sigmoid's probabilities; of the logits of labels: the sum of theirs, and label decisions agree); of embeddings,
+    nearest neighbours agree and the divergence is the cosine distance; of a regression, the divergence is the squared
+    error relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
+
+    The paper compares the compressed model with the masked one only; here both are compared with the reference too.
+    `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.
+    """
+
+    name: ClassVar[str] = "fidelity"
+    most_discrepancy: float | None = None
+    least_agreement: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.least_agreement is not None and not 0 <= self.least_agreement <= 100:
+            raise InvalidInput(f"least_agreement={self.least_agreement}: give a share of the images in %, 0 to 100.")
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Returns three findings per pair of models, of labels four and of a regression two.
+
+        Raises InvalidInput for a limit of the agreement of a regression.
+        """
+        if self.least_agreement is not None and not comparison.kind.has_decisions:
+            raise InvalidInput(
+                f"fidelity(least_agreement={self.least_agreement:g}): this model returns {comparison.kind.returns}, "
+                "which make no decision; omit it."
+            )
+        findings = _compared("reference", "candidate", comparison, self.most_discrepancy, self.least_agreement)
+        if comparison.masked is not None and comparison.masked is not comparison.candidate:
+            findings += _compared("reference", "masked", comparison)
+            findings += _compared("masked", "candidate", comparison)
+        return findings
+
+
+def squared_distances(
+    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
+) -> Float[Tensor, "images 2"]:
+    """Returns the squared norms of the difference and of the base per image: the two sums of Eq. 46."""
+    # Sums per image, because the ratio of Eq. 46 is of sums: a bootstrap resamples both together.
+    base, other = base.double(), other.double()
+    return torch.stack([(base - other).square().sum(-1), base.square().sum(-1)], dim=-1)
+
+
+def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
+    """Returns the relative logit discrepancy (Eq. 46) from sums or means of squared distances."""
+    return squares[..., 0].sqrt() / (squares[..., 1].sqrt() + STABILIZER)
+
+
+def _compared(
+    base: str,
+    other: str,
+    comparison: Comparison,
+    most_discrepancy: float | None = None,
+    least_agreement: float | None = None,
+) -> tuple[Finding, ...]:
+    """Compares the model of the role `other` with that of the role `base`; without a limit a quantity is reported."""
+    # Agreement is a share of images with an interval for shares; the others are functions of means, with bootstrap
+    # intervals.
+    predictions, seed = comparison.predictions, comparison.seed
+    n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
+    outputs, kind = (predictions.outputs[base], predictions.outputs[other]), predictions.kind
+    squares = squared_distances(*outputs)
+    distance = studentized(squares, discrepancy, seed, least=0.0)
+    # Eq. 46 is defined per batch; the value of the finding is over all images.
+    agreements = []
+    if kind.has_decisions:
+        agreeing = predictions.agreement(base, other)
+        agreements.append(("agreement", f"{kind.decision} agreement, {pair}", agreeing, least_agreement))
+        if isinstance(kind, Multilabel):
+            whole = f"images with all {kind.decision}s equal, {pair}"
+            agreements.append(("exact agreement", whole, (agreeing == 1).double(), None))
+    return (
+        Finding(
+            Fidelity.name,
+            f"relative {kind.noun} discrepancy, {pair}",
+            **distance.judged(n, most_discrepancy, at_least=False),
+            seed=seed,
+            details={"quantity": "discrepancy", **roles},
+        ),
+        *(
+            Finding(
+                Fidelity.name,
+                claim,
+                unit="%",
+                **mean_share(shares, seed).scaled(100.0).judged(n, limit),
+                details={"quantity": quantity, **roles},
+            )
+            for quantity, claim, shares, limit in agreements
+        ),
+        Finding(
+            Fidelity.name,
+            f"mean {kind.distance}, {pair}",
+            unit=kind.unit,
+            **mean_estimate(kind.divergence(*outputs), seed).judged(n),
+            seed=seed,
+            details={"quantity": "divergence", **roles},
+        ),
+    )

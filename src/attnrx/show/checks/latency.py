@@ -1,0 +1,149 @@
+"""Speed and memory of the candidate relative to the reference, measured interleaved on this machine."""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.nouns.evidence import Finding, judged
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison
+from attnrx.support.errors import InvalidInput
+from attnrx.support.runtime import processes
+from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latency, compare_memory
+from attnrx.vit.costs.latency import INTERVAL
+from attnrx.vit.models import family_of
+
+KERNELS = "attnrx's kernels"  # the runtime of models that are no exported files
+
+
+def library_name(model: nn.Module) -> str | None:
+    """Returns the library of a model, e.g. "timm"; None for a model of attnrx, which has no other implementation."""
+    library = getattr(family_of(model), "library", None)
+    return "its own code" if library == "module" else library
+
+
+@dataclass(frozen=True, eq=False)
+class TimedModels:
+    """What a candidate is timed beside: the `baseline` of its speed, and the `unchanged` model in its runtime.
+
+    `baseline_name` and `runtime` are their names in claims. Without `unchanged` the baseline is the unchanged model
+    itself, or an exported file has no file of the unchanged model beside it.
+    """
+
+    baseline: nn.Module
+    baseline_name: str
+    unchanged: nn.Module | None
+    runtime: str
+
+    @classmethod
+    def of(cls, comparison: Comparison, library: bool) -> "TimedModels":
+        """Returns the models for a comparison; with `library` the baseline is the model in its own library."""
+        reference, runtime = comparison.reference, comparison.runtime
+        # A candidate that is no file runs in attnrx's kernels, as the reference does.
+        unchanged = comparison.unchanged if runtime is not None else reference
+        if library and (name := library_name(reference)) is not None:
+            baseline = family_of(reference).library_model(reference)
+            return cls(baseline, f"the original in {name}", unchanged, runtime or KERNELS)
+        if runtime is not None:
+            return cls(reference, f"the reference in {KERNELS}", unchanged, runtime)
+        return cls(reference, "the unchanged model in the same kernels", None, KERNELS)
+
+    def findings(self, check: str, times: LatencyComparison) -> tuple[tuple[Finding, ...], dict[str, Any]]:
+        """Returns the factors of a speed as findings, and the record of its measurement."""
+        record = {
+            "interval": INTERVAL,
+            **asdict(times),
+            "image_shape": list(times.image_shape),
+            "baseline": self.baseline_name,
+        }
+        if self.runtime != KERNELS:
+            record["runtime"] = self.runtime  # of a file; else the version of torch is recorded
+        factors = (
+            ("speed of unchanged", f"speed of the unchanged model in {self.runtime}, relative to {self.baseline_name}"),
+            ("speed by compression", f"speed relative to the unchanged model in {self.runtime}"),
+        )
+        found = tuple(
+            Finding(
+                check,
+                f"{claim}, of a forward pass of {times.batch}",
+                ratio.value,
+                "x",
+                low=ratio.low,
+                high=ratio.high,
+                n=times.rounds,
+                details={"quantity": quantity, "interval": INTERVAL},
+            )
+            for (quantity, claim), ratio in zip(factors, (times.by_runtime, times.by_compression), strict=True)
+            if ratio is not None
+        )
+        return found, record
+
+
+@dataclass(frozen=True)
+class Latency(Check):
+    """The speed of a forward pass relative to the reference, measured interleaved, and the ratio of peak memory.
+
+    The speed has two factors where the candidate and the baseline differ in more than the compression: what the
+    runtime gave (`speed of unchanged`: attnrx's kernels, or the runtime of a file) and what the compression gave
+    (`speed by compression`: relative to the unchanged model in the same runtime and precision).
+
+    `batch` is the batch size. The device is that of the comparison, the other conditions are those of the protocol.
+    `faster` is the least speed, e.g. 1.5; on a busy machine the interval is wide and the claim undecided. With
+    `library` the reference is the model as implemented by its own library.
+    """
+
+    name: ClassVar[str] = "latency"
+    measures_speed: ClassVar[bool] = True
+    batch: int = 32
+    protocol: LatencyProtocol = field(default_factory=LatencyProtocol)
+    faster: float | None = None
+    library: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch < 1 or (self.faster is not None and not self.faster > 0):
+            raise InvalidInput(
+                f"Latency(batch={self.batch}, faster={self.faster}): give an image and a speed above 0, e.g. 1.5."
+            )
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Times both models, then measures their memory; with several processes only rank 0 measures."""
+        # Several processes that time at once would disturb each other.
+        if not comparison.together:
+            return self._measured(comparison)
+        return processes.from_first(lambda: self._measured(comparison))
+
+    def _measured(self, comparison: Comparison) -> tuple[Finding, ...]:
+        # Latency depends on the number of images only: they are repeated if there are fewer.
+        available = min(self.batch, len(comparison.data))
+        first = next(iter(comparison.data.batches(available, device=comparison.device))).images
+        images = first[torch.arange(self.batch, device=first.device) % len(first)]
+        conditions = replace(self.protocol.conditions, device=str(comparison.device))
+        # The gain by attnrx's kernels is part of the speed that a user of the library sees.
+        timed = TimedModels.of(comparison, self.library)
+        models = comparison.candidate, timed.baseline, images
+        times = compare_latency(*models, replace(self.protocol, conditions=conditions), timed.unchanged)
+        memory = compare_memory(*models, conditions)
+        factors, record = timed.findings(self.name, times)
+        faster = times.faster
+        speed = Finding(
+            self.name,
+            f"speed of a forward pass of {self.batch}, relative to {timed.baseline_name}",
+            faster.value,
+            "x",
+            **judged(faster.value, self.faster, (faster.low, faster.high), times.rounds, at_least=True),
+            details={"quantity": "speed", **record},
+        )
+        if not (memory.candidate.total and memory.reference.total):
+            return speed, *factors  # an exported file: its runtime allocates memory that torch does not count
+        peak = Finding(
+            self.name,
+            f"peak memory of a forward pass of {self.batch}, candidate over {timed.baseline_name}",
+            memory.ratio,
+            "x",
+            n=1,
+            details={"quantity": "memory", **asdict(memory)},
+        )
+        return speed, *factors, peak

@@ -1,0 +1,96 @@
+"""Shift: the divergence on classes that the calibration images did not have, relative to that on their own classes."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks.check import Check
+from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.statistics import mean_estimate, studentized
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Bool, Float, Tensor
+
+LEAST = 2  # images of each kind: the mean of one has no interval
+
+
+@dataclass(frozen=True)
+class Shift(Check):
+    """Compares the divergence from the reference on images of other classes with that on the calibration's classes.
+
+    Hidden units and repair are fitted to calibration images, and the candidate may be worse on images unlike them. The
+    class of a test image is what the reference predicts, so that no labels are needed. `classes` are those of the
+    calibration images, by default the ones that `attnrx shrink` recorded in the prescription, and `most` is the limit
+    of the ratio. Classes differ in difficulty, which is part of the ratio (docs/results/hidden.md has one without a
+    shift).
+    """
+
+    name: ClassVar[str] = "shift"
+    on_request: ClassVar[bool] = True
+    needs_logits: ClassVar[bool] = True
+    classes: tuple[int, ...] = ()
+    most: float | None = None
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Returns the mean divergence on both kinds of images and their ratio.
+
+        Raises InvalidInput if the classes of the calibration are not known, or one kind has no test image.
+        """
+        comparison.require_logits(self.name)
+        known, predictions = self._known(comparison), comparison.predictions
+        divergence = predictions.kind.divergence(predictions.outputs["reference"], predictions.outputs["candidate"])
+        n, width = len(divergence), predictions.outputs["reference"].shape[1]
+        classes = comparison.require_logits(self.name).num_classes(width)
+        if wrong := [index for index in self._classes(comparison) if not 0 <= index < classes]:
+            raise InvalidInput(f"shift(classes={wrong[0]}): the model has the classes 0 to {classes - 1}.")
+        if min(int(known.sum()), int((~known).sum())) < LEAST:
+            raise InvalidInput(
+                f"the check shift compares images of the {len(self._classes(comparison))} classes of the calibration "
+                f"with others, and {int(known.sum())} of {n} images are of these classes: give images of both kinds, "
+                f"at least {LEAST} of each."
+            )
+        if not float(divergence[known].sum()) > 0:
+            raise InvalidInput(
+                "the check shift divides by the divergence on the classes of the calibration, which is 0: the "
+                "candidate returns there what the reference returns."
+            )
+        # Sums of divergences and numbers of images of both kinds, so that all are resampled together.
+        columns = torch.stack([divergence * known, known, divergence * ~known, ~known], dim=-1).double()
+        findings = []
+        for index, (what, count) in enumerate(
+            (("classes of the calibration", int(known.sum())), ("other classes", int((~known).sum())))
+        ):
+            claim = f"mean {predictions.kind.distance}, on images of {what}"
+            fields = mean_estimate(divergence[known if index == 0 else ~known], comparison.seed).judged(count)
+            details = {"quantity": "divergence by class", "classes": what}
+            findings.append(
+                Finding(self.name, claim, unit=predictions.kind.unit, **fields, seed=comparison.seed, details=details)
+            )
+        fields = studentized(columns, _ratio, comparison.seed, least=0.0).judged(n, self.most, at_least=False)
+        claim = "divergence on images of other classes, relative to the classes of the calibration"
+        details = {"quantity": "shift", "classes": list(self._classes(comparison))}
+        return (*findings, Finding(self.name, claim, unit="x", **fields, seed=comparison.seed, details=details))
+
+    def _known(self, comparison: Comparison) -> Bool[Tensor, "images"]:
+        """Returns whether the reference puts an image into a class of the calibration."""
+        # By the reference, as the classes of the calibration images were found, also for data without labels.
+        decisions = comparison.predictions.decisions("reference")
+        return torch.isin(decisions, torch.tensor(self._classes(comparison), dtype=decisions.dtype))
+
+    def _classes(self, comparison: Comparison) -> tuple[int, ...]:
+        prescription = comparison.prescription
+        recorded: Any = {} if prescription is None else prescription.about.get("realized", {})
+        classes = self.classes or recorded.get("classes", ())
+        if not classes:
+            raise InvalidInput(
+                "the check shift needs the classes of the calibration images: give a prescription of `attnrx shrink`, "
+                "or shift(classes=0/217/482)."
+            )
+        return tuple(classes)
+
+
+def _ratio(means: Float[Tensor, "*draws 4"]) -> Float[Tensor, "*draws"]:
+    """Returns the second mean divergence over the first, from their sums and numbers of images."""
+    # NaN in a resample without an image of one kind, which is left out.
+    return means[..., 2] / means[..., 3] / (means[..., 0] / means[..., 1]).clamp(min=1e-30)

@@ -1,0 +1,324 @@
+"""The statistics behind every interval, as pure functions of tensors and counts.
+
+All intervals are at 95 %. Resampling is over images and paired: both models are evaluated on the same images.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnrx.nouns.evidence import UNDECIDED, judged
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Bool, Float, Tensor
+
+LEVEL = 0.95
+TAIL, SHORT = (1 - LEVEL) / 2, 70  # of each tail; the number of images at which half of it is left (`studentized`)
+DRAWS, FLIPS = 2000, 9999  # bootstrap resamples; random swaps of a permutation test
+# Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
+CHUNK = 2**23
+MOST_DEGREES = 1000  # of Student's t, which is then normal to three digits
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> "Estimate":
+        """Returns the estimate in another unit; a negative factor swaps the ends."""
+        ends = sorted((self.low * factor, self.high * factor))
+        return Estimate(self.value * factor, *ends)
+
+    def judged(
+        self, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
+    ) -> dict[str, Any]:
+        """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
+        # All resamples of one image are that image: their interval without width says nothing, and decides no claim.
+        if n == 1 and math.isclose(self.low, self.high, rel_tol=1e-9):
+            undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
+            return {"value": self.value, "limit": limit, "n": n, **undecided}
+        ends = (self.low, self.high)
+        return {"value": self.value, **judged(self.value, limit, ends, n, at_least=at_least, strict=strict)}
+
+    def text(self, digits: int) -> str:
+        """Returns the value and its interval with this many decimals."""
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def proportion(successes: int, n: int) -> Estimate:
+    """Returns a share with its Wilson score interval, which has nonzero width at 0 and 1."""
+    # The interval of all shares whose score test does not reject the observed one.
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    # Rounding must not move an end past the share itself, e.g. at 0 and 1.
+    return Estimate(share, min(centre - half, share), max(centre + half, share))
+
+
+def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
+    """Returns the change of a share, after minus before, with a bootstrap interval over images.
+
+    An image changes by -1, 0 or +1, so resampling images is exactly a draw from a trinomial. Pseudo-counts of 0.5
+    losses, 0.5 gains and 1 unchanged image are added to its weights (Agresti and Min, 2005), so that a small set
+    without any change still has an interval of nonzero width.
+    """
+    n = before.numel()
+    lost, gained = int((before & ~after).sum()), int((~before & after).sum())
+    # Three counts are drawn in place of n images per resample.
+    weights = np.array([lost + 0.5, gained + 0.5, n - lost - gained + 1.0])
+    counts = np.random.default_rng(seed).multinomial(n, weights / weights.sum(), size=DRAWS)
+    changes = torch.from_numpy((counts[:, 1] - counts[:, 0]) / n)
+    return estimate((gained - lost) / n, changes)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Returns the exact two-sided p-value that losses and gains are equally likely (McNemar's test)."""
+    n = lost + gained
+    # In logarithms: the binomial coefficients of many images overflow.
+    terms = (
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
+        for k in range(min(lost, gained) + 1)
+    )
+    return min(1.0, 2 * math.fsum(map(math.exp, terms)))
+
+
+def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
+    """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
+
+    Under the null hypothesis the two methods can be swapped on every image, which flips the sign of its difference.
+    `FLIPS` random swaps are drawn, and the observed one counts as one of them, so p is at least 1 / (FLIPS + 1).
+    """
+    values = differences.double().cpu()
+    observed = values.sum().abs() * (1 - 1e-12)  # the identity swap must count as equal in spite of rounding
+    generator = torch.Generator().manual_seed(seed)
+    num_extreme = 0
+    for rows in _chunks(FLIPS, len(values)):  # signs are [rows, images]
+        signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
+        num_extreme += int(((signs @ values).abs() >= observed).sum())
+    return (1 + num_extreme) / (1 + FLIPS)
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    # A corrected p-value is at least that of every smaller one, so that rejections stop at the first failure.
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for position, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))
+        corrected[index] = largest
+    return tuple(corrected)
+
+
+def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:
+    """Returns the column means of bootstrap resamples of the rows; all columns share the resamples."""
+    values = values.double().cpu()  # the generator is on the CPU: the same resamples for every device
+    n = len(values)
+    generator = torch.Generator().manual_seed(seed)
+    ones, means = torch.ones(1, dtype=torch.float64), []
+    for rows in _chunks(DRAWS, n):
+        # How often every image is drawn, [rows, n]: the means of all columns are then one product of matrices.
+        drawn = torch.randint(n, (rows, n), generator=generator)
+        counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(1, drawn, ones.expand(rows, n))
+        means.append(counts @ values / n)
+    return torch.cat(means)
+
+
+def _chunks(draws: int, n: int) -> Iterator[int]:
+    """Yields the number of resamples of each chunk, so that memory does not grow with the n images."""
+    chunk = max(1, CHUNK // n)
+    yield from (min(chunk, draws - start) for start in range(0, draws, chunk))
+
+
+def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
+    """Returns a value with the percentile interval of its bootstrap samples."""
+    tail = (1 - LEVEL) / 2
+    low, high = torch.quantile(samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)).tolist()
+    return Estimate(value, low, high)
+
+
+def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
+    """Returns a change whose estimate may be biased with an interval from its bootstrap samples.
+
+    The samples are biased by as much as the estimate, so that their percentiles are twice as wrong as the value: the
+    interval covers that of the samples centred on the value, and the basic one, which is centred on the value less the
+    bias. It contains the value.
+    """
+    percentiles, bias = estimate(value, samples), float(samples.mean()) - value
+    # The basic interval is that of the percentiles, reflected at the value.
+    basic = 2 * value - percentiles.high, 2 * value - percentiles.low
+    low, high = min(basic[0], percentiles.low - bias), max(basic[1], percentiles.high - bias)
+    return Estimate(value, min(low, value), max(high, value))
+
+
+def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
+    """Returns the mean over images with its studentized bootstrap interval, which is not negative for such values."""
+    least = 0.0 if bool((values >= 0).all()) else -math.inf
+    return studentized(values[:, None], lambda means: means[..., 0], seed, least)
+
+
+def studentized(
+    values: Float[Tensor, "images columns"],
+    function: Callable[[Float[Tensor, "*draws columns"]], Float[Tensor, "*draws"]],
+    seed: int,
+    least: float = -math.inf,
+) -> Estimate:
+    """Returns a smooth function of column means over images, which is at least `least`, with its studentized bootstrap
+    interval.
+
+    Every resample is divided by its own standard error (Efron and Tibshirani, 1993, section 12.5), by the delta method.
+    A resample without the few images of a heavy tail has a low mean and a small error too: the quotient shows the skew,
+    which percentiles do not. Of n images the tails are TAIL * n / (n + SHORT) instead of TAIL, because a short sample
+    has too few images of its tail for any bootstrap (benchmarks/coverage.py).
+    """
+    values = values.double().cpu()
+    n, columns = values.shape
+    means = values.mean(0)
+    centered = values - means  # so that the squares below lose no digits
+    squares = (centered[:, :, None] * centered[:, None, :]).flatten(1)  # [images, columns * columns]
+    drawn = resampled_means(torch.cat([centered, squares], dim=1), seed)
+    shifts = drawn[:, :columns]
+    covariances = drawn[:, columns:].unflatten(1, (columns, columns)) - shifts[:, :, None] * shifts[:, None, :]
+    value, gradient = _with_gradient(function, means[None])
+    samples, gradients = _with_gradient(function, means + shifts)
+    error = (centered @ gradient[0]).square().mean().sqrt()
+    # Where all images are equal to rounding, or the value is at the end of its range, there is no error to divide by.
+    if not (error.isfinite() and error > 1e-14 * values.abs().max()):
+        return Estimate(float(value), float(value), float(value))
+    errors = (gradients[:, None] @ covariances @ gradients[:, :, None])[:, 0, 0].clamp(min=0).sqrt()
+    # A resample of very few images that repeats one of them has no error of its own.
+    quotients = (samples - value) / errors.clamp(min=error / 10)
+    tail = TAIL * n / (n + SHORT)
+    ends = torch.quantile(quotients[quotients.isfinite()], torch.tensor([tail, 1 - tail], dtype=torch.float64))
+    low, high = sorted((value - error * ends).tolist())
+    return Estimate(float(value), max(least, min(low, float(value))), max(high, float(value)))
+
+
+def _with_gradient(
+    function: Callable[[Tensor], Tensor], means: Float[Tensor, "draws columns"]
+) -> tuple[Float[Tensor, "draws"], Float[Tensor, "draws columns"]]:
+    with torch.enable_grad():
+        means = means.clone().requires_grad_()
+        found = function(means)
+        (gradient,) = torch.autograd.grad(found.sum(), means)
+    return found.detach(), gradient
+
+
+def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
+    """Returns the mean of shares in [0, 1]: where all are 0 or 1 with the interval of `proportion`, else the bootstrap.
+
+    Two pseudo-images, of 0 and of 1, are added to the resampled ones, so that the interval has nonzero width where all
+    shares are equal.
+    """
+    if bool(((shares == 0) | (shares == 1)).all()):
+        return proportion(int(shares.sum()), len(shares))
+    pseudo, mean = torch.tensor([0.0, 1.0], dtype=torch.float64), float(shares.double().mean())
+    found = estimate(mean, resampled_means(torch.cat([shares.double().cpu(), pseudo])[:, None], seed)[:, 0])
+    return Estimate(mean, min(found.low, mean), max(found.high, mean))
+
+
+def mean_change(changes: Float[Tensor, "images"], seed: int) -> Estimate:
+    """Returns the mean of changes in [-1, 1], the analogue of `paired_change` for fractional changes.
+
+    Two pseudo-images of plus and minus sqrt(0.5) add the same variance as the pseudo-counts of `paired_change`.
+    """
+    pseudo = torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
+    samples = resampled_means(torch.cat([changes.double(), pseudo])[:, None], seed)[:, 0]
+    return estimate(float(changes.double().mean()), samples)
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Returns the quantile of Student's t with integer degrees of freedom, for a probability in [0.5, 1)."""
+
+    def within(angle: float) -> float:
+        """P(|t| < sqrt(degrees) tan(angle)): Abramowitz and Stegun 26.7.3 and 26.7.4."""
+        odd = degrees % 2
+        term, total = (math.cos(angle) if odd else 1.0), 0.0
+        for k in range(2 + odd, degrees + 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (k - 1) / k
+        series = math.sin(angle) * total
+        return 2 / math.pi * (angle + series) if odd else series
+
+    # By bisection over the angle, whose range is finite while that of t is not.
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):  # halvings: enough for all digits of float64
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle) < 2 * probability - 1 else (low, middle)
+    return math.sqrt(degrees) * math.tan((low + high) / 2)
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """Returns the mean of at least two independent runs with its t interval."""
+    if len(values) < 2:
+        raise InvalidInput(f"{len(values)} run(s): an interval over runs needs at least two of them.")
+    mean = fmean(values)
+    half = student_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
+    """Returns the mean over runs and groups of images with its t interval, if both are random samples.
+
+    The mean square between runs, plus that between groups less the residual, is the variance of the mean times the
+    number of values; the degrees of freedom are those of Hillis (2007, Statistics in Medicine 26, Section 3), rounded
+    down. This is the analysis of several readers who read the same cases, with runs as readers. With one run the
+    interval is over the groups alone.
+    """
+    values = values.double()
+    # Two-way analysis of variance without replication: runs, groups, and their interaction, which is the residual.
+    runs, groups = values.shape
+    mean = values.mean()
+    of_runs, of_groups = values.mean(1), values.mean(0)
+    between_groups = runs * (of_groups - mean).square().sum() / (groups - 1)
+    if runs == 1:
+        variance, degrees = between_groups, float(groups - 1)
+    else:
+        between_runs = groups * (of_runs - mean).square().sum() / (runs - 1)
+        residual = (values - of_runs[:, None] - of_groups + mean).square().sum() / ((runs - 1) * (groups - 1))
+        variance = between_runs + (between_groups - residual).clamp(min=0)
+        # Where runs are equal, only the groups vary.
+        degrees = float(variance.square() * (runs - 1) / between_runs.square()) if between_runs > 0 else math.inf
+    quantile = student_quantile((1 + LEVEL) / 2, int(min(degrees, MOST_DEGREES)))
+    half = quantile * float((variance / values.numel()).sqrt())
+    return Estimate(float(mean), float(mean) - half, float(mean) + half)
+
+
+def calibration_gaps(
+    confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
+) -> Float[Tensor, "images bins"]:
+    """Returns confidence minus correctness of every image in the column of its confidence bin, zero elsewhere."""
+    # [images, bins] and not bins alone: column means of a resample give its calibration error.
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
+    column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin
+    gap = confidence.double() - correct.double()
+    return torch.zeros(len(gap), bins, dtype=torch.float64).scatter_(1, column[:, None], gap[:, None])
+
+
+def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, "*draws"]:
+    """Returns the expected calibration error from the mean gaps: sum over bins of |share x (confidence - accuracy)|."""
+    return mean_gaps.abs().sum(-1)
+
+
+def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float[Tensor, "draws bins"]) -> Estimate:
+    """Returns the expected calibration error with an interval that covers that of the population, in bins as well.
+
+    The error is a sum of magnitudes, which noise increases: on few images a calibrated model has an error well above
+    zero, and that of resamples is higher still, so that percentiles of it may exclude the value itself. The error
+    differs from that of the population by at most the sum of the magnitudes of the changes by bin (the triangle
+    inequality), whose quantile is the distance to the lower end. The upper end is as far above the value as the low
+    resamples are below their mean; the bias is not subtracted from it. Contains the value; conservative.
+    """
+    value, errors = float(calibration_error(mean_gaps)), calibration_error(resampled_gaps)
+    distances = calibration_error(resampled_gaps - mean_gaps)
+    below = float(errors.mean()) - estimate(value, errors).low
+    # An error is at most 1.
+    return Estimate(value, max(0.0, value - estimate(value, distances).high), min(1.0, value + max(0.0, below)))

@@ -1,0 +1,39 @@
+"""Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
+
+from attnrx.show.reports.card import completed_card, is_unedited, model_card
+from attnrx.show.reports.content import (
+    AttentionSamples,
+    ComparisonRecord,
+    FrontPoint,
+    PlanFront,
+    ReportContent,
+    TokenSamples,
+    TradeOffPoint,
+)
+from attnrx.show.reports.files import files_table, written_files
+from attnrx.show.reports.headline import summary_of
+from attnrx.show.reports.page import evidence_page, write_report
+from attnrx.show.reports.ranks import PathwayRanks, model_ranks
+from attnrx.show.reports.samples import sample_attention, sample_tokens
+
+__all__ = [
+    "AttentionSamples",
+    "ComparisonRecord",
+    "FrontPoint",
+    "PathwayRanks",
+    "PlanFront",
+    "ReportContent",
+    "TokenSamples",
+    "TradeOffPoint",
+    "completed_card",
+    "evidence_page",
+    "files_table",
+    "is_unedited",
+    "model_card",
+    "model_ranks",
+    "sample_attention",
+    "sample_tokens",
+    "summary_of",
+    "write_report",
+    "written_files",
+]

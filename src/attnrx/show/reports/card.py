@@ -1,0 +1,171 @@
+"""The model card: README.md of a saved model in Markdown, with measured and recorded facts only."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attnrx.nouns.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence, Finding
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.reports.content import ReportContent
+from attnrx.show.reports.headline import statements, summary_parts
+from attnrx.show.reports.numbers import interval, number, percent, plain, quantity, short
+from attnrx.show.reports.sections.evidence import by_severity
+from attnrx.show.reports.sections.verdict import sentence
+from attnrx.support.errors import InvalidInput
+from attnrx.support.serialization.tables import Marked, markdown, markdown_code, markdown_table
+
+COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators
+UNNAMED = "Vision Transformer"
+MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
+
+# The pattern of a valid name on the hub, and an example.
+HUB_NAMES = {
+    "license": (r"[a-z0-9][a-z0-9.-]*", "apache-2.0"),
+    "base_model": (r"[\w.-]+/[\w.-]+", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
+}
+
+# The task of the hub by what a model returns, and the word for it in code.
+TASKS = {"embedding": ("image-feature-extraction", "embeddings"), "regression": ("image-feature-extraction", "numbers")}
+CLASSIFICATION = ("image-classification", "logits")
+
+USE = """\
+```python
+import attnrx as rx
+
+model = rx.load("path/to/this/folder")
+{outputs} = model(images)  # images normalized as in config.json
+```"""
+
+# The last line, by which an edit is found: a comment, which is not shown.
+SEAL = "<!-- attnrx card {} -->\n"
+
+
+def model_card(
+    facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
+) -> str:
+    """Returns the card; `facts` become a table, and its "name" the heading.
+
+    The fact "outputs" is the name of an `OutputKind`: a model of embeddings is no classifier on the hub.
+    """
+    rows, task = [], TASKS.get(str(facts.get("outputs")), CLASSIFICATION)
+    for name, value in facts.items():
+        is_count = isinstance(value, int) and value >= COUNTED
+        if name != "name":
+            rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
+    answer = "" if evidence is None else ", ".join(map(str, summary_parts(ReportContent("card", evidence=evidence))))
+    removed = ""
+    if prescription is not None and prescription.removed_share:
+        removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
+    blocks = [
+        _head(facts, evidence, task[0]),
+        f"# {markdown(facts.get('name', UNNAMED))}",
+        *(f"**{markdown(each)}.**" for each in statements(evidence)),
+        removed + markdown(sentence(evidence)),
+        markdown(answer),
+        _table(("", ""), rows),
+        "## How to use it",
+        USE.format(outputs=task[1]),
+        *_prescribed(prescription),
+        *_evidence(evidence),
+    ]
+    text = "\n\n".join(block for block in blocks if block) + "\n\n"
+    return text + _seal(text)
+
+
+def is_unedited(card: str) -> bool:
+    """Whether a card is as `model_card` returned it."""
+    text = card[: card.rfind(SEAL.partition("{")[0])]
+    return card == text + _seal(text)
+
+
+def _seal(text: str) -> str:
+    return SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def completed_card(card: str, license: str | None = None, base_model: str | None = None) -> str:
+    """Returns the card with the license of the weights and the base model in its YAML header; None keeps them.
+
+    Raises:
+        InvalidInput: The card has no header, or a name is not valid on the hub.
+    """
+    header = re.match(r"---\n(.*?\n)---\n", card, re.DOTALL)
+    if header is None:
+        raise InvalidInput("the card has no head between two lines of ---: save the model with attnrx.save.")
+    head = header[1]
+    for key, value in (("license", license), ("base_model", base_model)):
+        if value is not None:
+            pattern, example = HUB_NAMES[key]
+            if not re.fullmatch(pattern, value):
+                raise InvalidInput(f"{key} {value!r} is not a name on the hub, such as {example}.")
+            # An earlier value is removed first, because YAML does not allow a key twice.
+            head = re.sub(rf"(?m)^{key}:.*\n", "", head) + f"{key}: {value}\n"
+    return f"---\n{head}---\n{card[header.end() :]}"
+
+
+def _head(facts: Mapping[str, Any], evidence: Evidence | None, task: str) -> str:
+    """Returns the YAML header for the hub; texts are quoted as JSON, a subset of YAML."""
+    lines = ["library_name: attnrx", f"pipeline_tag: {task}"]
+    # The hub reads these fields for its search and, from model-index, for the results that it shows.
+    lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
+    # That of nearest neighbours is no result of a classifier.
+    found = evidence.of("accuracy") if evidence is not None and task == CLASSIFICATION[0] else ()
+    accuracy = next((each.value for each in found if each.details.get("model") == "candidate"), None)
+    # Nor is one that cannot be compared: of several labels, or against labels that are not those of the model.
+    if evidence is not None and (evidence.warnings or facts.get("outputs") == "multilabel"):
+        accuracy = None
+    if evidence is not None and accuracy is not None:
+        data = str(evidence.about.get("data", "unnamed"))
+        lines += ["metrics:", "- accuracy", "model-index:"]
+        lines += [f"- name: {json.dumps(str(facts.get('name', UNNAMED)))}", "  results:", "  - task:"]
+        lines += [f"      type: {task}", "    dataset:", f"      name: {json.dumps(data)}"]
+        lines += [f"      type: {json.dumps(data.partition(':')[0])}", "    metrics:", "    - type: accuracy"]
+        lines += [f"      value: {accuracy / 100:.6g}", "      name: top-1 accuracy"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _prescribed(prescription: Prescription | None) -> list[str]:
+    if prescription is None:
+        return []
+    rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
+    # Directions of heads of different ranks are padded to the largest number.
+    of = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
+    rules = f"Rules: {markdown_code(prescription)}. " if prescription.rules else ""
+    made = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
+    return ["## Prescription", made, _table(("layer", f"directions that each head keeps, of {of}"), rows)]
+
+
+def _evidence(evidence: Evidence | None) -> list[str]:
+    if evidence is None:
+        return []
+    columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
+    # Nested records would not fit into a sentence.
+    about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}
+    measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in about.items())
+    shown, elsewhere = by_severity(evidence)
+    return [
+        "## Evidence",
+        f"Measured with: {markdown(measured)}." if measured else "",
+        _table(columns, (_row(finding) for finding in shown)),
+        f"`evidence.json` holds all of it, with {len(elsewhere)} findings for single corruptions and severities."
+        if elsewhere
+        else "",
+    ]
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    return (
+        Marked(MARKS[finding.outcome].format(markdown(finding.outcome_text))),
+        finding.check,
+        finding.claim,
+        quantity(finding.value, finding.unit, finding.low, finding.high),
+        "" if finding.limit is None else short(finding.limit),
+        interval(finding.low, finding.high),
+        "" if finding.n is None else number(finding.n),
+    )
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    body = list(rows)
+    return markdown_table(columns, body) if body else ""

@@ -1,0 +1,386 @@
+"""Figures: plain values to SVG, independent of diagnoses and prescriptions.
+
+Curves over a common axis, heat maps of heads, spectra, images with pruned patches, and values with intervals.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+from attnrx.show.reports.drawing import AxisScale, Drawing, log_span, span
+from attnrx.show.reports.numbers import Number, number, percent
+from attnrx.support.shapes import Bool, Int, Tensor
+
+STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
+LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
+MOST_MARKERS = 12  # the largest number of markers on a curve
+
+# In the units of a picture, which the page scales.
+WIDTH, HEIGHT = 360.0, 230.0  # of a chart
+LEFT, RIGHT, TOP, BOTTOM = 54.0, 350.0, 26.0, 190.0  # the ends of its axes
+DODGE = 5.0  # curves with intervals are shifted horizontally by this much, so that whiskers do not overlap
+BARS_WIDTH, BARS_HEIGHT = 200.0, 84.0
+ROW_WIDTH, ROW_HEIGHT, MARGIN = 300.0, 26.0, 14.0
+
+# Markers by position in the legend, so that curves differ without colour; drawn around the origin.
+MARKERS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+    "M-3.5 -3.5h7v7h-7z",
+    "M0 -4.6L4.4 3.4H-4.4z",
+    "M0 -5L5 0L0 5L-5 0z",
+    "M0 4.6L4.4 -3.4H-4.4z",
+    "M-4.5 -1.5h3v-3h3v3h3v3h-3v3h-3v-3h-3z",
+)
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One point of a curve, with its interval and tooltip."""
+
+    x: Number
+    y: Number
+    low: Number | None = None
+    high: Number | None = None
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points in order of x; `style` is the CSS class of the colour, `marker` an index into MARKERS or None."""
+
+    name: str
+    points: tuple[CurvePoint, ...]
+    style: str
+    marker: int | None = None
+
+    @classmethod
+    def numbered(cls, index: int, name: str, points: Iterable[CurvePoint]) -> "Curve":
+        """Returns a curve with the colour and the marker of its place in a chart."""
+        return cls(name, tuple(points), f"style-{index % STYLES}", index)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves that share their axes; `level` draws a horizontal line, and `band` fills the intervals as an area.
+
+    Curves with intervals are shifted by DODGE unless `dodged` is False, for values of x that were measured.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: tuple[Curve, ...]
+    logarithmic: bool = False
+    level: Number | None = None
+    band: bool = False
+    dodged: bool = True
+
+    @property
+    def legend(self) -> tuple[tuple[str, str], ...]:
+        """A small picture of every curve's line and marker, with its name."""
+        return tuple((_marker_picture(curve), curve.name) for curve in self.curves)
+
+    # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
+    @cached_property
+    def _points(self) -> list[CurvePoint]:
+        return [point for curve in self.curves for point in curve.points]
+
+    def place(self, point: CurvePoint) -> tuple[Number, Number]:
+        """Returns the position of a point in the picture."""
+        # For the script of the page, which moves a mark along the curve.
+        x, y = self._scales(self._points)
+        return x(point.x), y(point.y)
+
+    def draw(self) -> str:
+        points = self._points
+        ends = (
+            f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"
+            for curve in self.curves
+            if curve.points
+        )
+        drawing = Drawing(WIDTH, HEIGHT, self.title, f"Over {self.x_label}. {'; '.join(ends)}.")
+        x, y = self._scales(points)
+        _draw_axes(drawing, x, y, (self.x_label, self.y_label))
+        if self.level is not None:
+            drawing.add("line", "zero", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
+        for curve in self.curves if self.band else ():  # all bands lie below all lines
+            _draw_band(drawing, curve, x, y)
+        dodge = 0.0 if self.band or not self.dodged or all(point.low is None for point in points) else DODGE
+        # Shifted symmetrically around the true position, in units of the picture.
+        for index, curve in enumerate(self.curves):
+            shift = dodge * (index - (len(self.curves) - 1) / 2)
+            shifted = replace(x, start=x.start + shift, stop=x.stop + shift)
+            if len(curve.points) > 1:
+                line = _polyline([(shifted(point.x), y(point.y)) for point in curve.points])
+                drawing.add("path", f"curve {curve.style}", d=line)
+            if not self.band:
+                _draw_intervals(drawing, curve, shifted, y)
+            _draw_markers(drawing, curve, shifted, y)
+        return drawing.svg()
+
+    def _scales(self, points: list[CurvePoint]) -> tuple[AxisScale, AxisScale]:
+        heights = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
+        extra = () if self.level is None else (self.level,)
+        low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
+        left, right = span((point.x for point in points), room=0.04)
+        integral = all(point.x == int(point.x) for point in points)
+        return AxisScale(left, right, LEFT, RIGHT, whole=integral), AxisScale(low, high, BOTTOM, TOP, self.logarithmic)
+
+
+def _marker_picture(curve: Curve) -> str:
+    drawing = Drawing(26, 12, curve.name)
+    drawing.add("path", f"curve {curve.style}", d="M1 6H25")
+    if curve.marker is not None:
+        shape = MARKERS[curve.marker % len(MARKERS)]
+        drawing.add("path", f"marker {curve.style}", d=shape, transform="translate(13 6)")
+    return drawing.svg()
+
+
+def _draw_axes(drawing: Drawing, x: AxisScale, y: AxisScale, labels: tuple[str, str]) -> None:
+    for tick, words in y.labels():
+        drawing.add("line", "grid", x1=LEFT, x2=RIGHT, y1=y(tick), y2=y(tick))
+        drawing.text(LEFT - 6, y(tick) + 4, words, "label", "end")
+    for tick, words in x.labels(5):
+        drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=BOTTOM, y2=BOTTOM + 4)
+        drawing.text(x(tick), BOTTOM + 17, words, "label", "middle")
+    drawing.add("line", "axis", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM)
+    across, up = (f"{words}{_unit(axis)}" for words, axis in zip(labels, (x, y), strict=True))
+    drawing.text(RIGHT, HEIGHT - 6, across, "label", "end")
+    drawing.text(4, 12, up, "label")
+
+
+def _unit(axis: AxisScale) -> str:
+    return f", in units of {number(10.0**axis.power, 1)}" if axis.power else ""
+
+
+def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
+    bounded = [
+        (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
+    ]
+    # The band of a single point has no area.
+    if len(bounded) == 1:
+        _draw_intervals(drawing, curve, x, y)
+    if len(bounded) > 1:
+        upper = [(x(point_x), y(high)) for point_x, _, high in bounded]
+        # On a logarithmic axis the lower end may be zero or negative.
+        lower = [(x(point_x), y(max(low, y.low))) for point_x, low, _ in reversed(bounded)]
+        drawing.add("path", f"band {curve.style}", d=_polyline([*upper, *lower]) + "z")
+
+
+def _draw_intervals(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
+    for point in curve.points:
+        if point.low is not None and point.high is not None:
+            middle, low, high = x(point.x), y(point.low), y(point.high)
+            stroke = f"M{middle - 3:.2f} {low:.2f}h6m-3 0V{high:.2f}m-3 0h6"
+            drawing.add("path", f"whisker {curve.style}", d=stroke)
+
+
+def _draw_markers(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
+    every = math.ceil(len(curve.points) / MOST_MARKERS)  # counted from the last point, which always has a marker
+    for index, point in enumerate(curve.points):
+        position = f"translate({x(point.x):.2f} {y(point.y):.2f})"
+        if curve.marker is not None and (len(curve.points) - 1 - index) % every == 0:
+            shape = MARKERS[curve.marker % len(MARKERS)]
+            drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=position)
+        elif point.tip:
+            # Invisible, so that a point without a marker has a tooltip too.
+            drawing.add("circle", "target", point.tip, r=5, transform=position)
+
+
+def _polyline(points: list[tuple[Number, Number]]) -> str:
+    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Rows are layers, columns are heads of the original model unless `columns` names them; None for a pruned head.
+
+    A row with a single value is one cell across all columns, for a shared quantity. The cells show the values, or
+    `texts`; `tips` are their tooltips, also used for screen readers. `heads` are the keys of the spectra that the page
+    shows for the cells, empty for a cell without one.
+    """
+
+    title: str
+    values: Sequence[Sequence[Number | None]]
+    low: Number
+    high: Number
+    write: Callable[[Number], str] = number
+    dense: bool = False  # smaller cells, for many columns
+    columns: tuple[str, ...] = ()
+    texts: Sequence[Sequence[str]] | None = None
+    tips: Sequence[Sequence[str]] | None = None
+    heads: Sequence[Sequence[str]] | None = None
+
+    def draw(self) -> str:
+        names = self.columns or tuple(f"head {head}" for head in range(max(len(row) for row in self.values)))
+        texts = self.texts or [["removed" if cell is None else self.write(cell) for cell in row] for row in self.values]
+        # A row of a shared quantity has one value for all columns.
+        tips = self.tips or [[f"{name}: {text}" for name, text in zip(names, row, strict=False)] for row in texts]
+        rows = (f"layer {layer}: {', '.join(row)}" for layer, row in enumerate(self.tips or texts))
+        width, height, left, top = (33, 26, 60, 22) if self.dense else (46, 32, 60, 22)
+        size = left + len(names) * width, top + len(self.values) * height
+        drawing = Drawing(*size, self.title, "; ".join(rows) + ".")
+        for column, name in enumerate(names):
+            shown = name.removeprefix("head ") if self.dense else name
+            drawing.text(left + (column + 0.5) * width, top - 8, shown, "label", "middle")
+        for layer, row in enumerate(self.values):
+            y = top + layer * height
+            drawing.text(left - 8, y + height / 2 + 4, f"layer {layer}", "label", "end")
+            # A single value belongs to all heads of the layer.
+            across = width * len(names) if len(row) == 1 else width
+            for column, value in enumerate(row):
+                x = left + column * across
+                step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"
+                # Cells have gaps of 1.5 units and rounded corners.
+                box = {"x": x + 0.75, "y": y + 0.75, "width": across - 1.5, "height": height - 1.5, "rx": 3}
+                if self.heads and self.heads[layer][column]:
+                    box["data_head"] = self.heads[layer][column]
+                drawing.add("rect", f"cell {step}", f"layer {layer}, {tips[layer][column]}", **box)
+                if value is not None:
+                    drawing.text(x + across / 2, y + height / 2 + 4, texts[layer][column], f"value {step}", "middle")
+        return drawing.svg()
+
+    def level(self, value: Number) -> int:
+        """Returns the colour step of a value; values outside the range are clipped."""
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        # The highest value would begin one more step.
+        return min(LEVELS - 1, max(0, int(share * LEVELS)))
+
+
+def spectrum_bars(title: str, energies: Sequence[Number], keep: Sequence[bool]) -> str:
+    """Draws a head's directions by decreasing energy, kept or pruned, the cut, and the cumulative kept energy.
+
+    The energies are shares of the head, in the same arbitrary order as the keep mask. The picture has no text, so it
+    can be stretched to any width.
+    """
+    ranked = sorted(zip(energies, keep, strict=True), key=lambda pair: -pair[0])
+    kept_energy, rank = sum(energy for energy, is_kept in ranked if is_kept), sum(keep)
+    description = f"{rank} of {len(keep)} directions kept, with {percent(kept_energy)} of the energy."
+    drawing = Drawing(BARS_WIDTH, BARS_HEIGHT, title, description)
+    largest = max(energies, default=0.0) or 1.0
+    step = BARS_WIDTH / max(len(ranked), 1)
+    gap = 0.16 * step  # on each side of a bar
+    # One path for all kept bars and one for the others, because an element per bar would multiply the size of the page.
+    bars = {True: "", False: ""}
+    total, line = 0.0, f"M0 {BARS_HEIGHT:.2f}"
+    for index, (energy, is_kept) in enumerate(ranked):
+        height = BARS_HEIGHT * energy / largest
+        if energy > 0:
+            corner = f"M{index * step + gap:.2f} {BARS_HEIGHT:.2f}"
+            bars[is_kept] += f"{corner}v{-height:.2f}h{step - 2 * gap:.2f}v{height:.2f}z"
+        total += energy if is_kept else 0.0
+        line += f"L{(index + 1) * step:.2f} {BARS_HEIGHT * (1 - total):.2f}"
+    for is_kept, path in bars.items():
+        if path:
+            drawing.add("path", "kept" if is_kept else "gone", d=path)
+    # There is a single cut only if the strongest directions are kept.
+    if 0 < rank < len(keep) and all(is_kept for _, is_kept in ranked[:rank]):
+        drawing.add("line", "cut", x1=rank * step, x2=rank * step, y1=0, y2=BARS_HEIGHT)
+    drawing.add("path", "sum", d=line)
+    return drawing.svg()
+
+
+def patch_picture(
+    title: str,
+    shown: str,
+    left: Bool[Tensor, "rows columns"],
+    address: str | None = None,
+    groups: Int[Tensor, "rows columns"] | None = None,
+    fills: Mapping[int, str] | None = None,
+) -> str:
+    """Draws the image with the id `shown`; its patches form a grid, and those not marked in `left` are covered.
+
+    Patches of the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one for
+    this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains it
+    as the data URI `address`; the others refer to its id.
+    """
+    rows, columns = left.shape
+    drawing = Drawing(columns, rows, title)
+    if address is None:
+        drawing.add("use", "shown", href=f"#{shown}")
+    else:
+        box = {"width": columns, "height": rows, "preserveAspectRatio": "none"}
+        drawing.add("image", "shown", id=shown, href=address, **box)
+    # Outlines separate patches of different parts: merged groups, or kept and pruned patches.
+    parts = left.long() if groups is None else groups
+    if groups is not None:
+        for group, fill in (fills or {}).items():
+            drawing.add("path", "group", d=_runs(groups == group), fill=fill)
+    elif not left.all():
+        drawing.add("path", "veil", d=_runs(~left))
+    if outline := _outline(parts.tolist()):
+        drawing.add("path", "outline" if groups is None else "seam", d=outline)
+    return drawing.svg()
+
+
+def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
+    """Returns the marked patches as one rectangle per run within a row."""
+    # Runs instead of single patches, to keep the page small.
+    path = ""
+    for row, cells in enumerate(mask.tolist()):
+        column = 0
+        for is_marked, run in groupby(cells):
+            length = len(list(run))
+            path += f"M{column} {row}h{length}v1h-{length}z" if is_marked else ""
+            column += length
+    return path
+
+
+def _outline(parts: list[list[int]]) -> str:
+    """Returns the edges between neighbouring patches of different parts."""
+    # The upper and the left edge of every patch, so that no edge is drawn twice.
+    edges = ""
+    for row, cells in enumerate(parts):
+        for column, part in enumerate(cells):
+            if row and parts[row - 1][column] != part:
+                edges += f"M{column} {row}h1"
+            if column and cells[column - 1] != part:
+                edges += f"M{column} {row}v1"
+    return edges
+
+
+@dataclass(frozen=True)
+class IntervalRow:
+    """One row: the value as a dot, its interval as a bar, single draws as faint strokes, a limit as a tall stroke."""
+
+    title: str
+    value: Number
+    low: Number | None = None
+    high: Number | None = None
+    draws: Sequence[Number] = ()
+    limit: Number | None = None
+
+    def values(self) -> list[Number]:
+        """Returns all values that the common axis must include."""
+        return [v for v in (self.value, self.low, self.high, self.limit, *self.draws) if v is not None]
+
+    def draw(self, axis: tuple[Number, Number]) -> str:
+        """Returns the SVG picture on an axis with these ends."""
+        drawing = Drawing(ROW_WIDTH, ROW_HEIGHT, self.title)
+        x = AxisScale(*axis, MARGIN, ROW_WIDTH - MARGIN)
+        middle = ROW_HEIGHT / 2
+        if axis[0] < 0 < axis[1]:
+            drawing.add("line", "zero", x1=x(0), x2=x(0), y1=0, y2=ROW_HEIGHT)
+        drawing.add("line", "grid", x1=MARGIN, x2=ROW_WIDTH - MARGIN, y1=middle, y2=middle)
+        for value in self.draws:
+            drawing.add("line", "draw", number(value), x1=x(value), x2=x(value), y1=middle - 8, y2=middle + 8)
+        if self.limit is not None:
+            tip = f"limit {number(self.limit)}"
+            drawing.add("line", "cut", tip, x1=x(self.limit), x2=x(self.limit), y1=1, y2=ROW_HEIGHT - 1)
+        if self.low is not None and self.high is not None:
+            tip = f"{number(self.low)} to {number(self.high)}"
+            drawing.add("line", "whisker style-0", tip, x1=x(self.low), x2=x(self.high), y1=middle, y2=middle)
+        drawing.add("circle", "marker style-0", number(self.value), cx=x(self.value), cy=middle, r=4.5)
+        return drawing.svg()
+
+
+def axis_picture(axis: tuple[Number, Number], title: str) -> str:
+    drawing = Drawing(ROW_WIDTH, 24, title)
+    x = AxisScale(*axis, MARGIN, ROW_WIDTH - MARGIN)
+    drawing.add("line", "axis", x1=MARGIN, x2=ROW_WIDTH - MARGIN, y1=1, y2=1)
+    for tick, words in x.labels():
+        drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=1, y2=5)
+        drawing.text(x(tick), 18, words, "label", "middle")
+    return drawing.svg()

@@ -1,0 +1,243 @@
+"""The result in a few measured numbers: one sentence for consoles and pages, and the numbers behind it.
+
+Missing costs and latencies of a report are taken from the findings of its evidence.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.checks.latency import KERNELS
+from attnrx.show.reports.content import Measured, ReportContent
+from attnrx.show.reports.numbers import known
+from attnrx.vit.costs import factors_text, speed_text
+from attnrx.vit.outputs import KINDS
+
+Record = Mapping[str, Any]
+TOP_1 = "top-1 accuracy"  # of findings that do not name their measure
+
+
+@dataclass(frozen=True)
+class SummaryPart:
+    """One measured amount with its conditions, its 95 % interval and its factors as text, empty where there is none."""
+
+    amount: str
+    conditions: str = ""
+    interval: str = ""
+    factors: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(text for text in (self.amount, self.conditions, self.interval, self.factors) if text)
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """The speed relative to a baseline (above 1: faster), with its interval and the conditions of its measurement.
+
+    `by_runtime` and `by_compression` are its factors, if the unchanged model was timed in the same `runtime`.
+    `reference_seconds` is the median time of the baseline, if it is recorded.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    batch: int
+    conditions: str
+    threads: int | None = None
+    baseline: str = "the original"
+    runtime: str = KERNELS
+    by_runtime: float | None = None
+    by_compression: float | None = None
+    reference_seconds: float | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> "MeasuredSpeed":
+        """Reads the record of a `LatencyComparison`."""
+        faster, factors = record["faster"], [record.get(name) or {} for name in ("by_runtime", "by_compression")]
+        by_runtime, by_compression = (factor.get("value") for factor in factors)
+        return cls(
+            faster["value"],
+            known(faster.get("low")),
+            known(faster.get("high")),
+            record["batch"],
+            _conditions(record),
+            record.get("threads"),
+            record.get("baseline", "the original"),
+            record.get("runtime", KERNELS),
+            by_runtime,
+            by_compression,
+            (record.get("reference") or {}).get("median"),
+        )
+
+    @property
+    def text(self) -> str:
+        return speed_text(self.value)
+
+    @property
+    def interval(self) -> str:
+        return "" if self.low is None or self.high is None else f"[{self.low:.2f}, {self.high:.2f}]"
+
+    @property
+    def setting(self) -> str:
+        """The baseline, the batch size and the threads, for the sentence."""
+        threads = "" if self.threads is None else f" on {self.threads} thread{'s' * (self.threads != 1)}"
+        return f"{'than' if self.value >= 1 else 'of'} {self.baseline} at batch {self.batch}{threads}"
+
+    @property
+    def factors(self) -> str:
+        """The factors of the speed, "= 2.08x by attnrx's kernels x 1.06x by compression"; empty without them."""
+        if self.by_runtime is None or self.by_compression is None:
+            return ""
+        return f"= {factors_text(self.by_runtime, self.by_compression, self.runtime)}"
+
+
+def _conditions(record: Record) -> str:
+    """Lists batch, threads, precision, runtime and hardware of a latency comparison."""
+    settings = record.get("conditions") or {}
+    threads, torch = record.get("threads"), record.get("torch_version")
+    parts = [
+        f"batch {record['batch']}",
+        None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
+        settings.get("precision"),
+        record.get("runtime") or (torch and f"PyTorch {torch}"),
+        "compiled" if settings.get("compiled") else None,
+        record.get("hardware"),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def summary_of(evidence: Evidence) -> str:
+    """Returns one sentence: speed with its factors, change of accuracy, costs, divergence and the number of images; it
+    begins with what has to be known first, e.g. that nothing was removed.
+    """
+    sentence = ", ".join(str(part) for part in summary_parts(ReportContent("summary", evidence=evidence)))
+    return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
+
+
+def nothing_removed(evidence: Evidence | None) -> bool:
+    """Whether the candidate is the unchanged model, in attnrx or as a file."""
+    return evidence is not None and evidence.about.get("nothing_removed") is True
+
+
+def statements(evidence: Evidence | None) -> list[str]:
+    """Returns what has to be known before the numbers are read."""
+    warnings = [] if evidence is None else list(evidence.warnings)
+    if evidence is None or not nothing_removed(evidence):
+        return warnings
+    measured = speeds(ReportContent("summary", evidence=evidence))
+    if not measured:
+        return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
+    runtime = measured[0].runtime
+    alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
+    return [*warnings, f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
+
+
+def summary_parts(content: ReportContent) -> list[SummaryPart]:
+    """Returns the parts of the sentence, each if it was measured."""
+    # Only the first speed: one sentence has no room for those at other batch sizes.
+    parts = [SummaryPart(speed.text, speed.setting, speed.interval, speed.factors) for speed in speeds(content)[:1]]
+    change = finding_of(content, "accuracy change")
+    if change is not None and known(change.value) is not None:
+        amount = f"{_signed(change.value)} points of {accuracy_name(change)}"
+        parts.append(SummaryPart(amount, interval=_interval(change.low, change.high)))
+    for unit, name in (("macs", "MACs"), ("params", "parameters")):
+        parts += [SummaryPart(text) for text in _saved(content, unit, name)]
+    divergence = finding_of(content, "divergence")
+    if divergence is not None and known(divergence.value) is not None:
+        about = {} if content.evidence is None else content.evidence.about
+        outputs = str(about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
+        name = KINDS.get(outputs, KINDS["logits"]).columns[1]
+        parts.append(SummaryPart(f"{name} {divergence.value:.3f}"))
+    images = None if content.evidence is None else content.evidence.about.get("images")
+    if isinstance(images, int) and parts:
+        parts.append(SummaryPart(f"{images:,} images"))
+    return parts
+
+
+def _saved(content: ReportContent, unit: str, name: str) -> Iterator[str]:
+    totals = cost_totals(content, unit)
+    if totals is not None and totals[0]:
+        percent = 100 * (totals[0] - totals[1]) / totals[0]
+        # Less would read 0 %.
+        if abs(percent) >= 0.5:
+            yield f"{abs(percent):.0f} % {'fewer' if percent > 0 else 'more'} {name}"
+
+
+def _signed(value: float) -> str:
+    # A value that rounds to zero has no sign.
+    return f"{value:+.1f}" if round(value, 1) else "0.0"
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"[{_signed(low)}, {_signed(high)}]"
+
+
+def finding_of(content: ReportContent, quantity: str, model: str | None = None) -> Finding | None:
+    """Returns the first finding of a quantity, of one model if it is given."""
+    for finding in content.evidence.findings if content.evidence is not None else ():
+        details = finding.details
+        # Findings about single corruptions are of the same quantities, but not about the data themselves.
+        single = not {"corruption", "severity"} <= details.keys()
+        if single and details.get("quantity") == quantity and model in (None, details.get("model")):
+            return finding
+    return None
+
+
+def accuracy_name(finding: Finding) -> str:
+    """Returns "accuracy", or the name of an accuracy that is not that of predicted classes."""
+    measure = str(finding.details.get("measure", TOP_1))
+    return "accuracy" if measure == TOP_1 else measure
+
+
+def accuracies(content: ReportContent) -> tuple[Measured, Measured] | None:
+    """Returns the accuracies of the original and of the smaller model in percent."""
+    both = [finding_of(content, "accuracy", model) for model in ("reference", "candidate")]
+    if any(finding is None or known(finding.value) is None for finding in both):
+        return None
+    before, after = (
+        Measured(known(entry.value), known(entry.low), known(entry.high)) for entry in both if entry is not None
+    )
+    return before, after
+
+
+def speeds(content: ReportContent) -> list[MeasuredSpeed]:
+    """Returns the measured speeds; the one that a plan promised is the first."""
+    return [MeasuredSpeed.of(record) for record in latency_records(content)]
+
+
+def latency_records(content: ReportContent) -> list[Record]:
+    """Returns the latency comparisons of both models."""
+    if content.latency:
+        return [asdict(entry) for entry in content.latency]
+    promised = finding_of(content, "promised speed")
+    # The promise is about the hardware, batch and threads of the plan, so its measurement is the headline.
+    first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
+    return first + [details for details in _details(content, "latency", "speed") if "faster" in details]
+
+
+def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
+    """Returns the costs of the original and of the candidate by part, or None."""
+    if content.costs is not None:
+        before, after = (model_costs.to_record()["parts"] for model_costs in content.costs)
+        return before, after
+    parts_of_model = {
+        details.get("model"): details.get("parts") for details in _details(content, "costs", "counted costs")
+    }
+    before, after = parts_of_model.get("reference"), parts_of_model.get("candidate")
+    return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
+
+
+def cost_totals(content: ReportContent, unit: str) -> tuple[int, int] | None:
+    """Returns the "params" or the "macs" of the original and of the smaller model."""
+    records = cost_records(content)
+    if records is not None:
+        before, after = (sum(part[unit] for part in record.values()) for record in records)
+        return before, after
+    finding = finding_of(content, {"params": "parameters", "macs": "MACs"}[unit])
+    return None if finding is None else (finding.details["reference"], finding.details["candidate"])
+
+
+def _details(content: ReportContent, check: str, quantity: str) -> Iterator[Record]:
+    findings = content.evidence.of(check) if content.evidence is not None else ()
+    return (finding.details for finding in findings if finding.details.get("quantity") == quantity)

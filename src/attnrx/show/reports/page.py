@@ -1,0 +1,122 @@
+"""The HTML page: sections rendered by their templates into one self-contained file."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.reports.content import ReportContent
+from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
+from attnrx.show.reports.sections.comparison import comparison, trade_off
+from attnrx.show.reports.sections.costs import costs
+from attnrx.show.reports.sections.evidence import controls, findings, robustness
+from attnrx.show.reports.sections.front import front
+from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
+from attnrx.show.reports.sections.samples import attention, tokens
+from attnrx.show.reports.sections.section import Section, provenance_section
+from attnrx.show.reports.sections.training import training
+from attnrx.show.reports.sections.verdict import verdict
+from attnrx.support.arguments import PATH, checked, instance, optional
+from attnrx.support.errors import InvalidInput
+from attnrx.support.serialization.storage import write_text
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+# In the order of the page, after the result; sections with a summary are folded.
+SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
+    front,
+    comparison,
+    trade_off,
+    changes,
+    tokens,
+    attention,
+    treatment,
+    maps,
+    spectra,
+    findings,
+    controls,
+    robustness,
+    costs,
+    training,
+    provenance_section,
+)
+
+
+@checked(
+    path=PATH,
+    content=optional(instance("a ReportContent", ReportContent)),
+    evidence=optional(instance("an Evidence, e.g. Evidence.load(FILE)", Evidence)),
+    prescription=optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription)),
+    diagnosis=optional(instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)),
+)
+def write_report(
+    path: Path | str,
+    content: ReportContent | None = None,
+    *,
+    evidence: Evidence | None = None,
+    prescription: Prescription | None = None,
+    diagnosis: Diagnosis | None = None,
+) -> Path:
+    """Writes the report as one HTML file that uses no network: readable without scripts, printable, light and dark.
+
+    Give evidence, prescription and diagnosis, or instead a `content` with these and other parts and a title.
+    """
+    parts = {"evidence": evidence, "prescription": prescription, "diagnosis": diagnosis}
+    part_names = [name for name, part in parts.items() if part is not None]
+    if content is not None and part_names:
+        raise InvalidInput(f"write_report got content and {', '.join(part_names)}: put all parts into ReportContent.")
+    if content is None:
+        if not part_names:
+            raise InvalidInput(
+                "write_report got nothing to show: give evidence, prescription, diagnosis, or a ReportContent."
+            )
+        about = {} if evidence is None else evidence.about
+        content = ReportContent(f"attnrx: {Path(path).stem}", about, prescription, diagnosis, evidence)
+    return write_text(path, render(content))
+
+
+def evidence_page(evidence: Evidence) -> str:
+    """Returns the page of evidence alone as HTML."""
+    return render(ReportContent("attnrx: evidence", evidence.about, evidence=evidence))
+
+
+def render(content: ReportContent) -> str:
+    """Returns the page as HTML; all text of the content is escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        # By default Jinja escapes nothing, and an unknown name is an empty text; here it raises an error.
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
+        environment.globals[function.__name__] = function
+    # A section decides by the content whether it is shown.
+    sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
+    script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
+    explorer = {section.name: section.data["explorer"] for section in sections if "explorer" in section.data}
+    return environment.get_template("report.html.j2").render(
+        title=content.title,
+        style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
+        script=script,
+        # The content security policy of the page allows the script of this hash and no other.
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        explorer=_embedded({**explorer, "spectra": explored_spectra(content)}),
+        verdict=verdict(content),
+        sections=sections,
+        # Without an open section the folded ones are the content of the page.
+        unfold=all(section.summary for section in sections),
+    )
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """Returns JSON that cannot end the element in which it is embedded."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,232 @@
+"""Samples for reports: the attention that the patches of a few images receive, and the patches that are kept."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.decide.diagnosing import patches_left_by, token_relevance
+from attnrx.decide.diagnostics.watches import CLASS_ATTENTION, running_mean
+from attnrx.show.reports.content import AttentionSamples, TokenSamples
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.models import Family, TokenReduction, evaluating, family_of, observing, reduction_of, token_run
+from attnrx.vit.observation import Observation
+from attnrx.vit.tokens import Selecting, TokenState
+from attnrx.vit.tokens.merging import Merging
+
+AVERAGE = "class_attention, mean over the layers so far"  # the criterion of AttentionAverage
+
+
+def sample_attention(
+    models: Mapping[str, nn.Module],
+    images: Float[Tensor, "images channels height width"],
+    labels: tuple[str, ...] = (),
+) -> AttentionSamples:
+    """Runs the models, the original first, on normalized images and returns their received attention for a report.
+
+    Heads are at their index in the original model, independent of the storage order of a compressed one.
+    """
+    if not models or not len(images):
+        raise InvalidInput(f"{len(models)} models and {len(images)} images: give at least one of each.")
+    reduced = [name for name, model in models.items() if reduction_of(model) is not None]
+    if reduced:
+        raise InvalidInput(
+            f"{', '.join(reduced)} has token reduction, so its layers have maps of different sizes; see "
+            "`sample_tokens`."
+        )
+    original = next(iter(models.values()))
+    family = family_of(original)
+    # Heads have their index in the original, so its largest one sets the columns of all models.
+    heads = max(max(layer.spec.heads, default=0) for layer in family.attention(original)) + 1
+    maps = {name: _received(model, images, heads) for name, model in models.items()}
+    return AttentionSamples(_in_unit_range(images, family, original), maps, labels)
+
+
+def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "images layers heads tokens"]:
+    family = family_of(model)
+    layers = family.attention(model)
+    maps: dict[int, Tensor] = {}
+    prefix = family.token_layout(model).prefix
+
+    def observe(layer: int, observation: Observation) -> None:
+        received = observation.attention[..., prefix:, prefix:].sum(-2).double().cpu()
+        # Without the prefix tokens, whose attention is not on the picture: the patches alone sum to 1.
+        received = received / received.sum(-1, keepdim=True)
+        by_head = received.new_full((received.shape[0], heads, received.shape[-1]), torch.nan)
+        by_head[:, list(layers[layer].spec.heads)] = received
+        maps[layer] = by_head
+
+    weight = next(model.parameters())
+    # All images in one forward pass, because a report shows a few of them.
+    with evaluating([model]), observing(model, family, observe):
+        model(images.to(weight.device, weight.dtype))
+    tokens = max(by_head.shape[-1] for by_head in maps.values())
+    empty = torch.full((len(images), heads, tokens), torch.nan, dtype=torch.float64)  # for a layer without heads
+    return torch.stack([maps.get(layer, empty) for layer in range(len(layers))], dim=1)
+
+
+def _in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
+    """Undoes the normalization of images and clips to [0, 1]."""
+    # [channels, 1, 1]
+    mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
+    return (images.cpu().float() * std + mean).clamp(0, 1)
+
+
+def sample_tokens(
+    model: nn.Module,
+    images: Float[Tensor, "images channels height width"],
+    labels: tuple[str, ...] = (),
+    reference: nn.Module | None = None,
+) -> TokenSamples:
+    """Runs a model with token reduction on normalized images, and the unreduced `reference` if it is given."""
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise InvalidInput("this model has no token policy, so there are no token samples.")
+    if not len(images):
+        raise InvalidInput("no image to show tokens on: give at least one.")
+    family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
+    records = _StageRecords()
+    with _recording(reduction, records):
+        weight = next(model.parameters())
+        run = token_run(model, images.to(weight.device, weight.dtype))
+    left = patches_left_by(reduction, run, len(images))
+    # Without a trail no stage pruned a token.
+    counts = [indices.shape[1] for indices in run.trail] or [layout.patches] * len(policy.layers)
+    after = dict(zip(policy.layers, counts, strict=True))
+    remaining, tokens = layout.patches, []
+    for layer in range(1, len(family.attention(model)) + 1):
+        remaining = after.get(layer, remaining)
+        tokens.append(layout.prefix + remaining)
+    return TokenSamples(
+        images=_in_unit_range(images, family, model),
+        left=left,
+        policy=policy,
+        tokens=tuple(tokens),
+        grid=_grid(layout.patches, *family.input_shape(model)[1:]),
+        given=records.given(left),
+        by_layer=None if reference is None else _by_source(token_relevance(reference, images)),
+        labels=labels,
+        groups=records.groups(left, run.trail),
+    )
+
+
+def _by_source(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    if CLASS_ATTENTION not in found:
+        return found
+    average = running_mean(found[CLASS_ATTENTION])
+    return {CLASS_ATTENTION: found.pop(CLASS_ATTENTION), AVERAGE: average, **found}
+
+
+def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
+    """Returns the rows and columns of the grid of square patches of an image of this size."""
+    # Square patches: rows * columns = patches and rows / columns = height / width.
+    rows = round((patches * height / width) ** 0.5)
+    if rows < 1 or patches % rows:
+        raise InvalidInput(
+            f"{patches} patches of images of {height} x {width} are not a grid of squares; they cannot be drawn."
+        )
+    return rows, patches // rows
+
+
+class _StageRecords:
+    """What a token reducer computed at each of its stages; a batch may run in chunks of images, in order.
+
+    `relevance` holds the relevance of the patches, `goals` the indices of the patches before a stage and the index of
+    the token after it into which each was merged.
+    """
+
+    def __init__(self):
+        self.relevance: dict[int, list[Tensor]] = {}
+        self.goals: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def given(self, left: Bool[Tensor, "images stages patches"]) -> Float[Tensor, "images stages patches"] | None:
+        """Returns the relevance at every stage, NaN at stages that keep every patch; None without relevance."""
+        if not self.relevance:
+            return None
+        per_stage = torch.full(left.shape, torch.nan, dtype=torch.float64)
+        for stage, parts in self.relevance.items():
+            per_stage[:, stage] = torch.cat(parts)
+        return per_stage
+
+    def groups(
+        self, left: Bool[Tensor, "images stages patches"], trail: list[Tensor]
+    ) -> Int[Tensor, "images stages patches"] | None:
+        """Returns the patch whose token represents each patch after every stage; None without merging.
+
+        `trail` holds the patch indices of the tokens after each stage.
+        """
+        if not self.goals:
+            return None
+        # Follows every patch through the stages: the patch that represents it, then the patch that represents that one.
+        group, after = torch.arange(left.shape[2]).expand(len(left), -1), []
+        for stage in range(left.shape[1]):
+            if stage in self.goals:
+                # [images, patches before], and for each of them its token after the stage.
+                before, into = (torch.cat(chunks) for chunks in zip(*self.goals[stage], strict=True))
+                goal_of_patch = torch.zeros_like(group).scatter(1, before, trail[stage].cpu().gather(1, into))
+                group = goal_of_patch.gather(1, group)
+            after.append(group)
+        return torch.stack(after, dim=1)
+
+
+@contextmanager
+def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[None]:
+    """Records the stages of a temporary copy of the token reducer, if it uses relevance or merges."""
+    policy, patches = reduction.policy, reduction.shape.layout.patches
+    original, recording = policy.reducer, copy.copy(policy.reducer)
+    changes: dict[str, Any] = {}
+    if isinstance(original, Selecting):
+        changes = {"relevance": _recorded_relevance(original, records, patches)}
+    elif isinstance(original, Merging):
+        changes = _recorded_merging(original, records)
+    for name, method in changes.items():
+        # Reducers are frozen. An attribute of the copy hides the method of its class; the model's own reducer is
+        # unchanged.
+        object.__setattr__(recording, name, method)
+    reduction.policy = replace(policy, reducer=recording)
+    try:
+        yield
+    finally:
+        reduction.policy = policy
+
+
+def _recorded_relevance(original: Selecting, records: _StageRecords, patches: int) -> Callable[..., Tensor]:
+    def relevance(state: TokenState, predictor: nn.Module) -> Tensor:
+        scores = original.relevance(state, predictor)
+        records.relevance.setdefault(state.stage, []).append(_by_patch(state, scores, patches))
+        return scores
+
+    return relevance
+
+
+def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Callable[..., Any]]:
+    """Returns methods that merge one more table: a one-hot row per patch, whose merged rows name their patches."""
+    states: list[TokenState] = []
+
+    def tables(state: TokenState) -> dict[str, Tensor]:
+        states.append(state)
+        merged_tables = original.tables(state)
+        identity = torch.eye(state.patches.shape[1], dtype=state.tokens.dtype, device=state.tokens.device)
+        return {**merged_tables, "members": identity.expand(len(state.tokens), -1, -1)}
+
+    def finished(tables: dict[str, Tensor], merged: Tensor | None) -> Tensor:
+        # [images, tokens after, patches before]: the row in which a patch has a share. argmax does not take booleans.
+        state, into = states.pop(), (tables.pop("members") > 0).to(torch.int8).argmax(1)
+        records.goals.setdefault(state.stage, []).append((state.patch_indices.cpu(), into.cpu()))
+        return original.finished(tables, merged)
+
+    # The C++ kernel merges no further tables.
+    return {"tables": tables, "finished": finished, "in_one_round": lambda *_: None}
+
+
+def _by_patch(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
+    # Masked tokens, and tokens that are no patch of the image, go into one more column, which is cut off.
+    is_patch = (state.sizes[:, state.prefix :] > 0) & (state.patch_indices >= 0)
+    indices = state.patch_indices.where(is_patch, patches)
+    per_patch = torch.full((len(indices), patches + 1), torch.nan, dtype=torch.float64, device=indices.device)
+    return per_patch.scatter(1, indices, relevance.detach().double())[:, :patches].cpu()

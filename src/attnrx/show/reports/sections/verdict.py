@@ -1,0 +1,157 @@
+"""The result: one sentence, the outcomes of the claims, and every measured quantity before and after."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from attnrx.nouns.evidence import REPORTED, Evidence
+from attnrx.show.reports.content import ComparisonRecord, Measured, ReportContent
+from attnrx.show.reports.headline import (
+    TOP_1,
+    MeasuredSpeed,
+    accuracies,
+    cost_totals,
+    finding_of,
+    nothing_removed,
+    speeds,
+    statements,
+    summary_parts,
+)
+from attnrx.show.reports.numbers import Number, fixed, number, typeset, with_unit
+from attnrx.show.reports.sections.section import Section
+
+SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The bar of one model: its amount as text, and its length and interval as shares of the track."""
+
+    amount: str
+    share: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class BarPair:
+    """One quantity of the original and of the candidate, and for the latency of the unchanged model in its runtime.
+
+    `after` is named `name`, "smaller" unless nothing was removed.
+    """
+
+    title: str
+    note: str
+    before: Bar
+    after: Bar
+    name: str = "smaller"
+    between: tuple[str, Bar] | None = None
+
+    @property
+    def bars(self) -> list[tuple[str, str, Bar]]:
+        """The bars from top to bottom: name, kind in the style sheet, and bar."""
+        between = [] if self.between is None else [(self.between[0], "before", self.between[1])]
+        return [("original", "before", self.before), *between, (self.name, "after", self.after)]
+
+
+def verdict(content: ReportContent) -> Section:
+    evidence, answer = content.evidence, summary_parts(content)
+    words = sentence(evidence)
+    # A page of a comparison alone has no candidate to verify.
+    if evidence is None and content.comparison is not None:
+        words = _compared(content.comparison)
+    data = {
+        "state": REPORTED if evidence is None else evidence.outcome,
+        "statements": statements(evidence),
+        "answer": [tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors))) for part in answer],
+        "sentence": words,
+        "bars": list(_bars(content)),
+        "conditions": next((speed.conditions for speed in speeds(content)), ""),
+        "notes": _notes(content),
+        "failures": list(evidence.failures) if evidence else [],
+        "undecided": list(evidence.undecided) if evidence else [],
+    }
+    return Section("verdict", "Result", data)
+
+
+def sentence(evidence: Evidence | None) -> str:
+    """Summarizes the outcomes of all claims in one sentence."""
+    if evidence is None:
+        return "Nothing was verified: this report holds no evidence."
+    limited = len(evidence.claims)
+    failing, undecided, reported = len(evidence.failures), len(evidence.undecided), len(evidence.findings) - limited
+    claims = "claim" if limited == 1 else "claims"
+    if failing:
+        outcome = f"{failing} of {limited} {claims} {'does' if failing == 1 else 'do'} not hold."
+    elif undecided:
+        are = "is" if undecided == 1 else "are"
+        outcome = f"None of {limited} {claims} fails; {undecided} {are} undecided on so few images."
+    elif not limited:
+        outcome = "No claim has a limit to hold."
+    else:
+        outcome = "The one claim holds." if limited == 1 else f"All {limited} claims hold."
+    if not reported:
+        return outcome
+    return f"{outcome} {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
+
+
+def _compared(found: ComparisonRecord) -> str:
+    names, images = len(found.methods), found.about.get("images")
+    methods = "method was" if names == 1 else "methods were"
+    where = f" on {number(images)} images" if isinstance(images, int) else ""
+    tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
+    return f"{names} {methods} compared with the original in {tried}{where}; there are no claims with a limit."
+
+
+def _notes(content: ReportContent) -> list[str]:
+    """Returns the notes on the images recorded by the parts of the content, without duplicates."""
+    comparison = {} if content.comparison is None else content.comparison.about
+    parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
+    parts += [each for each in (comparison, comparison.get("diagnosis")) if isinstance(each, Mapping)]
+    return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
+
+
+def _bars(content: ReportContent) -> Iterator[BarPair]:
+    """Yields latency, accuracy, parameters and MACs, each if it was measured."""
+    name = "unchanged" if nothing_removed(content.evidence) else "smaller"
+    if measured := speeds(content):
+        yield _latency_bars(measured[0], name)
+    if (both_accuracies := accuracies(content)) is not None:
+        before, after = (_accuracy_bar(own) for own in both_accuracies)
+        finding = finding_of(content, "accuracy", "candidate")
+        measure = TOP_1 if finding is None else str(finding.details.get("measure", TOP_1))
+        yield BarPair(measure[0].upper() + measure[1:], "%", before, after, name)
+    for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
+        if (totals := cost_totals(content, unit)) is not None:
+            old, new = totals
+            # One unit for both models, so that the numbers can be compared without converting.
+            scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
+            saved = 100 * (new - old) / old if old else 0.0
+            note = "unchanged" if old == new else with_unit(fixed(saved, 1, signed=True), "%")
+            longest = max(old, new, 1)
+            before, after = (Bar(number(own / scale) + prefix, own / longest) for own in totals)
+            yield BarPair(title, note, before, after, name)
+
+
+def _latency_bars(speed: MeasuredSpeed, name: str) -> BarPair:
+    """Returns the latencies as shares of the baseline's, all from the speeds of the sentence: the ratio of the two
+    median times differs from the median of their ratios where the load of the machine changes between rounds.
+    """
+    unchanged = speed.by_runtime if name != "unchanged" else None
+    # The longest bar fills the track: the baseline's, or that of a model that is slower.
+    longest = max(1.0, 1 / speed.value, 0.0 if unchanged is None else 1 / unchanged)
+    # A latency is 1 / speed, so the higher end of the speed is the lower end of the bar.
+    ends = [None if end is None else 1 / end / longest for end in (speed.high, speed.low)]
+    note = f"% of {speed.baseline}"
+    if speed.reference_seconds is not None:
+        note += f", {number(1000 * speed.reference_seconds)} ms at batch {speed.batch}"
+    between = None
+    if unchanged is not None:
+        between = "unchanged", Bar(number(100 / unchanged), 1 / unchanged / longest)
+    after = Bar(number(100 / speed.value), 1 / speed.value / longest, *ends)
+    return BarPair("Latency", note, Bar("100", 1 / longest), after, name, between)
+
+
+def _accuracy_bar(found: Measured) -> Bar:
+    value: Number = found.value or 0.0
+    low, high = (None if end is None else end / 100 for end in (found.low, found.high))
+    return Bar(fixed(value, 1), value / 100, low, high)

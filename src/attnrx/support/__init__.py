@@ -1,0 +1,1 @@
+"""Files, processes, arguments, errors, progress: nothing here knows of attention."""

@@ -1,0 +1,307 @@
+"""Kinds of arguments, and the decorator that validates the arguments of a public function before it does any work.
+
+    @checked(model=model, batch=COUNT, threads=optional(COUNT), effort=one_of("quick", "normal"), log=CALLBACK)
+    def shrink(model, batch, ...):
+
+A value of another kind raises InvalidInput: `shrink(batch=0): give a whole number of 1 or more.`
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache, wraps
+from numbers import Integral, Number, Real
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from torch import nn
+
+from attnrx.support.display import short_value
+from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError, nearest
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+LONGEST_NAME = 255  # bytes of a part of a path, on all common file systems
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that an argument may have; `expected` completes the sentence "give ...".
+
+    `accepts` tests a value, and `convert` returns what the function receives; `explain` returns the end of the message
+    about a value of any class: what is wrong with it.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any, str], Any] = lambda value, name: value
+    explain: Callable[[Any], str] = lambda value: ""
+
+    def checked(self, value: Any, where: str, name: str) -> Any:
+        """Returns the value, converted; raises InvalidInput that names the function `where` and the argument."""
+        # Values of any class are tested, whose comparisons and conversions may raise.
+        try:
+            accepted = bool(self.accepts(value))
+        except Exception:
+            accepted = False
+        if not accepted:
+            explanation = self.explain(value)
+            raise InvalidInput(f"{where}({name}={described(value)}): give {self.expected}{explanation or '.'}")
+        return self.convert(value, f"{name} of {where}")
+
+
+def checked(**kinds: Kind) -> Callable[[Function], Function]:
+    """Returns a decorator that validates the arguments of these names, also those of a **keyword parameter."""
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        others = next((each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD), None)
+        unknown = kinds.keys() - signature.parameters.keys()
+        assert others or not unknown, f"{function.__qualname__} has no argument {', '.join(unknown)}"
+
+        @wraps(function)
+        def call(*positional: Any, **named: Any) -> Any:
+            bound = signature.bind(*positional, **named)
+            for values in (bound.arguments, bound.arguments.get(others, {}) if others else {}):
+                for name in values.keys() & kinds.keys():
+                    values[name] = kinds[name].checked(values[name], function.__qualname__, name)
+            return function(*bound.args, **bound.kwargs)
+
+        call.__dict__["kinds"] = kinds
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def require_fields(item: Any, **kinds: Kind) -> None:
+    """Validates the fields of a dataclass, in its __post_init__: by these kinds, and by their annotations elsewhere."""
+    for name, kind in {**_annotated(type(item)), **kinds}.items():
+        # The classes are frozen, and a number of numpy becomes one of Python.
+        object.__setattr__(item, name, kind.checked(getattr(item, name), type(item).__name__, name))
+
+
+def described(value: Any) -> str:
+    """Returns a short text of any value: its repr, or its type where that raises."""
+    try:
+        text = short_value(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Kind:
+    """Whole numbers in a closed range; a bool is none, an integer of numpy is one."""
+    ending = "" if most == 2**31 - 1 else f", at most {most}"
+    smallest = {1: "a positive whole number"}.get(least, f"a whole number of {least} or more")
+    expected = "a whole number" if least < 0 else f"{smallest}{ending}"
+    return Kind(expected, lambda value: _is_whole(value) and least <= value <= most, lambda value, name: int(value))
+
+
+def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:
+    """Finite numbers from `least` (excluded with `above`) to `most`."""
+    ending = "" if most == math.inf else f", at most {most:g}"
+    expected = expected or f"a number {f'above {least:g}' if above else f'of {least:g} or more'}{ending}"
+
+    def accepts(value: Any) -> bool:
+        return _is_real(value) and (least < value if above else least <= value) and value <= most
+
+    return Kind(expected, accepts, lambda value, name: value if isinstance(value, int) else float(value))
+
+
+COUNT = whole(1)
+NATURAL = whole(0)
+SEED = whole(0, 2**63 - 1)
+BATCH = whole(1, 65_536)
+THREADS = whole(1, 1024)
+RATE = Kind("a number between 0 and 1, without both ends", lambda value: _is_real(value) and 0 < value < 1)
+FASTER = number(1.0, 1000.0, "a number above 1, e.g. 1.6 for 1.6 times the speed")
+POSITIVE, NOT_NEGATIVE = number(0.0), number(0.0, above=False)
+SIDE = whole(1, 65_536)  # of an image in pixels
+SHARE = number(0.0, 1.0, "a share above 0, at most 1, e.g. 0.5")
+
+# Other values ---------------------------------------------------------------------------------------------------------
+
+
+def instance(expected: str, *classes: type) -> Kind:
+    """Instances of a class."""
+    return Kind(expected, lambda value: isinstance(value, classes))
+
+
+def one_of(*names: str) -> Kind:
+    """One of several names."""
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, str) and value in names
+
+    return Kind(f"one of {', '.join(names)}", accepts, explain=lambda text: _hint(text, names))
+
+
+def _hint(value: Any, names: tuple[str, ...]) -> str:
+    hint = nearest(value, names) if isinstance(value, str) else ""
+    return f"; {hint}" if hint.startswith("did") else "."
+
+
+def optional(kind: Kind) -> Kind:
+    """The values of a kind, or None."""
+
+    def convert(value: Any, name: str) -> Any:
+        return None if value is None else kind.convert(value, name)
+
+    return Kind(f"{kind.expected}, or None", lambda value: value is None or kind.accepts(value), convert, kind.explain)
+
+
+def either(expected: str, *kinds: Kind) -> Kind:
+    """The values of any of several kinds."""
+
+    def convert(value: Any, name: str) -> Any:
+        return next(kind for kind in kinds if kind.accepts(value)).convert(value, name)
+
+    return Kind(expected, lambda value: any(kind.accepts(value) for kind in kinds), convert)
+
+
+def each(kind: Kind, expected: str, least: int = 0, most: int = 10**9) -> Kind:
+    """A list or a tuple of `least` to `most` values of a kind, which becomes a tuple."""
+
+    def accepts(values: Any) -> bool:
+        return isinstance(values, list | tuple) and least <= len(values) <= most and all(map(kind.accepts, values))
+
+    return Kind(
+        expected,
+        accepts,
+        lambda values, name: tuple(kind.convert(value, name) for value in values),
+    )
+
+
+def _is_text(value: Any) -> bool:
+    # A surrogate is no character: such a text cannot be written to any file.
+    return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(value.encode())
+
+
+def _is_path(value: Any) -> bool:
+    if not isinstance(value, str | Path) or not _is_text(str(value)):
+        return False
+    # The current folder has no parts.
+    return max((len(part.encode()) for part in Path(value).parts), default=0) <= LONGEST_NAME
+
+
+FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+TEXT = Kind("a text", _is_text)
+PATH = Kind("a path, as a text or a pathlib.Path", _is_path)
+MODEL = instance("a model (a torch.nn.Module), e.g. attnrx.load(FOLDER)", nn.Module)
+DEVICE = Kind("a device that torch finds here, e.g. 'cpu'", lambda value: _is_device(value))
+IMAGES = Kind(
+    "images: a DataLoader, a dataset, batches, or a tensor [images, channels, height, width]",
+    lambda data: (
+        not isinstance(data, str | bytes | type | Number | np.generic)
+        and any(hasattr(data, name) for name in ("__getitem__", "__iter__", "batches"))
+    ),
+)
+# What the function itself validates, with a message of its own: datasets, rules, names of models.
+ANY = Kind("", lambda value: True)
+
+
+def _is_device(value: Any) -> bool:
+    if not isinstance(value, str | torch.device):
+        return False
+    device = torch.device(value)
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    return device.type in ("cpu", "cuda", "mps") and (device.index or 0) < count
+
+
+# The user's code ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
+    """Raises what the user's code raises as an `error_class` that names it; errors of attnrx pass unchanged."""
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except Exception as error:
+        raise error_class(f"{what} raised {type(error).__name__}: {described_error(error)}") from error
+
+
+def described_error(error: BaseException) -> str:
+    """Returns the first line of an error's message."""
+    try:
+        return (str(error).strip().splitlines() or ["(without a message)"])[0][:300]
+    except Exception:
+        return "(without a message)"
+
+
+def _guarded(function: Any, name: str) -> Any:
+    # Once: a verb passes its log on to other verbs.
+    if getattr(function, "is_guarded", False):
+        return function
+
+    @wraps(function)
+    def call(*positional: Any, **named: Any) -> Any:
+        with user_code(f"the function {name}, {getattr(function, '__qualname__', type(function).__name__)},"):
+            return function(*positional, **named)
+
+    call.__dict__["is_guarded"] = True
+    return call
+
+
+# A function whose exceptions become UserCodeError, and one that is called where they are caught.
+CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", callable)
+
+
+# Annotations ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _annotated(cls: type) -> Mapping[str, Kind]:
+    """Returns the kinds of the fields of a dataclass whose annotations state one."""
+    hints = get_type_hints(cls)
+    kinds = {field.name: kind_of(hints[field.name]) for field in fields(cls) if field.init}
+    return {name: kind for name, kind in kinds.items() if kind is not ANY}
+
+
+def kind_of(hint: Any) -> Kind:
+    """Returns the kind of values of an annotation: numbers are finite, and texts are not empty."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kinds = [kind_of(part) for part in parts]
+        return ANY if ANY in kinds else either(" or ".join(kind.expected for kind in kinds), *kinds)
+    if origin is Literal:
+        return one_of(*parts)
+    if origin in (tuple, list, Sequence):
+        several = kind_of(parts[0])
+        return each(several, f"several, each {several.expected or 'a value'}")
+    if hasattr(hint, "array_type"):  # of jaxtyping
+        return instance("a tensor", hint.array_type)
+    cls = origin if origin is not None else hint
+    if cls in _SIMPLE:
+        return _SIMPLE[cls]
+    return instance(f"an instance of {cls.__name__}", cls) if isinstance(cls, type) else ANY
+
+
+_SIMPLE: Mapping[Any, Kind] = {
+    bool: FLAG,
+    int: whole(-(2**31)),
+    float: Kind("a finite number", _is_real, lambda value, name: value if isinstance(value, int) else float(value)),
+    str: TEXT,
+    type(None): Kind("None", lambda value: value is None),
+    Path: PATH,
+    Any: ANY,
+    Callable: FUNCTION,
+    Mapping: instance("a dictionary", Mapping),
+    dict: instance("a dictionary", dict),
+}

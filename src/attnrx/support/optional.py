@@ -1,0 +1,46 @@
+"""Optional libraries, which the extras of attnrx install."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from contextlib import suppress
+from typing import Any
+
+from attnrx.support.errors import NotSupported
+
+
+def required_module(module: str, extra: str, purpose: str) -> Any:
+    """Imports a module of an optional library.
+
+    Raises:
+        NotSupported: It is not installed; the message names `purpose` and the extra of attnrx that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        # With the original error: an installed library may lack a library of its own.
+        raise NotSupported(f"{purpose} needs {library} ({error}): pip install 'attnrx[{extra}]'.") from error
+
+
+def require_installed(extra: str, purpose: str, *libraries: str) -> None:
+    """Raises NotSupported if one of several libraries is not installed; imports none of them, which takes seconds."""
+    for library in libraries:
+        if not _is_installed(library):
+            raise NotSupported(f"{purpose} needs {library}, which is not installed: pip install 'attnrx[{extra}]'.")
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ValueError:  # in sys.modules without a specification
+        return False
+
+
+def installed_versions(*names: str) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
+    versions = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -1,0 +1,183 @@
+"""How a picture becomes the input of a model: one declarative record, read from the model's own data configuration.
+
+The record drives named datasets, paths, PIL items of datasets and the scripts beside exported files; what it states is
+computed in `attnrx.support.pictures`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.pictures import fit_pixels, open_picture, pixels_of
+from attnrx.support.shapes import Float, Tensor, UInt8
+
+Fit = Literal["pad", "fill", "photo"]
+
+MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
+MOST_SIDE = 2**15  # pixels of a side, of the input and after resizing
+RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+
+
+@dataclass(frozen=True)
+class ImageGeometry:
+    """How pictures of any size, mode and orientation become `channels` (1 or 3) x height x width pixels of 8 bits.
+
+    A picture is turned upright by its EXIF tag, converted to grey or RGB, resized by Pillow (which antialiases), and
+    cropped or padded around its center to `size`. Pairs are (height, width).
+
+    `resize`: "shortest_edge" makes the shorter side `resize_to` (a square); "cover" keeps the proportions and makes no
+    side shorter than `resize_to`, "contain" none longer; "exact" gives up the proportions; "none" does not resize.
+    Without `enlarge` pictures are enlarged only as far as the crop needs it. `center` is the rounding of half pixels:
+    "round" as torchvision and timm do, "floor" as transformers does. Borders have the color `fill`. Transparent pixels
+    keep their color, or with `alpha` "white" are laid on white.
+    """
+
+    size: tuple[int, int]
+    channels: int
+    resize: str
+    resize_to: tuple[int, int]
+    interpolation: str = "bilinear"
+    enlarge: bool = True
+    center: str = "round"
+    fill: tuple[int, ...] = (0,)
+    alpha: str = "drop"
+
+    def __post_init__(self):
+        sides = (*self.size, *self.resize_to)
+        valid = (
+            len(sides) == 4 and all(type(side) is int and 1 <= side <= MOST_SIDE for side in sides),
+            self.resize in RESIZES and self.interpolation in INTERPOLATIONS,
+            self.center in ("round", "floor") and self.alpha in ("drop", "white"),
+            len(self.fill) in (1, self.channels)
+            and all(type(level) is int and 0 <= level < 256 for level in self.fill),
+            self.resize != "shortest_edge" or self.resize_to[0] == self.resize_to[1],
+        )
+        if not all(valid):
+            raise InvalidInput(
+                f"the image geometry {self.to_dict()}: give sides of 1 to {MOST_SIDE} pixels, one of "
+                f"{', '.join(RESIZES)} (shortest_edge with one number), one of {', '.join(INTERPOLATIONS)}, and levels "
+                "of 0 to 255."
+            )
+
+    @classmethod
+    def of_size(cls, size: int | tuple[int, int], channels: int, fit: Fit) -> "ImageGeometry":
+        """Returns the geometry of data or models that state none.
+
+        `pad` puts pictures between black borders and never enlarges them (28x28 into 32x32: no pixel changes); `fill`
+        resizes until the picture fills `size`; `photo` resizes to 256/224 of that, unless the picture is smaller, so
+        that the crop drops a rim.
+        """
+        rows, columns = (size, size) if isinstance(size, int) else size
+        target = (round(MARGIN * rows), round(MARGIN * columns)) if fit == "photo" else (rows, columns)
+        resize = "contain" if fit == "pad" else "shortest_edge" if target[0] == target[1] else "cover"
+        return cls((rows, columns), channels, resize, target, enlarge=fit == "fill")
+
+    @property
+    def side(self) -> int | tuple[int, int]:
+        """The side of a square input, else (height, width)."""
+        return self.size[0] if self.size[0] == self.size[1] else self.size
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the pixels."""
+        return (self.channels, *self.size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "ImageGeometry":
+        """Reads what `to_dict` wrote; raises InvalidInput for other fields or values."""
+        names = {field.name for field in fields(cls)}
+        if record.keys() - names:
+            raise InvalidInput(f"an image geometry has the fields {', '.join(names)}; found {', '.join(record)}.")
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InvalidInput(f"an image geometry cannot be read: {error}.") from error
+
+    def still(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
+        """Fits the pixels of a picture as evaluation does, without randomness."""
+        fitted = fit_pixels(picture.permute(1, 2, 0).numpy(), self.to_dict())
+        return torch.from_numpy(fitted).permute(2, 0, 1)
+
+    def __str__(self) -> str:
+        size, target = ("x".join(map(str, pair)) for pair in (self.size, self.resize_to))
+        resized = "not resized" if self.resize == "none" else f"{self.resize} to {target} ({self.interpolation})"
+        return f"{resized}, center {size}, {self.channels} channel{'s' * (self.channels != 1)}"
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Subtracts the mean and divides by the standard deviation of each channel.
+
+    The law: `invert(apply(x)) == x` to rounding.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self):
+        if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
+            raise InvalidInput(
+                f"Normalization(mean={self.mean}, std={self.std}): give one mean and one positive std per channel."
+            )
+
+    @classmethod
+    def half(cls, channels: int) -> "Normalization":
+        """Returns mean = std = 0.5, the choice for data without published statistics."""
+        return cls((0.5,) * channels, (0.5,) * channels)
+
+    def apply(
+        self, images: Float[Tensor, "*batch channels height width"]
+    ) -> Float[Tensor, "*batch channels height width"]:
+        """Takes pixels in [0, 1] to the model's scale."""
+        mean, std = self._columns(images)
+        return (images - mean) / std
+
+    def invert(
+        self, images: Float[Tensor, "*batch channels height width"]
+    ) -> Float[Tensor, "*batch channels height width"]:
+        """Takes the model's scale back to pixels in [0, 1]."""
+        mean, std = self._columns(images)
+        return images * std + mean
+
+    def _columns(self, images: Tensor) -> Tensor:
+        if images.shape[-3] != len(self.mean):
+            raise InvalidInput(
+                f"images of {images.shape[-3]} channels were given to a normalization of {len(self.mean)}; "
+                "use the one of the dataset they came from."
+            )
+        return torch.tensor([self.mean, self.std], dtype=images.dtype, device=images.device)[..., None, None]
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """A geometry with the normalization after it: all that happens to a picture before the model."""
+
+    geometry: ImageGeometry
+    normalization: Normalization
+
+    def __call__(self, picture: Any) -> Float[Tensor, "channels height width"]:
+        """Returns the model's input, of torch's default type, for a PIL picture or the bytes of an image file.
+
+        Raises:
+            ValueError: The picture cannot be decoded, or has another number of channels.
+        """
+        if isinstance(picture, bytes):
+            picture = open_picture(picture)
+        pixels = pixels_of(picture, self.geometry.channels, self.geometry.alpha)
+        fitted = torch.from_numpy(fit_pixels(pixels, self.geometry.to_dict())).permute(2, 0, 1)
+        # The type and the order of operations are those of torchvision's transforms.
+        return self.normalization.apply(fitted.to(torch.get_default_dtype()).contiguous() / 255)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all fields as JSON values, flat."""
+        scale = self.normalization
+        return {**self.geometry.to_dict(), "mean": list(scale.mean), "std": list(scale.std)}

@@ -1,0 +1,57 @@
+"""Deep copies of modules whose attributes torch or Python cannot copy."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from attnrx.support.errors import NotSupported
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class _DetachedCopies(TorchFunctionMode):
+    """Copies tensors of a graph, which torch refuses to copy, as detached tensors."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def copied(model: Module) -> Module:
+    """Returns a deep copy of a module; activations that its parts keep as attributes are detached in the copy.
+
+    Raises:
+        NotSupported: An attribute cannot be copied, e.g. a lock or an open file; the message names it.
+    """
+    try:
+        with _DetachedCopies():
+            return copy.deepcopy(model)
+    except Exception as error:  # objects of any class are copied, by code of their own
+        raise NotSupported(
+            f"{type(model).__name__} cannot be copied: {_uncopied(model)} raises {type(error).__name__}: {error}. "
+            "Delete this attribute first, and set it again on the result."
+        ) from error
+
+
+def _uncopied(model: nn.Module) -> str:
+    """Returns the path and the type of the first attribute of a module that cannot be copied."""
+    # Every part stands for itself here, so that each attribute is copied without the modules that it refers to.
+    parts = {id(part): part for part in model.modules()}
+    for name, part in model.named_modules():
+        for attribute, value in vars(part).items():
+            try:
+                with _DetachedCopies():
+                    copy.deepcopy(value, dict[int, Any](parts))
+            except Exception:
+                return f"its attribute {f'{name}.{attribute}'.lstrip('.')} ({type(value).__name__})"
+    return "one of its parts"

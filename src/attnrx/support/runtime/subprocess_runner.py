@@ -1,0 +1,218 @@
+"""Calls of functions in another process, so that measurements do not depend on the state of this process."""
+
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from attnrx.support.errors import AttnrxError, NotSupported
+from attnrx.support.progress import SETTING, passed_on
+from attnrx.support.runtime.child_processes import POSIX, start_python
+
+Value = TypeVar("Value")
+
+# By default glibc returns large free blocks to the operating system and faults them in again page by page. This cost is
+# not the model's, and it varied by a tenth within a quarter of an hour. Other systems ignore these two variables.
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+# Imported ahead in the process if they are loaded here: pickled models need them.
+LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
+
+# Every call has a process of its own, with a fresh heap: after a cost table was measured in it, a model was 15 % slower
+# than in a new process. It is forked from one that has imported everything, before any threads were started.
+FORKS = sys.platform == "linux"
+
+ADVICE = (
+    "Define the classes and functions of the model in a module, not in a script or a notebook, or measure in this "
+    "process (in_subprocess=False)."
+)
+
+# The files of a call, and the line that ends its output: it starts with a zero byte, unlike any line of text.
+_CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
+
+
+class ProcessEnded(NotSupported):
+    """The process of a call ended without a result; `how` is the end of the sentence "the process ..."."""
+
+    def __init__(self, function: str, code: int):
+        self.how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        super().__init__(
+            f"the process that was to run {function} {self.how}; see its output above. Free memory, or measure in this "
+            "process (in_subprocess=False)."
+        )
+
+
+class Subprocess:
+    """A Python process that runs calls, on Linux each in a fork of its own.
+
+    With `keeps_memory` it keeps freed memory (KEEPS_MEMORY), like a service with its own allocator. Function, arguments
+    and result are pickled, because they may contain modules of any library, and are exchanged in a private temporary
+    folder. The process imports nothing from the current folder (`child_processes`), and ends with this one.
+    """
+
+    def __init__(self, keeps_memory: bool = True):
+        imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
+        shows = os.environ.get(SETTING, "1") != "0"
+        variables = (KEEPS_MEMORY if keeps_memory else {}) | ({SETTING: "passed on"} if shows else {})
+        self.process = start_python(imports, variables)
+
+    def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
+        """Calls a module-level function with the number of threads of this process, and returns its value."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
+            try:
+                (Path(folder) / _CALLED).write_bytes(pickle.dumps((function, arguments, torch.get_num_threads())))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise NotSupported(
+                    f"{function.__name__} cannot be called in a new process, because its arguments cannot be pickled "
+                    f"({error}). {ADVICE}"
+                ) from error
+            with suppress(BrokenPipeError):  # the process has ended: there is no answer below
+                self.process.stdin.write(f"{folder}\n")
+                self.process.stdin.flush()
+            # stdout has the lines that the function prints, as they come; the result is in a file.
+            for line in self.process.stdout:
+                if line.rstrip("\n") == _DONE:
+                    break
+                if not passed_on(line.rstrip("\n")):
+                    on_line(line.rstrip("\n"))
+            returned = Path(folder) / _RETURNED
+            if not returned.exists():
+                raise ProcessEnded(function.__name__, self.process.wait())
+            value, failed = pickle.loads(returned.read_bytes())
+        if failed is not None:
+            raise NotSupported(failed)
+        return value
+
+    def close(self) -> None:
+        """Ends the process, and that of a call which it runs."""
+        if POSIX:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+        else:
+            self.process.terminate()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
+        self.process.wait()
+
+
+_shared: list[Subprocess] = []
+
+
+@contextmanager
+def shared_subprocess() -> Iterator[Subprocess]:
+    """Runs all calls of `run_in_subprocess` within the context in one process, which starts now."""
+    if _shared:
+        yield _shared[-1]
+        return
+    _shared.append(Subprocess())
+    try:
+        yield _shared[-1]
+    finally:
+        _shared.pop().close()
+
+
+def run_in_subprocess(function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
+    """Calls a module-level function in another process and returns its value; see `Subprocess`.
+
+    `on_line` is called with every line that the function prints.
+
+    Raises:
+        NotSupported: An argument cannot be pickled, such as a model of a class that no module defines; or the process
+            failed.
+    """
+    with shared_subprocess() as process:
+        return process.call(function, *arguments, on_line=on_line)
+
+
+def call_in_subprocess_if(
+    function: Callable[..., Value], *arguments: Any, in_subprocess: bool, on_line: Callable[[str], None] = print
+) -> Value:
+    """Calls a function in another process if `in_subprocess`, else in this one."""
+    return run_in_subprocess(function, *arguments, on_line=on_line) if in_subprocess else function(*arguments)
+
+
+def serve(imports: list[str], working_folder: str | None) -> None:
+    """Runs in the new process: reads the folders of calls from stdin, and writes each result there."""
+    for name in imports:
+        with suppress(ImportError):
+            __import__(name)
+    if working_folder is not None:
+        with suppress(OSError):
+            os.chdir(working_folder)
+    if not FORKS:
+        _end_with_parent()
+    for line in sys.stdin:
+        folder = Path(line.rstrip("\n"))
+        if FORKS:
+            child = os.fork()
+            if not child:
+                _end(_run, folder)
+            _, status = os.waitpid(child, 0)
+            # The caller reports this end: it reads no result, and waits for this process.
+            if os.WIFSIGNALED(status):
+                os.kill(os.getpid(), os.WTERMSIG(status))
+            if status:
+                sys.exit(os.waitstatus_to_exitcode(status))
+        else:
+            _run(folder)
+        sys.stdout.write(f"{_DONE}\n")
+        sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it is gone, also in the middle of a call."""
+    if not hasattr(select, "poll"):  # Windows: it ends after the call
+        return
+    waiting = select.poll()
+    # The parent holds the other end of stdin. Without any event to wait for, its closing is still reported.
+    waiting.register(0, 0)
+
+    def wait() -> None:
+        waiting.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _run(folder: Path) -> None:
+    """Runs the call in a folder, and writes its result there."""
+    try:
+        function, arguments, threads = pickle.loads((folder / _CALLED).read_bytes())
+    except (AttributeError, ImportError) as error:
+        returned = None, f"a new process does not find a class or a function of the model ({error}). {ADVICE}"
+    else:
+        torch.set_num_threads(threads)
+        try:
+            returned = function(*arguments), None
+        # As text, because an exception whose class takes more than a message cannot be unpickled. Others end the
+        # process.
+        except AttnrxError as error:
+            returned = None, str(error)
+    (folder / _RETURNED).write_bytes(pickle.dumps(returned))
+
+
+def _end(run: Callable[[Path], None], folder: Path) -> None:
+    """Runs a call and ends this process without the clean-up that belongs to its parent."""
+    code = 1
+    try:
+        _end_with_parent()
+        run(folder)
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

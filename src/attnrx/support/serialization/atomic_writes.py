@@ -1,0 +1,395 @@
+"""Atomic replacement of files and folders.
+
+New content is written to a temporary sibling, flushed to disk and moved to the target by one rename. A process killed
+at any moment preserves either the previous content or the new one. The next write to the same target deletes the
+temporary siblings of killed processes.
+"""
+
+import ctypes
+import errno
+import hashlib
+import importlib
+import os
+import platform
+import re
+import secrets
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from attnrx.support.errors import CheckpointError, InvalidInput
+
+# Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
+_HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
+_AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
+# Seconds to wait for another process that replaces the same folder; an exchange takes less than one.
+PATIENCE = 60.0
+# The file system (NFS, FAT) or the kernel cannot exchange two names.
+_NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+
+
+def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
+    """Calls `write` with a temporary sibling of `path`, renames the result to `path`, and returns `path`.
+
+    After a crash, a full disk or Ctrl-C the file is either the old or the new one, never partial. Symbolic links are
+    followed, and permissions are kept.
+
+    Raises:
+        InvalidInput: `path` exists and is not a regular file.
+        CheckpointError: The file cannot be written.
+    """
+    path = Path(path)
+    require_replaceable(path)
+    target = _prepared(path)
+    temporary = _temporary(target)
+    try:
+        write(temporary)
+        # The rename would give the file the permissions of the temporary one.
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        # In this order: after a power failure the new name must not point to content that is not on disk.
+        flush(temporary)
+        temporary.replace(target)
+        flush(target.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}. "
+            "Nothing was changed; free some space or choose another place."
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return path
+
+
+def require_replaceable(path: Path | str) -> None:
+    """Raises InvalidInput for a folder, a device, a pipe or a socket: replacing one would delete it."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        problem = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
+        raise InvalidInput(f"{path} cannot be written: it is {problem}.")
+
+
+@contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary sibling folder of `target`, which is deleted at the end."""
+    target = _prepared(target)
+    temporary = _temporary(target)
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to the folder of {target}: {error.strerror or error}.") from error
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+Parts = Callable[[Path, Collection[str]], Collection[str]]
+"""A folder and the names of the files that were written for it -> the names in it that those replace."""
+
+
+def parts_by(is_part: Callable[[Path], bool]) -> Parts:
+    """Returns the parts of a folder by a property of each file."""
+    return lambda folder, written: {each.name for each in folder.iterdir() if is_part(each)}
+
+
+@contextmanager
+def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Path]:
+    """Yields an empty temporary folder, whose files are moved to `folder` when the block ends without an error.
+
+    The files of `folder` that are `parts` are replaced as a whole: those that were not written again are deleted. All
+    others are kept and never overwritten. The old and the new folder are exchanged in one step, one process at a time.
+    A mount point and the current folder cannot be exchanged: there files are moved one by one, the file `last` at the
+    end, unless there are parts to replace.
+
+    Raises:
+        InvalidInput: A written file exists in `folder` and is not a part.
+        CheckpointError: The folder cannot be replaced in one step, or cannot be written; nothing was changed.
+    """
+    target = _prepared(Path(folder))
+    if target.exists() and not target.is_dir():
+        raise InvalidInput(f"{folder} is a file; name a folder.")
+    # First, so that a folder whose replacement was interrupted exists again for the checks below.
+    restore(target)
+    # Also inside the folder, where files that are added one by one have their temporary folder.
+    _remove_leftovers(target, target)
+    inside = target.exists() and _obstacle(target) is not None
+    if inside:
+        _require_swappable(target, parts(target, ()))
+    temporary = _temporary(target, target if inside else None)
+    try:
+        temporary.mkdir()
+        yield temporary
+        # The last file is the one that makes the others valid, e.g. a JSON that refers to tensors. Before the others
+        # come those that state which of them attnrx wrote.
+        new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.suffix != ".json", each.name))
+        for each in new:
+            flush(each)
+        # Until here another process may have replaced the folder: what is kept of it is found under the lock.
+        with locked(target):
+            written = [each.name for each in new]
+            replaced = set(parts(target, written)) if target.exists() else set()
+            require_absent([target / name for name in written], lambda path: path.name in replaced)
+            if inside:
+                _require_swappable(target, replaced)
+                for each in new:
+                    each.replace(target / each.name)
+                flush(target)
+            else:
+                if target.exists():
+                    _carry_others(target, temporary, replaced)
+                _swap(temporary, target)
+                _carry_late(temporary, target, replaced)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {folder}: {error.strerror or error}. Free some space or choose another place."
+        ) from error
+    finally:
+        # After an exchange of names this is the old folder.
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+_held = threading.local()  # the targets that this thread has locked
+
+
+@contextmanager
+def locked(target: Path | str, seconds: float = PATIENCE) -> Iterator[None]:
+    """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
+
+    Other processes and threads wait for it, at most `seconds`; the thread that holds it may take it again. Where there
+    are no locks (a folder without the right to write, some network file systems), the block runs without one.
+
+    Raises:
+        CheckpointError: It was held by another process or thread all the time.
+    """
+    target = Path(os.path.realpath(target))
+    held: set[Path] = _held.__dict__.setdefault("targets", set())
+    if target in held:
+        yield
+        return
+    _create_parent(target)
+    path, deadline = target.with_name(f".{target.name}.lock"), time.monotonic() + seconds
+    try:
+        while (descriptor := _try_lock(path)) is None:
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"{target} is being written by another process or thread: wait until it has ended, or choose "
+                    "another folder."
+                )
+            time.sleep(0.05)
+    except OSError:
+        descriptor = None
+    held.add(target)
+    try:
+        yield
+    finally:
+        held.remove(target)
+        if descriptor is not None:
+            with suppress(OSError):  # Windows deletes no open file; the next process takes the one that is there
+                path.unlink()
+            os.close(descriptor)
+
+
+def _try_lock(path: Path) -> int | None:
+    """Returns the descriptor of a locked file; None if another process or thread holds the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if os.name == "posix":
+            fcntl = importlib.import_module("fcntl")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            msvcrt = importlib.import_module("msvcrt")
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        # The holder deletes the file at the end: this one may be gone, and another process have locked a new one.
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
+    """Raises InvalidInput for an existing path for which `is_part` is false."""
+    for path in paths:
+        if os.path.lexists(path) and not is_part(path):
+            raise InvalidInput(
+                f"{path} would be overwritten, and attnrx did not write it: move it away, or choose another folder."
+            )
+
+
+def _remove_leftovers(target: Path, folder: Path) -> None:
+    """Deletes the temporary files and folders for `target` whose process no longer runs."""
+    # Leftovers only occupy the disk, so a failure to delete them is no reason not to write.
+    with suppress(OSError):
+        for each in _leftovers(target, folder):
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
+
+
+def process_runs(number: int) -> bool:
+    """Whether a process with this id runs on this machine."""
+    try:
+        os.kill(number, 0)  # signal 0 checks without sending
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it runs, and belongs to another user
+        return True
+    return True
+
+
+def _prepared(path: Path) -> Path:
+    """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
+    # A rename onto a symbolic link would replace the link, not the file that it names.
+    target = Path(os.path.realpath(path))
+    _create_parent(target)
+    _remove_leftovers(target, target.parent)
+    return target
+
+
+def _create_parent(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create the folder {target.parent}: {error.strerror or error}.") from error
+
+
+def _temporary(target: Path, folder: Path | None = None) -> Path:
+    # In the folder of the target, because a rename is atomic only within one file system. By host and process id
+    # leftovers are recognized; the random digits distinguish the writes of one process.
+    return (folder or target.parent) / f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
+
+
+def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
+    """Matches the names that processes of this host write for `target`; group 1 is the process id."""
+    return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.{suffix}")
+
+
+def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path]:
+    """Returns what processes that no longer run wrote for `target`."""
+    matches = [(_names(target, suffix).fullmatch(each.name), each) for each in folder.iterdir()]
+    return [each for match, each in matches if match is not None and not process_runs(int(match[1]))]
+
+
+def _obstacle(folder: Path) -> str | None:
+    """Returns why no rename can move a folder; None if one can."""
+    if folder.is_mount():
+        return "it is a mount point"
+    with suppress(OSError):
+        # A process whose working directory is in it would stay in the old folder, which is deleted.
+        if Path.cwd().is_relative_to(folder):
+            return "it is the current folder, or holds it"
+    return None
+
+
+def _require_swappable(folder: Path, replaced: Collection[str]) -> None:
+    """Raises CheckpointError if files have to be replaced in a folder that no rename can move."""
+    if replaced:
+        raise CheckpointError(
+            f"{folder} holds files that would have to be replaced at once, which is impossible because "
+            f"{_obstacle(folder)}. Nothing was changed; delete those files first, or choose another folder."
+        )
+
+
+def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> None:
+    """Links or copies everything that is not replaced, and the permissions, from the old folder to the new one."""
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        candidates = names if Path(folder) == target else []
+        return [name for name in candidates if name in replaced or _names(target).fullmatch(name)]
+
+    # Hard links: files that are kept take no time and no space, whatever their size.
+    shutil.copytree(target, temporary, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
+
+
+def _carry_late(old: Path, target: Path, replaced: Collection[str]) -> None:
+    """Moves what others added to the old folder after `_carry_others` had read it."""
+    with suppress(OSError):  # it was renamed, not exchanged
+        for each in old.iterdir():
+            if each.name not in replaced and not os.path.lexists(target / each.name):
+                each.rename(target / each.name)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    """Replaces `target`, if it exists, by the temporary folder."""
+    flush(temporary)
+    if not target.exists():
+        temporary.rename(target)
+    elif not _exchange(temporary, target):
+        _rename_twice(temporary, target)
+    flush(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchanges the names of two folders atomically; returns False if the system has no such call."""
+    names = os.fsencode(first), os.fsencode(second)
+    # Python has no function for it, so the C library of this process is called.
+    system = ctypes.CDLL(None, use_errno=True)
+    # Python audits its own renames; calls by ctypes are audited here.
+    sys.audit("os.rename", str(first), str(second), -1, -1)
+    if sys.platform == "linux" and hasattr(system, "renameat2"):
+        failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _SWAP)
+    elif sys.platform == "darwin" and hasattr(system, "renamex_np"):
+        failed = system.renamex_np(*names, _SWAP)
+    else:
+        return False
+    if failed and ctypes.get_errno() not in _NO_SWAP:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return not failed
+
+
+def _rename_twice(temporary: Path, target: Path) -> None:
+    """Renames the old folder, then the new one to the target; restores the old one if the second rename fails."""
+    # A suffix of its own, because this folder must be restored, and not deleted, if the process is killed now.
+    old = _temporary(target).with_suffix(".old")
+    target.rename(old)
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        try:
+            old.rename(target)
+        except OSError:
+            raise CheckpointError(
+                f"{target} was moved to {old} and could not be moved back ({error.strerror}): rename it yourself."
+            ) from error
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(target: Path) -> None:
+    """Restores a folder that `_rename_twice` had renamed when its process was killed before the second rename."""
+    with suppress(OSError):
+        for each in _leftovers(target, target.parent, "old"):
+            shutil.rmtree(each, ignore_errors=True) if target.exists() else each.rename(target)
+
+
+def flush(path: Path) -> None:
+    """Flushes a file, or the entries of a folder, to disk; folders cannot be flushed on every system."""
+    if path.is_file():
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+        return
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,98 @@
+"""Conversion of frozen dataclasses to JSON-ready dictionaries and back.
+
+Invariant: `from_dict(to_dict(part), registry) == part`, including tuples and nested dataclasses.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.serialization.validation import below, shown
+
+SCHEMA = 1
+
+
+def to_dict(part: Any) -> dict[str, Any]:
+    """Returns the type name and the fields of a dataclass instance as JSON-ready values."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
+    fields = {field.name: _plain(getattr(part, field.name)) for field in dataclasses.fields(part) if field.init}
+    return {"type": type(part).__name__, **fields}
+
+
+def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = "") -> Any:
+    """Builds the dataclass from a record of `to_dict`; `registry` lists the allowed types.
+
+    Raises:
+        InvalidInput: A field is unknown, missing or not of its annotated type; the message names it, prefixed by
+            `where`.
+        UnknownName: The registry has no such type.
+    """
+    kinds = {kind.__name__: kind for kind in registry}
+    name = record.get("type", "") if isinstance(record, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidInput(f"{where or 'the configuration'} is {shown(record)}; it must be an object with a type.")
+    if name not in kinds:
+        raise UnknownName("type", name, kinds)
+    fields = {field.name: field for field in dataclasses.fields(kinds[name]) if field.init}
+    entries = {key: value for key, value in record.items() if key != "type"}
+    unknown = sorted(entries.keys() - fields.keys())
+    if unknown:
+        raise InvalidInput(f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(fields))}.")
+    # A field without a default has MISSING in both places.
+    required = [key for key, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
+    missing = [key for key in required if key not in entries]
+    if missing:
+        raise InvalidInput(f"{below(where, missing[0])} is missing; {name} needs it.")
+    values = {key: _rich(value, kinds.values(), below(where, key)) for key, value in entries.items()}
+    for key, value in values.items():
+        if not _fits(value, fields[key].type):
+            kind = fields[key].type
+            wanted = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+            raise InvalidInput(f"{below(where, key)} is {shown(entries[key])}; it must be {wanted}.")
+    return kinds[name](**values)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_dict(value)
+    # JSON would read a tuple back as a list, and frozen dataclasses compare and hash tuples.
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(item) for item in value]}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InvalidInput(f"a configuration may not hold {type(value).__name__}: {value!r}.")
+
+
+def _rich(value: Any, registry: Iterable[type], where: str) -> Any:
+    if isinstance(value, Mapping):
+        if "type" in value:
+            return from_dict(value, registry, where)
+        if value.keys() == {"tuple"} and isinstance(value["tuple"], list):
+            return tuple(_rich(item, registry, f"{where}[{index}]") for index, item in enumerate(value["tuple"]))
+        return {key: _rich(item, registry, below(where, key)) for key, item in value.items()}
+    return value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of the annotated type; annotations that JSON values cannot have are not checked."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is Literal:
+        # Of the same type, because 1 == True and 1 == 1.0 in Python.
+        return any(value is each or (type(value) is type(each) and value == each) for each in arguments)
+    if origin is tuple and isinstance(value, tuple):
+        if arguments[-1:] == (Ellipsis,):
+            return all(_fits(item, arguments[0]) for item in value)
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if kind is int:
+        return type(value) is int  # not isinstance: a bool is an int in Python
+    return not isinstance(origin or kind, type) or isinstance(value, origin or kind)

@@ -1,0 +1,257 @@
+"""JSON and safetensors files, written atomically and validated when they are read.
+
+Every file contains its kind: the field `kind` of the JSON object, or `kind` in the header of safetensors.
+"""
+
+import glob
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as decode_tensors
+from safetensors.torch import save as encode_tensors
+
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.serialization.atomic_writes import write_atomically
+from attnrx.support.serialization.validation import DEEPEST_JSON, nesting, require_regular
+from attnrx.support.shapes import Tensor
+
+SEAL = "sha256_of_the_rest"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Those of models, diagnoses and costs; others, e.g. float8 and complex numbers, have hardly any operations.
+DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
+MOST_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
+
+
+def write_text(path: Path | str, content: str) -> Path:
+    return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
+
+
+def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
+    return write_text(path, json_text(record))
+
+
+def json_text(record: Mapping[str, Any] | list[Any]) -> str:
+    """Returns a record as indented JSON; NaN and infinity, which JSON lacks, become null."""
+    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+
+
+def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """Reads JSON; raises CheckpointError for a missing, irregular, too large, too deeply nested or invalid file."""
+    path = require_regular(path)
+    # Before reading, so that a wrong file cannot exhaust the memory.
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
+        raise CheckpointError(
+            f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
+        ) from error
+    if nesting(value) > DEEPEST_JSON:
+        raise CheckpointError(f"{path} nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep.")
+    return value
+
+
+def read_json_lines(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> list[dict[str, Any]]:
+    """Reads a file with one JSON object per line; raises CheckpointError as `read_json`, naming the line."""
+    path = require_regular(path)
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
+    records = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            record = json.loads(line)
+            if not isinstance(record, dict) or nesting(record) > DEEPEST_JSON:
+                raise CheckpointError(f"{path}: line {number} is no JSON object, or nests too deep; make it again.")
+            records.append(record)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); it was truncated or edited. Make it again.") from error
+    return records
+
+
+def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
+    """Writes tensors as safetensors, with optional text about them in the header."""
+    content = encode_tensors(_on_cpu(tensors), dict(about or {}))
+    return write_atomically(path, lambda temporary: temporary.write_bytes(content))
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
+    """Reads safetensors; raises CheckpointError if the file is damaged or its hash differs from `sha256`."""
+    path = require_regular(path)
+    try:
+        # Hash and tensors are of the same bytes, also if the file is replaced meanwhile.
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise CheckpointError(
+            f"{path} is not the file that was saved (its sha256 differs): it was truncated or tampered with."
+        )
+    try:
+        tensors = decode_tensors(content)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:  # KeyError: a type torch lacks
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}); it was truncated or damaged."
+        ) from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{path}: the tensor {name!r} is {str(tensor.dtype).removeprefix('torch.')}; it must be of real "
+                "numbers of 16 bits or more, integers or booleans."
+            )
+    return tensors
+
+
+def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Writes a record as JSON and its tensors as safetensors in the same folder; returns the path of the JSON file.
+
+    The JSON refers to the tensors by their hash, and their file name contains the name of the JSON and the hash. So no
+    other file is overwritten, and the atomic replacement of the JSON selects the version that is read. Tensors of
+    earlier versions of this JSON are deleted afterwards.
+    """
+    path, kind = Path(path), f"{record['kind']} tensors"
+    versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
+    # Only tensors of this kind are replaced or deleted; other files of a matching name belong to the user.
+    earlier = [each for each in versions if file_kind(each) == kind]
+    if tensors:
+        content = encode_tensors(_on_cpu(tensors), {"kind": kind})
+        sha256 = hashlib.sha256(content).hexdigest()
+        file = _tensors_path(path, sha256)
+        if file.exists() and file not in earlier:
+            raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
+        # The file may be there already, from a write of the same tensors, and may be damaged.
+        if file not in earlier or file_sha256(file) != sha256:
+            write_atomically(file, lambda temporary: temporary.write_bytes(content))
+        record = {**record, "tensors_sha256": sha256}
+        earlier = [each for each in earlier if each != file]
+    write_json(path, record)  # before the deletion: a killed process preserves a JSON with its tensors
+    for each in earlier:
+        each.unlink(missing_ok=True)
+    return path
+
+
+def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Reads the tensors that `write_with_tensors` wrote with a JSON file; empty if its record refers to none."""
+    sha256 = record.get("tensors_sha256")
+    if sha256 is None:
+        return {}
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise CheckpointError(f"{path}: tensors_sha256 is {sha256!r} and not a sha256; the file was edited.")
+    file = _tensors_path(path, sha256)
+    if not file.exists():
+        raise CheckpointError(f"{path} needs {file.name}, which is not in its folder; move or copy both together.")
+    return read_tensors(file, sha256)
+
+
+def _tensors_path(path: Path | str, sha256: str) -> Path:
+    path = Path(path)
+    return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
+
+
+# Markers at the beginning of files that are neither JSON nor safetensors.
+CARD_KIND = "attnrx model card"
+REPORT = "attnrx report"  # the kind of a report page
+_CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content="attnrx report">'
+
+
+def file_kind(path: Path | str) -> str | None:
+    """Returns the kind stored in a file written by attnrx; None for any other file."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as handle:
+            start = handle.read(1000)
+        # The beginning suffices for cards, pages and safetensors; JSON is parsed as a whole, because its kind may be
+        # anywhere.
+        if start.startswith(_CARD):
+            return CARD_KIND
+        if _PAGE in start:
+            return REPORT
+        if start[8:9] == b"{":  # safetensors: eight bytes of length, then a JSON object
+            with safe_open(path, "pt") as file:
+                return (file.metadata() or {}).get("kind")
+        record = json.loads(path.read_bytes()) if start.startswith(b"{") else {}
+        return str(record["kind"]) if str(record.get("kind")).startswith("attnrx ") else None
+    except (OSError, ValueError, RecursionError, SafetensorError):
+        return None
+
+
+def file_sha256(path: Path | str) -> str:
+    with Path(path).open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record with a hash of its content, which `check_seal` verifies."""
+    return {**record, SEAL: _seal(record)}
+
+
+def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
+    if record.get(SEAL) != _seal(record):
+        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    # Sorted keys: the hash must not depend on the order of the fields.
+    content = json.dumps(_finite({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Returns a 16-digit hash of names, shapes, dtypes and values, which identifies a model."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        # As bytes, because NumPy has no bfloat16.
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:
+    """Raises CheckpointError if a record is of another kind or another schema version."""
+    found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
+    if found[0] != kind:
+        raise CheckpointError(f"{path} is not an {kind} (its kind is {found[0]!r}).")
+    if found[1] != schema:
+        raise CheckpointError(f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}.")
+
+
+def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Raises InvalidInput for NaN or infinity; the message names the first such tensor."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise InvalidInput(
+                f"{what} holds NaN or infinity in {name!r}; it cannot be used. Take an earlier checkpoint."
+            )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,146 @@
+"""Tables as text, one function per format: CSV without formulas, and Markdown and LaTeX whose cells are plain text.
+
+Names of classes, methods and models come from data sets and files of other people, so every cell is escaped here.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from attnrx.support.optional import required_module
+
+Cell = str | int | float | bool | None
+
+# A spreadsheet takes a cell that begins with one of these for a formula, the full-width signs too.
+FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
+NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
+# What begins code, emphasis, a tag, a cell, mathematics or a character reference, and a bracket that ends the text of a
+# link; other brackets, as those of intervals, mark nothing.
+MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=[(\[:]))")
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    """Returns a CSV table with a heading; a text that a spreadsheet would run as a formula begins with an apostrophe.
+
+    Numbers stay numbers, also negative ones and those that are given as text.
+    """
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([_neutral(name) for name in columns])
+    writer.writerows([[_neutral(cell) for cell in row] for row in rows])
+    return lines.getvalue()
+
+
+def _neutral(cell: Cell) -> Cell:
+    if not isinstance(cell, str):
+        return cell
+    cell = _utf8(cell).replace("\0", "\\0")
+    # A carriage return that is not quoted ends a row for some readers, and Python's writer does not quote it.
+    cell = cell.replace("\r\n", "\n").replace("\r", "\n")
+    return f"'{cell}" if FORMULA.match(cell) and not NUMBER.fullmatch(cell) else cell
+
+
+def _utf8(text: str) -> str:
+    # UTF-8 has no lone surrogates, which names of files may hold.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def markdown(words: Any) -> str:
+    """Returns a text on one line in which Markdown marks nothing."""
+    # Line breaks end rows and paragraphs.
+    return MARKDOWN.sub(r"\\\1", " ".join(_utf8(str(words)).split()))
+
+
+def markdown_code(words: Any) -> str:
+    """Returns a text as code, between more backticks than it has in a row."""
+    text = " ".join(_utf8(str(words)).split())
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence, room = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{room}{text}{room}{fence}"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns a Markdown table; a text may be marked beforehand, as `Marked`."""
+    body = [f"| {' | '.join(map(_marked, row))} |" for row in rows]
+    return "\n".join([f"| {' | '.join(map(_marked, columns))} |", "|" + "---|" * len(columns), *body])
+
+
+class Marked(str):
+    """A text that is Markdown already."""
+
+    __slots__ = ()
+
+
+def _marked(cell: Any) -> str:
+    return cell if isinstance(cell, Marked) else markdown("" if cell is None else cell)
+
+
+def latex_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns a LaTeX tabular; all columns but the first are right-aligned."""
+    lines = [" & ".join(map(_latex, line)) + r" \\" for line in (columns, *rows)]
+    body = [lines[0], r"\hline", *lines[1:]]
+    return "\n".join([f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}", *body, r"\end{tabular}"])
+
+
+def _latex(cell: Any) -> str:
+    text = " ".join(_utf8("" if cell is None else _short(cell)).split())
+    return "".join(LATEX.get(sign, sign) for sign in text)
+
+
+def aligned_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> str:
+    """Returns a table in columns of spaces; all columns but the first are right-aligned."""
+    # One line per row, and no control characters, which a terminal would obey.
+    lines = [[_plain(cell) for cell in line] for line in (columns, *rows)]
+    # The widths include those of the headings, so a table without rows has columns too.
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join((first.ljust(widths[0]), *map(str.rjust, others, widths[1:]))).rstrip() for first, *others in lines
+    ]
+    return "\n".join([title, *texts] if title else texts)
+
+
+def _plain(cell: Any) -> str:
+    text = _utf8("" if cell is None else _short(cell))
+    return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
+def _short(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+class Tabular:
+    """What has rows: records with the same names, which become tables of every format."""
+
+    def to_rows(self) -> list[dict[str, Cell]]:
+        """Returns one record per row."""
+        raise NotImplementedError
+
+    def _table(self) -> tuple[list[str], list[list[Cell]]]:
+        rows = self.to_rows()
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        return columns, [[row.get(name) for name in columns] for row in rows]
+
+    def to_csv(self) -> str:
+        """Returns the rows as CSV; no cell is a formula."""
+        return csv_text(*self._table())
+
+    def to_latex(self) -> str:
+        """Returns the rows as a LaTeX tabular."""
+        return latex_table(*self._table())
+
+    def to_pandas(self) -> Any:
+        """Returns the rows as a DataFrame of the optional library pandas."""
+        return dataframe(self.to_rows())
+
+
+def dataframe(rows: Sequence[Mapping[str, Cell]]) -> Any:
+    """Returns a DataFrame of pandas; raises NotSupported without it."""
+    return required_module("pandas", "data", "a DataFrame").DataFrame(list(rows))

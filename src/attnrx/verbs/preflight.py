@@ -1,0 +1,63 @@
+"""What can be known before a model is loaded: extras, formats, datasets, columns and output folders."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from attnrx.change.exporting import Format
+from attnrx.data import Columns
+from attnrx.data.locating import locate
+from attnrx.data.splits import DatasetReader
+from attnrx.support.errors import CheckpointError
+from attnrx.support.optional import require_installed
+
+# The libraries that an extra installs, for each purpose.
+PLAN = ("plan", "planning", ("optuna", "sklearn"))
+REPORT = ("report", "the report", ("jinja2",))
+
+
+def preflight(
+    *,
+    data: Any = None,
+    columns: Columns | None = None,
+    folder: Path | str | None = None,
+    formats: Iterable[Format] = (),
+    plans: bool = False,
+    report: bool = False,
+) -> None:
+    """Checks what a long call will need, in the first second.
+
+    `data` is checked where it is a name or a path, `formats` are those of the files to write; with `plans` the call
+    searches a plan, with `report` it writes the HTML report.
+
+    Raises:
+        NotSupported: A library is missing; the message names the extra that installs it.
+        DataError: There is no such dataset, or it lacks a column that was named.
+        CheckpointError: The output folder cannot be written.
+    """
+    for needed, (extra, purpose, libraries) in ((plans, PLAN), (report, REPORT)):
+        if needed:
+            require_installed(extra, purpose, *libraries)
+    for form in formats:
+        require_installed(form.extra, f"the format {form.name}", *form.libraries)
+    if folder is not None:
+        require_writable(Path(folder))
+    if isinstance(data, str | Path):
+        require_dataset(data, columns)
+
+
+def require_dataset(name_or_path: str | Path, columns: Columns | None = None) -> None:
+    """Raises DataError if there is no such dataset, or its files lack a column that was named."""
+    reader = locate(name_or_path, columns).reader
+    if isinstance(reader, DatasetReader):
+        reader.require_readable()
+
+
+def require_writable(folder: Path) -> None:
+    """Raises CheckpointError if a folder cannot be written, or made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise CheckpointError(f"{folder} cannot be written: {existing} is not a folder; choose another one.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{folder} cannot be written: no permission for {existing}; choose another one.")

@@ -1,0 +1,219 @@
+"""The result of `shrink`: a smaller model with its plan and evidence, and its files."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.change.exporting import compare_with_original, fitting_names, parse_format, precision_for, remove_export
+from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
+from attnrx.data.fixed import ONE_DRAW
+from attnrx.data.model_data import splits_for
+from attnrx.decide.planning import Plan, Target
+from attnrx.decide.planning.plan_timing import final_protocol, rounds_of
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
+from attnrx.show.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
+from attnrx.support.arguments import ANY, BATCH, CALLBACK, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
+from attnrx.support.display import Sentence
+from attnrx.support.errors import AttnrxError, InvalidInput
+from attnrx.support.serialization.atomic_writes import replacing_folder
+from attnrx.support.shapes import ImageBatch
+from attnrx.verbs.api import export, save_with, verify
+from attnrx.verbs.preflight import preflight
+from attnrx.verbs.result_folder import (
+    export_parts,
+    exported_paths,
+    require_model_of,
+    require_own_export,
+    require_result_folder,
+    result_parts,
+)
+from attnrx.vit.costs import Conditions
+from attnrx.vit.models import model_fingerprint, reduction_of
+from attnrx.vit.outputs import output_kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """A smaller model with its prescription, its plan, and the evidence of what it cost.
+
+    It unpacks as `model, prescription, evidence`. Without `prescription` and `plan` it is the unchanged model, which
+    meets the target by its kernels alone. For the report there are the `diagnosis` of the original, and in `samples` a
+    few normalized test images with their classes; for the exported file the `class_names` of the data, and in `images`
+    those that it was planned and verified on.
+    """
+
+    model: nn.Module
+    prescription: Prescription | None
+    evidence: Evidence
+    plan: Plan | None
+    target: Target
+    diagnosis: Diagnosis | None = None
+    samples: tuple[ImageBatch, tuple[str, ...]] | None = None
+    class_names: tuple[str, ...] = ()
+    images: Parts | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.prescription, self.evidence))
+
+    @property
+    def summary(self) -> Sentence:
+        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw
+        of random ones. It may be called, too.
+        """
+        draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
+        return Sentence("; ".join((summary_of(self.evidence), *draws)))
+
+    def __repr__(self) -> str:
+        return f"Shrunk({self.summary})"
+
+    @checked(folder=PATH, onnx=FLAG, write_beside=CALLBACK, original=optional(MODEL), threads=optional(THREADS))
+    def save(
+        self,
+        folder: Path | str,
+        onnx: bool = True,
+        write_beside: Callable[[Path], object] = lambda new: None,
+        *,
+        original: nn.Module | None = None,
+        threads: int | None = None,
+    ) -> Path:
+        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
+
+        Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
+        replaced, and its exports removed; files that attnrx did not write are kept. `write_beside` is called with the
+        new folder and writes further files, e.g. by `write_exported`. With the `original`, model.onnx is timed beside
+        the same file of the original, on `threads` threads, for `reports.files_table`.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+            AttnrxError: The model cannot be exported; everything else was saved.
+        """
+        folder = Path(folder)
+        preflight(folder=folder, formats=(parse_format("onnx"),) if onnx else (), report=True)
+        require_result_folder(folder, self.model, onnx)
+        failures: list[AttnrxError] = []
+
+        def write_others(new: Path) -> None:
+            write_report(new / "report.html", self.report(f"attnrx: {folder.name}"))
+            try:
+                if onnx:
+                    form, names = parse_format("onnx"), fitting_names(self.model, self.class_names)
+                    precision = precision_for(self.model, form)
+                    file = export(self.model, new / "model.onnx", to=form, precision=precision, class_names=names)
+                    if original is not None and self.prescription is not None:
+                        batch = int(self.evidence.about.get("batch", 32))
+                        timing = {"threads": threads, "batches": (batch,), "rounds": rounds_of(batch)}
+                        compare_with_original(file, original, **timing)
+                write_beside(new)
+            except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
+                failures.append(error)
+
+        documents = self.prescription, self.evidence
+        save_with(self.model, folder, *documents, write_others, result_parts(model_fingerprint(self.model)))
+        if failures:
+            raise failures[0]
+        return folder
+
+    @checked(folder=PATH, to=TEXT, original=MODEL, data=ANY, batch=BATCH, threads=optional(THREADS))
+    def save_exported(
+        self,
+        folder: Path | str,
+        to: str,
+        original: nn.Module,
+        data: ImageData | Splits | None = None,
+        *,
+        batch: int = 32,
+        threads: int | None = None,
+    ) -> Evidence:
+        """Writes a file of another format to the folder, and evidence of what that file costs against the original.
+
+        `to` is a format of `export`, e.g. "int8" or "openvino(precision=bf16)"; the files are named after it:
+        model-int8.onnx and evidence-int8.json. It is calibrated on the images that the plan was made on, and verified
+        on those that neither has seen: those of the call of `shrink`, or without `images` those of `data`, divided in
+        the same way. Its speed is that of `batch` images in the runtime of the format, relative to the original in its
+        own library at the precision of the file, which is the model's own or else float32. The original's file of the
+        same format is timed in turns with it, so that the speed is divided into what the format gave and what the
+        compression gave.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write, or the folder holds another model;
+                nothing was changed.
+        """
+        folder, form, fingerprint = Path(folder), parse_format(to), model_fingerprint(self.model)
+        # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
+        path, evidence_path = exported_paths(folder, form)
+        require_own_export(path, evidence_path, form, self.model)
+        require_model_of(folder, fingerprint)
+        self._require_images(data)
+
+        def parts(folder: Path, written: Collection[str]) -> set[str]:
+            require_model_of(folder, fingerprint)  # by now, another process may have saved one
+            return export_parts(folder, written)
+
+        with replacing_folder(folder, parts, last=evidence_path.name) as new:
+            return self.write_exported(new, to, original, data, batch=batch, threads=threads)
+
+    @checked(folder=PATH, to=TEXT, original=MODEL, data=ANY, batch=BATCH, threads=optional(THREADS))
+    def write_exported(
+        self,
+        folder: Path | str,
+        to: str,
+        original: nn.Module,
+        data: ImageData | Splits | None = None,
+        *,
+        batch: int = 32,
+        threads: int | None = None,
+    ) -> Evidence:
+        """Writes the files of `save_exported` to a folder that has none of them."""
+        self._require_images(data)
+        form = parse_format(to)
+        path, evidence_path = exported_paths(Path(folder), form)
+        planned, _, tested = self.images or three_parts(splits_for(original, data))
+        calibration = planned.take(min(form.wanted, len(planned)))
+        names = fitting_names(self.model, self.class_names)
+        precision = precision_for(self.model, form)
+        file = export(self.model, path, to=form, precision=precision, calibration=calibration, class_names=names)
+        conditions = Conditions(file.images.device, file.images.precision, threads)
+        protocol = final_protocol(conditions, batch)
+        speed = 1 / self.target.most if self.target.of == "latency" else None
+        checks = with_accuracy(tested, original, Fidelity(), Latency(batch, protocol, speed, library=True))
+        about = {"target": str(self.target), "file": path.name, "format": to}
+        try:
+            evidence = verify(file, original, tested, checks, about, batch_size=32)
+        except AttnrxError:
+            remove_export(path)  # no file without evidence
+            raise
+        evidence.save(evidence_path)
+        return evidence
+
+    def _require_images(self, data: ImageData | Splits | None) -> None:
+        if self.images is None and data is None:
+            raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
+
+    def report(self, title: str) -> ReportContent:
+        """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
+        tokens = None
+        if self.samples is not None and reduction_of(self.model) is not None:
+            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
+                tokens = sample_tokens(self.model, *self.samples)
+        return ReportContent(
+            title,
+            self.evidence.about,
+            self.prescription,
+            self.diagnosis,
+            self.evidence,
+            tokens=tokens,
+            front=None if self.plan is None else PlanFront.of_record(self.plan.to_record()),
+        )
+
+
+def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
+    """Returns the checks, preceded by that of the accuracy if the images have labels and the model makes decisions."""
+    has_accuracy = images.has_labels and output_kind_of(model).has_decisions
+    return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit

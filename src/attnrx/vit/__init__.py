@@ -1,0 +1,1 @@
+"""The model side: attention, tokens, kernels, costs, and the models of libraries."""

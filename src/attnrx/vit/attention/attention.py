@@ -1,0 +1,260 @@
+"""The attention layer: a score form, values, an output projection, and a backend that executes them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
+from attnrx.vit.attention.backends.auto import Auto
+from attnrx.vit.attention.backends.backend import Backend
+from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
+from attnrx.vit.attention.forms import FORMS, RotaryForm, required_rotation, row_pairs
+from attnrx.vit.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
+from attnrx.vit.attention.positions import Positions
+from attnrx.vit.kernels.native_attention import RotationTable
+from attnrx.vit.maps import HEADS
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.spectrum import Spectrum
+
+MOST_PLANS = 1024
+"""Cached plans per layer: policies by image have one for every number of tokens. A full cache is cleared."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The computation of one layer in one context: the backend, the buckets and the padded row counts.
+
+    `value_dims` are the padded value dimensions per head, `widths` those per bucket. `joint`: whether
+    `Backend.of_joint` computes it.
+    """
+
+    backend: Backend
+    buckets: tuple[Bucket, ...]
+    value_dims: tuple[int, ...]
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    joint: bool
+
+
+class Attention(nn.Module):
+    """Multi-head attention of any form, with its own rank and value dimension in every head.
+
+    Heads are in storage order; `spec.heads` are their indices in the original model.
+    """
+
+    def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
+        super().__init__()
+        self.spec = spec
+        self.scores = FORMS[spec.form](spec)
+        self.value = HeadLinear(spec.width, spec.value_dims, spec.has_bias("value"))
+        self.output = OutputProjection(spec.value_dims, spec.width, spec.has_bias("output"))
+        self.inner_norms = nn.ModuleDict({name: nn.Identity() for name in spec.inner_norms})
+        self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
+        self.backend: Backend = backend or Auto()
+        self._fused_qkv = FusedQKV()
+        self._plans_of: Backend | None = None
+        self._plans: dict[AttentionContext, LayerPlan] = {}
+
+    def forward(
+        self,
+        tokens: TokenBatch,
+        key_tokens: Float[Tensor, "batch keys width"] | None = None,
+        positions: Positions | None = None,
+    ) -> TokenBatch:
+        """Returns the attention output of `tokens`.
+
+        Keys and values are computed from `key_tokens` if given, whose first tokens are then `tokens`; otherwise from
+        `tokens`. `positions` are those of all tokens of an image, for rotary positions and biases of pairs; of these
+        the layer takes those of the patches that `kept_patches` returns.
+        """
+        if not self.spec.heads:  # every head was removed: only the output bias is left
+            return self.output(tokens[..., :0])
+        # The plan is that of the keys: their number determines the size of the maps, also where queries are few.
+        plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
+        if positions is not None and self.kept_patches is not None:
+            # The library computes positions of all patches of an image, including those that were pruned since.
+            positions = positions.of_patches(self.kept_patches())
+        sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.value_dims))
+        if key_tokens is None:
+            joint = self._fused_qkv.product(tokens, sides)
+            # Under autocast the product has a lower precision than the tokens.
+            if plan.joint and joint is not None and joint.dtype == tokens.dtype:
+                features = plan.backend.of_joint(
+                    joint, plan.rows, plan.value_dims, self.spec.scale, *self._joint(plan, positions)
+                )
+                return self._projected(features, plan.value_dims)
+            query, key, value = self._fused_qkv.split(joint, tokens, sides)
+        else:
+            query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
+        # Per bucket: [batch, heads, keys, width].
+        values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
+        factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
+        return self._projected(plan.backend(plan.buckets, factors, values), plan.value_dims)
+
+    def _refuse_quantization(self, qconfig: object) -> None:
+        raise NotSupported(
+            "torch.ao.quantization replaces nn.Linear only, and leaves the linear maps of attention and MLPs here as "
+            "they are. Export a quantized file: attnrx.export(model, path, to='int8', calibration=images), or "
+            "to='openvino(precision=int8)'."
+        )
+
+    # Set by torch.ao.quantization (e.g. quantize_dynamic) on every module before it replaces any.
+    qconfig = property(fset=_refuse_quantization)
+
+    def _projected(self, features: Tensor, value_dims: tuple[int, ...]) -> TokenBatch:
+        if "output_norm" in self.inner_norms:
+            # Zeros of the padding would change the statistics of the norm.
+            return self.output(self.inner_norms["output_norm"](self._unpadded(features, value_dims)))
+        # Otherwise the padding is free: zero columns are added to the cached weight, not to the features.
+        return self.output.padded(features, value_dims)
+
+    def _joint(
+        self, plan: LayerPlan, positions: Positions | None
+    ) -> tuple[RotationTable | None, Float[Tensor, "images heads tokens tokens"] | None]:
+        """Returns the rotations and the bias of a call for `Backend.of_joint`."""
+        if isinstance(self.scores, RotaryForm):
+            return self.scores.rotation_table(required_rotation(positions)), self._bias(positions, None)
+        return None, self._bias(positions, None)
+
+    def _bias(self, positions: Positions | None, queries: int | None) -> Tensor | None:
+        """Returns the bias of pairs, of the first `queries` tokens as queries (default: all); None without one."""
+        if not self.spec.pair_bias:
+            return None
+        if positions is None or positions.bias is None:
+            raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
+        return positions.bias_of(self.spec.heads, positions.bias.shape[2] if queries is None else queries)
+
+    def _score_factors(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rows: tuple[int, ...],
+        buckets: tuple[Bucket, ...],
+        positions: Positions | None,
+    ) -> tuple[ScoreFactors, ...]:
+        """Returns the factors of the scores: projected rows with inner norms, positions and the biases of pairs."""
+        sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
+        # The last-layer class-token shortcut has the first tokens as queries, so their positions are the first ones.
+        of_queries = positions
+        if positions is not None and query.shape[1] < key.shape[1]:
+            of_queries = positions.of_first(query.shape[1])
+        # Norms before rotations, as in timm: their weights are per direction, and a rotation mixes two directions.
+        query = self.scores.placed(sides[0], rows, of_queries)
+        key = self.scores.placed(sides[1], rows, positions)
+        factors = self.scores(query, key, buckets)
+        bias = self._bias(positions, query.shape[1])
+        if bias is None:
+            return factors
+        bias = bias.to(query.dtype)
+        return tuple(replace(part, bias=bias[:, part.bucket.heads]) for part in factors)
+
+    def _normed(self, features: Tensor, name: str, rows: tuple[int, ...]) -> Tensor:
+        if name not in self.inner_norms:
+            return features
+        # All heads have all directions (spec.fixes_scores), padded to one width; the norm must not include the zeros.
+        rank, (width,) = self.spec.original_rank, set(rows)
+        parts = features.unflatten(-1, (len(rows), width))  # batch, tokens, heads, width
+        normed = self.inner_norms[name](parts[..., :rank])
+        return F.pad(normed, (0, width - rank)).flatten(2)
+
+    def _unpadded(self, features: Tensor, value_dims: tuple[int, ...]) -> Tensor:
+        head_dim, (width,) = self.spec.head_dim, set(value_dims)
+        if width == head_dim:
+            return features
+        return features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle has: not the plans of the shapes that this layer was called with."""
+        return {**self.__dict__, "_plans": {}, "_plans_of": None}
+
+    def plan(self, tokens: TokenBatch) -> LayerPlan:
+        """Returns how the backend computes these tokens; cached by shape."""
+        context = AttentionContext.of(tokens)
+        if not context.free:  # sizes may be symbolic, and a compiler would trace the cache
+            return self._planned(context)
+        # `backend` is a plain attribute, so a replacement is detected by comparison.
+        if self._plans_of is not self.backend or len(self._plans) > MOST_PLANS:
+            self._plans_of, self._plans = self.backend, {}
+        if context not in self._plans:
+            self._plans[context] = self._planned(context)
+        return self._plans[context]
+
+    def _planned(self, context: AttentionContext) -> LayerPlan:
+        backend = self.backend.at(self.spec, context)
+        buckets, value_dims = backend.layout(self.spec, context)
+        widths = tuple([value_dims[bucket.start] for bucket in buckets])
+        joint = backend.takes_joint(self.spec, context)
+        return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
+
+    def factors(
+        self, tokens: TokenBatch, buckets: tuple[Bucket, ...], positions: Positions | None = None
+    ) -> tuple[ScoreFactors, ...]:
+        """Returns the factors of the scores of every bucket that has directions."""
+        rows = self.scores.rows(buckets)
+        query, key = self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows)
+        return self._score_factors(query, key, rows, buckets, positions)
+
+    def spectrum(self) -> Spectrum:
+        """Returns the score directions, one table per owner with the biases as last column, in float64."""
+        spec = self.spec
+        ranks, width = spec.ranks, max((*spec.ranks, 1))
+        used = torch.arange(width) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, width, dtype=torch.bool)
+        strength = torch.zeros(len(ranks), width, dtype=torch.float64)
+        # A boolean mask is filled row by row: head by head, the order in which strengths are stored.
+        strength[used] = self.scores.strengths().detach().cpu().double().flatten()
+        shared, pairs = spec.shares_directions, row_pairs(spec) if spec.rotates else None
+        # Shared directions have one table, also where they are in blocks.
+        rows = (sum(spec.rows),) if shared else spec.rows
+        owners = rows if shared else ranks
+        tables = [_table(side, rows, owners, width) for side in (self.scores.query, self.scores.key)]
+        # A norm over all directions of a map depends on each of them, so none can be removed.
+        fixed = (*(("qk",) if spec.fixes_scores else ()), *(("vo", HEADS) if spec.fixes_values else ()))
+        return Spectrum(
+            tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads,
+            shared=shared, pairs=pairs, fixed=fixed,
+        )  # fmt: skip
+
+    def value_factors(self) -> dict[str, Tensor]:
+        """Returns the factors of the plain SVD of every head's values, in float64.
+
+        value_factor and readout_factor [heads, _, v_head_dim] are R of V = Q R, where V are the transposed value rows
+        of a head or its columns of the output projection, padded with zeros; value_bias is [heads, v_head_dim].
+        """
+        value_dims, width = self.spec.value_dims, max((*self.spec.value_dims, 1))
+        rows = _table(self.value, value_dims, value_dims, width)
+        columns = torch.zeros(len(value_dims), width, self.spec.width, dtype=torch.float64)
+        weights = self.output.weight.detach().cpu().double().split(value_dims, dim=1)
+        for padded, weight in zip(columns, weights, strict=True):
+            padded[: weight.shape[1]] = weight.mT
+        # Orthonormal factors change no singular value: the SVD of W_O W_V needs only the product of two small R.
+        factors = [torch.linalg.qr(side.mT, mode="r").R for side in (rows[..., :-1], columns)]
+        return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
+
+
+def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], width: int) -> Tensor:
+    augmented = side.augmented()
+    table = augmented.new_zeros(len(rows), width, augmented.shape[1])
+    for head, (part, rank) in enumerate(zip(augmented.split(rows), ranks, strict=True)):
+        table[head, :rank] = part[:rank]
+    return table
+
+
+@contextmanager
+def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[None]:
+    """Runs the layers on other backends inside the context, one each, and restores theirs afterwards."""
+    # Materialized: iterators would be exhausted when the backends are restored.
+    layers = tuple(layers)
+    before = [layer.backend for layer in layers]
+    try:
+        for layer, backend in zip(layers, backends, strict=True):
+            layer.backend = backend
+        yield
+    finally:
+        for layer, backend in zip(layers, before, strict=True):
+            layer.backend = backend

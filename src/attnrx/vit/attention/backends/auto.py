@@ -1,0 +1,165 @@
+"""The backends of a CPU and the default: fused attention, the C++ kernel, and the choice between them by rule."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.attention.backends.backend import Backend
+from attnrx.vit.attention.backends.explicit import FEW_TOKENS, NARROW, Explicit, chunked_attention, unfused_is_faster
+from attnrx.vit.attention.factors import (
+    AttentionContext,
+    Bucket,
+    HeadLayout,
+    HeadOutputs,
+    ScoreFactors,
+    ValueBatch,
+    padded_buckets,
+)
+from attnrx.vit.kernels.compilation import native_library
+from attnrx.vit.kernels.native_attention import (
+    RotationTable,
+    native_attention,
+    native_joint_attention,
+    native_mixed_attention,
+)
+from attnrx.vit.spec import AttentionSpec
+
+# A head's keys are transposed once for all its queries; with fewer queries that costs more than it saves.
+FEW_QUERIES = 8
+
+
+class Fused(Backend):
+    """Fused attention: heads padded to one rank, query and key padded to the width of the values.
+
+    The fused kernels of PyTorch require equal widths of query, key and value, and fall back to a slow path otherwise.
+    The scale is always passed, because its default depends on the padded rank.
+    """
+
+    takes_few_queries = True
+
+    # Above this share of the width of the values, projecting fewer rows saves less than it costs to scatter them
+    # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
+    # few tokens there is little arithmetic to save, and the launch overhead of further operations is larger.
+    FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
+    # The kernels load features in steps of this size; a width between two steps is slower than the next step.
+    STEP = 8
+
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        """Groups all heads that have directions, at the largest rank, or at full width if that is not slower; queries,
+        keys and values have one width.
+        """
+        largest, original = max((*spec.ranks, *spec.value_dims, 1)), max(spec.original_rank, spec.head_dim)
+        # Rounded up to the next step, but never beyond the width of the original.
+        stepped = -(-largest // self.STEP) * self.STEP
+        width, rank = stepped if stepped <= original else largest, max(spec.ranks, default=0)
+        limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
+        # A bucket of rank `width` is padded in the cached weights, one of a smaller rank after the projection.
+        full = spec.keeps_original_norms or rank > limit * width
+        return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
+        query, key = factors.folded()
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=factors.bias, scale=factors.scale)
+
+
+def runs_on(context: AttentionContext) -> bool:
+    """Whether the kernel is built and supports tensors of this context."""
+    return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
+
+
+class Native(Explicit):
+    """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
+
+    Heads are grouped as by `Explicit`. The kernel is built with the user's compiler on first use (`native_library`);
+    without one, and while gradients or a graph are recorded, `Fused` runs in its place. With `sizes`, the number of
+    original tokens in each token, `runs` must have returned True.
+    """
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        return self if self.runs(spec, context) else Fused()
+
+    @staticmethod
+    def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
+        """Whether there is a kernel for this layer in this context."""
+        return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
+
+    def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+        # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
+        # between. Rotations and biases are arguments of it.
+        has_products = not (spec.has_strengths or spec.shares_directions or spec.has_norms or spec.fixes_scores)
+        return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
+
+    def of_joint(
+        self,
+        features: Float[Tensor, "batch tokens _"],
+        rows: tuple[int, ...],
+        value_dims: tuple[int, ...],
+        scale: float,
+        rotation: RotationTable | None = None,
+        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
+    ) -> HeadOutputs:
+        sizes = None if self.sizes is None else self.sizes()
+        return native_joint_attention(features, rows, value_dims, sizes, scale, rotation, bias)
+
+    def __call__(
+        self,
+        buckets: tuple[Bucket, ...],
+        factors: tuple[ScoreFactors, ...],
+        values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ) -> HeadOutputs:
+        sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
+        # Under autocast the projections return lower precision than the layer's float32 inputs.
+        is_native = first.shape[1] >= FEW_QUERIES and first.dtype == torch.float32
+        return (native_outputs if is_native else chunked_attention)(buckets, factors, values, sizes)
+
+
+def native_outputs(
+    buckets: tuple[Bucket, ...],
+    factors: tuple[ScoreFactors, ...],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    sizes: Float[Tensor, "batch keys"] | None,
+) -> HeadOutputs:
+    """Returns the outputs of all heads, concatenated, from the C++ kernel."""
+    mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
+    biases = [part.bias for part in factors if part.bias is not None]
+    if mixtures and biases:  # no kernel takes both
+        return chunked_attention(buckets, factors, values, sizes)
+    if mixtures:
+        blocks, mix = mixtures[0].blocks, factors[0].scale * torch.cat([mixture.weights for mixture in mixtures])
+        return native_mixed_attention(blocks.query, blocks.key, values, blocks.ranks, mix, sizes)
+    remaining_factors, queries, keys, tokens = iter(factors), [], [], factors[0].query.shape[1]
+    for bucket, value in zip(buckets, values, strict=True):
+        if bucket.rank:
+            query, key = next(remaining_factors).folded()
+        else:  # without query and key features the kernel returns the mean of the values
+            query, key = value.new_empty(len(value), value.shape[1], tokens, 0), value[..., :0]
+        queries.append(query)
+        keys.append(key)
+    bias = torch.cat(biases, 1) if biases else None
+    return native_attention(queries, keys, values, sizes, factors[0].scale, bias)
+
+
+def faster(
+    spec: AttentionSpec,
+    context: AttentionContext,
+    sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None,
+    narrow: float = NARROW,
+) -> Backend | None:
+    """Returns a backend that is faster than PyTorch's fused kernel in this context, or None.
+
+    `sizes` is that of `Explicit`.
+    """
+    if Native.runs(spec, context):
+        return Native(sizes)
+    return Explicit(sizes) if unfused_is_faster(spec, context, narrow) else None
+
+
+class Auto(Fused):
+    """Inference on a CPU: the C++ kernel (`Native`), or unfused attention for narrow heads; otherwise the fused
+    kernel. Heads that mix the maps of blocks are never fused."""
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        # A fused kernel would compute every head with all shared directions, instead of the map of each block once.
+        return faster(spec, context) or (Explicit() if spec.mixes_blocks else Fused())

@@ -1,0 +1,273 @@
+"""Backends that pass the attention on: to a token reducer, with tokens weighted by their size, or to an observer."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.attention.backends.auto import FEW_QUERIES, Native, faster, native_outputs, runs_on
+from attnrx.vit.attention.backends.backend import Backend, scores
+from attnrx.vit.attention.backends.explicit import mixed_attention
+from attnrx.vit.attention.factors import AttentionContext, Bucket, HeadLayout, HeadOutputs, ScoreFactors, ValueBatch
+from attnrx.vit.kernels.native_attention import RotationTable
+from attnrx.vit.observation import Observation
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import Part, chunks_of, images_of
+
+
+@dataclass(frozen=True)
+class CapturedAttention:
+    """The captured attention of one layer.
+
+    `attention` are full maps, `class_attention` the rows of the first token, `keys` the mean of the heads' keys, and
+    `value_norms` the norms of the values. `part` are the images of the batch that they cover; None means all.
+    """
+
+    attention: Float[Tensor, "batch heads tokens tokens"] | None = None
+    class_attention: Float[Tensor, "batch heads tokens"] | None = None
+    keys: Float[Tensor, "batch tokens directions"] | None = None
+    value_norms: Float[Tensor, "batch heads tokens"] | None = None
+    part: Part | None = None
+
+    @classmethod
+    def joined(cls, captures: Sequence["CapturedAttention"]) -> "CapturedAttention":
+        """Concatenates the chunks that a layer captured."""
+        if len(captures) < 2:
+            return captures[0] if captures else cls()
+        quantities: dict[str, Any] = {}
+        for name in ("attention", "class_attention", "keys", "value_norms"):
+            if getattr(captures[0], name) is not None:  # every chunk has the same quantities
+                quantities[name] = torch.cat([getattr(captured, name) for captured in captures])
+        return cls(**quantities)
+
+
+class AttentionCapture(Backend):
+    """Attention over tokens of different sizes, all heads in one padded bucket.
+
+    `sizes` returns the size of every token, or None if all are 1; `receive` is called with the quantities in `wanted`:
+    "attention", "class_attention", "keys", "value_norms". If neither full maps nor gradients of the sizes are needed, a
+    fused kernel is used. Full maps are captured in chunks of images that fit the cache.
+    """
+
+    takes_few_queries = True
+
+    # As in `Explicit`. Padding costs more here, because rows are padded after the projection.
+    NARROW = 0.97
+
+    def __init__(
+        self,
+        sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
+        receive: Callable[[CapturedAttention], None],
+        wanted: tuple[str, ...],
+        clamps: Callable[[], bool] = lambda: True,
+    ):
+        self.sizes, self.receive, self.wanted, self.clamps = sizes, receive, wanted, clamps
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        """Returns itself, or a faster backend on a CPU if nothing but class attention has to be captured."""
+        if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
+            return NativeCapture(self.sizes, self.receive)
+        return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
+
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
+        # Rank 1 for a layer whose heads have none: its zero rows give uniform maps, which can be captured as well.
+        rank = max((*spec.ranks, 1))
+        width = max((rank, *spec.value_dims))
+        return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
+        sizes = self.sizes()
+        query, key = factors.folded()
+        # The logarithm of a size 0 is -inf, with an infinite gradient, so sampled sizes do not enter a fused kernel as
+        # its mask (see `sized_softmax`). Full maps are never in memory in a fused kernel.
+        learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
+        if learned or "attention" in self.wanted:
+            return self._unfused(factors, value, sizes)
+        if self.wanted:
+            first = None
+            if "class_attention" in self.wanted:
+                # A fused kernel returns no maps: one row of them, [batch, heads, 1, keys], is computed separately.
+                row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
+                first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
+            self.pass_on(first, factors, value)
+        output = None
+        if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
+            output = native_outputs((factors.bucket,), (factors,), (value,), sizes)
+        elif factors.mixture is not None:
+            output = mixed_attention((factors,), (value,), sizes)
+        if output is not None:  # with the heads side by side, and `attend` returns [batch, heads, queries, width]
+            return output.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
+        # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
+        mask = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
+        if factors.bias is not None:
+            mask = factors.bias if mask is None else factors.bias + mask
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
+        # The export to ONNX decomposes the kernel with a mask into products, whose output has another memory layout.
+        return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
+
+    def _unfused(
+        self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
+    ) -> Float[Tensor, "batch heads queries v_head_dim"]:
+        outputs, heads = [], value.shape[1]
+        for part in chunks_of(value, heads, factors.query.shape[1], factors.key.shape[1]):
+            images = images_of(part)
+            part_sizes = None if sizes is None else sizes[images]
+            attention = sized_softmax(scores(factors.of_images(images)), part_sizes, self.clamps())
+            self.pass_on(attention, factors, value, part)
+            outputs.append(attention @ value[images])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def pass_on(
+        self,
+        attention: Float[Tensor, "part heads queries tokens"] | None,
+        factors: ScoreFactors,
+        value: ValueBatch,
+        part: Part | None = None,
+    ) -> None:
+        """Passes the requested quantities to `receive`; the first row of the attention is that of the class token."""
+        quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
+        if "keys" in self.wanted:
+            quantities["keys"] = factors.key[images_of(part)].mean(2)  # over the heads, [part, tokens, width]
+        if "value_norms" in self.wanted:
+            quantities["value_norms"] = value[images_of(part)].norm(dim=-1)
+        if self.wanted:
+            self.receive(CapturedAttention(**{name: quantities[name] for name in self.wanted}, part=part))
+
+
+class NativeCapture(Native):
+    """The C++ kernel, which returns no attention, beside the attention of the first token, one row per head."""
+
+    def __init__(
+        self,
+        sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
+        receive: Callable[[CapturedAttention], None],
+    ):
+        super().__init__(sizes)
+        self.sizes_of, self.receive = sizes, receive
+
+    @staticmethod
+    def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
+        """Whether the scores are products of rows, without positions and biases of pairs."""
+        plain = spec.form == "dense" and not spec.pair_bias
+        return plain and Native.runs(spec, context) and Native().takes_joint(spec, context)
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        return self  # `supports` was True; falling back to `Fused`, as `Native` does, would capture nothing
+
+    def of_joint(
+        self,
+        features: Float[Tensor, "batch tokens _"],
+        rows: tuple[int, ...],
+        value_dims: tuple[int, ...],
+        scale: float,
+        rotation: RotationTable | None = None,
+        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
+    ) -> HeadOutputs:
+        num_rows = sum(rows)
+        query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
+        # One product for all heads: their queries are the rows of a block diagonal matrix.
+        logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
+        self._pass_on(logits)
+        return super().of_joint(features, rows, value_dims, scale, rotation, bias)
+
+    def __call__(
+        self,
+        buckets: tuple[Bucket, ...],
+        factors: tuple[ScoreFactors, ...],
+        values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ) -> HeadOutputs:
+        remaining_factors, logits = iter(factors), []
+        for bucket, value in zip(buckets, values, strict=True):
+            if bucket.rank:
+                query, key = next(remaining_factors).folded()
+                logits.append(query[:, :, :1] @ key.transpose(-1, -2))
+            else:  # scores of zero
+                logits.append(value.new_zeros(value.shape[0], value.shape[1], 1, value.shape[2]))
+        self._pass_on(torch.cat(logits, dim=1)[:, :, 0] * factors[0].scale)
+        return super().__call__(buckets, factors, values)
+
+    def _pass_on(self, logits: Float[Tensor, "batch heads tokens"]) -> None:
+        sizes = self.sizes_of()
+        if sizes is not None:  # the score of a token of size 0 becomes -inf
+            logits = logits + sizes.log()[:, None]
+        self.receive(CapturedAttention(class_attention=logits.softmax(-1)))
+
+
+@lru_cache(maxsize=256)  # by shape only; float32 on the CPU, as the kernel whose class attention it serves
+def blocks_of(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
+    """Returns the matrix that has `scale` where a direction belongs to a head, else 0."""
+    return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
+
+
+class Observed(Backend):
+    """Computes as `Eager` does, all heads in one padded bucket, and passes the intermediate results to `observe`.
+
+    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture` backend
+    it weights tokens by their size and captures the same quantities.
+    """
+
+    watches = True
+
+    def __init__(
+        self,
+        observe: Callable[[Observation], None],
+        readout: Float[Tensor, "heads v_head_dim width"],
+        capture: AttentionCapture | None = None,
+    ):
+        self.observe = observe
+        self.readout = readout
+        self.capture = capture
+
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        rank = max((*spec.ranks, 1))
+        return (Bucket(0, len(spec.ranks), rank, rank),), (max((*spec.value_dims, 1)),) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
+        logits = scores(factors)
+        attention = sized_softmax(logits, None if self.capture is None else self.capture.sizes())
+        output = attention @ value
+        if self.capture is not None:
+            self.capture.pass_on(attention, factors, value)
+        self.observe(
+            Observation(
+                # Shared directions have one owner; an observation has one entry per head.
+                factors.query.expand(-1, -1, value.shape[1], -1),
+                factors.key.expand(-1, -1, value.shape[1], -1),
+                factors.strength,
+                factors.scale,
+                logits,
+                attention,
+                value,
+                output,
+                self.readout,
+            )
+        )
+        return output
+
+
+def sized_softmax(
+    logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None, clamps: bool = True
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Returns the attention in which every key is weighted by its size; a key of size 0 has weight zero.
+
+    The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
+    finite everywhere: the score of a key of size zero is clamped to the largest score of the others. Without `clamps`
+    the gradient is that of the formula of DynamicViT, for keys of size zero as well: it grows exponentially with their
+    scores, up to the square root of the largest number.
+    """
+    if sizes is None or not logits.shape[-1]:
+        return torch.softmax(logits, dim=-1)
+    weights = sizes[:, None, None, :]
+    # Softmax does not depend on the subtracted constant, so it needs no gradient. It is the largest score of the keys
+    # that are present; without the clamp a removed key with a larger score could overflow, and infinity * 0 is NaN.
+    largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
+    # Half of the range of exponents leaves room for the product with a gradient.
+    limit = 0.0 if clamps else math.log(torch.finfo(logits.dtype).max) / 2
+    weighted = (logits - largest).clamp(max=limit).exp() * weights
+    return weighted / weighted.sum(-1, keepdim=True)

@@ -1,0 +1,166 @@
+"""The interface between forms and backends: the context of a call, the buckets of heads, the factors of the scores."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.shapes import Float, Tensor
+
+ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
+HeadOutputs = Float[Tensor, "batch queries features"]
+"""The outputs of all heads, concatenated."""
+
+
+class AttentionContext(NamedTuple):
+    """The shape, device and recording state of one call.
+
+    A call is free if nothing of it is recorded: no gradients, no captured graph. Only then may buffers be reused and
+    the batch be computed in chunks. In an export for batches of any size the number of images is unknown.
+    """
+
+    images: int | torch.SymInt
+    tokens: int | torch.SymInt
+    device: str
+    dtype: torch.dtype
+    threads: int
+    free: bool
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> "AttentionContext":
+        """Returns the context of tokens of shape [batch, tokens, width]."""
+        free = not is_recorded()
+        # A recorded graph must not depend on the threads of the machine that records it.
+        threads = torch.get_num_threads() if free else 0
+        return cls(tokens.shape[0], tokens.shape[1], tokens.device.type, tokens.dtype, threads, free)
+
+    @property
+    def free_on_cpu(self) -> bool:
+        return self.free and self.device == "cpu"
+
+    def has_fewer_than(self, count: int) -> bool:
+        """Whether all images together are known to have fewer tokens.
+
+        False during export: the result would hold for batches of one size only, and in a strict export (Dynamo) a
+        symbolic size is an int.
+        """
+        if torch.compiler.is_exporting():
+            return False
+        total = self.images * self.tokens
+        return isinstance(total, int) and total < count
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring heads that are computed together.
+
+    Every head is projected to `rank` directions, the largest rank of theirs or more, and enters the kernel with `width`
+    of them, the last ones zero.
+    """
+
+    start: int
+    stop: int
+    rank: int
+    width: int
+
+    @property
+    def heads(self) -> slice:
+        """The heads of the bucket, in storage order."""
+        return slice(self.start, self.stop)
+
+
+HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
+"""The buckets of the heads, and the padded value dimension of every head."""
+
+
+@dataclass
+class BlockFactors:
+    """The directions that all heads share, in blocks of `ranks[b]` neighbouring ones; the buckets have one instance."""
+
+    query: Float[Tensor, "batch queries directions"]
+    key: Float[Tensor, "batch keys directions"]
+    ranks: tuple[int, ...]
+    # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
+    _maps: Tensor | None = None
+
+    def of_images(self, images: slice) -> "BlockFactors":
+        """Returns the blocks of a part of the batch."""
+        return BlockFactors(self.query[images], self.key[images], self.ranks)
+
+    def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
+        """Returns the products of queries and keys of every block, zero for an empty one; computed once."""
+        if self._maps is None:
+            # Blocks have different ranks, so one batched product is impossible; an empty block gives a product of
+            # zeros.
+            sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
+            self._maps = torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
+        return self._maps
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How the score maps of the blocks are mixed for the heads of one bucket."""
+
+    blocks: BlockFactors
+    weights: Float[Tensor, "heads blocks"]
+
+    def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
+        """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
+        maps = self.blocks.maps()
+        # One product, [heads, blocks] @ [batch, blocks, queries * keys]; the scale multiplies the small matrix, not the
+        # maps.
+        mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
+        return mixed.unflatten(2, maps.shape[2:])
+
+
+@dataclass(frozen=True)
+class ScoreFactors:
+    """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
+
+    The rows of query and key are divided by their norms, and rotated, already where the form does that; `strength` is
+    None where it is one. There are as many owners as heads, or a single one of directions that all heads share. With
+    `mixture` all directions of a block have the same strength in a head: fewer operations give the same scores, as a
+    weighted sum of the score maps of the blocks. `bias` is added to the scores, if given, of all images or of each.
+    """
+
+    bucket: Bucket
+    query: Float[Tensor, "batch queries owners width"]
+    key: Float[Tensor, "batch keys owners width"]
+    strength: Float[Tensor, "heads width"] | None
+    scale: float
+    mixture: Mixture | None = None
+    bias: Float[Tensor, "images heads queries keys"] | None = None
+
+    def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
+        """Returns query and key for the fused kernels: heads first, the strength multiplied into the query."""
+        # Fused kernels have no diagonal between query and key: a strength is folded into one side. It differs by head,
+        # so shared rows [batch, tokens, 1, width] get as many heads as it has; the keys only by a view.
+        query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
+        key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+    def of_images(self, images: slice) -> "ScoreFactors":
+        """Returns the factors of a part of the batch."""
+        mixture = None if self.mixture is None else replace(self.mixture, blocks=self.mixture.blocks.of_images(images))
+        # A bias with one entry is that of all images.
+        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[images]
+        return replace(self, query=self.query[images], key=self.key[images], mixture=mixture, bias=bias)
+
+
+def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
+    """Groups neighbouring heads of equal rank and equal value dimension, so that nothing is padded."""
+    buckets: list[Bucket] = []
+    for head, rank in enumerate(ranks):
+        if buckets and buckets[-1].rank == rank and (value_dims is None or value_dims[head] == value_dims[head - 1]):
+            buckets[-1] = Bucket(buckets[-1].start, head + 1, rank, rank)
+        else:
+            buckets.append(Bucket(head, head + 1, rank, rank))
+    return tuple(buckets)
+
+
+def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
+    """Groups neighbouring heads that have any directions, at one rank and width; heads of rank 0 are not grouped."""
+    # Equal numbers are one bucket: all ranks above 0 are replaced by the common rank before they are grouped.
+    grouped = exact_buckets(tuple(rank if head_rank else 0 for head_rank in ranks))
+    return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in grouped)

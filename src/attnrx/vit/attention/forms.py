@@ -1,0 +1,384 @@
+"""The forms of attention: how tokens become the factors of the scores."""
+
+import itertools
+from abc import ABC, abstractmethod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.attention.factors import BlockFactors, Bucket, Mixture, ScoreFactors
+from attnrx.vit.attention.head_linear import HeadLinear, in_buckets, padding_index
+from attnrx.vit.attention.positions import Positions
+from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.kernels.native_attention import RotationTable
+from attnrx.vit.spec import AttentionSpec
+
+Queries = Float[Tensor, "batch queries rows"]
+Keys = Float[Tensor, "batch keys rows"]
+
+
+class ScoreForm(nn.Module, ABC):
+    """Computes score factors from tokens: two projections and the operations of the form."""
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+        self.spec = spec
+        self.query = HeadLinear(spec.width, spec.rows, spec.has_bias("query"))
+        self.key = HeadLinear(spec.width, spec.rows, spec.has_bias("key"))
+
+    @abstractmethod
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the factors of every bucket that has directions, in order; heads of rank 0 have none.
+
+        `query` and `key` are the outputs of the two projections, padded to `rows`.
+        """
+
+    def placed(
+        self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
+    ) -> Float[Tensor, "batch tokens rows"]:
+        """Returns projected rows, padded to `rows`, at the positions of their tokens."""
+        return features
+
+    def strengths(self) -> Tensor:
+        """Returns the strengths of the stored directions of every head, in storage order."""
+        return torch.ones(sum(self.spec.ranks))
+
+    @abstractmethod
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        """Writes the strengths of the stored directions of every head, in storage order."""
+
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Returns the number of projected rows of query and key per owner."""
+        per_bucket = zip(buckets, self._rows_of_heads(buckets), strict=True)
+        return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
+
+    def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
+        """Returns every bucket that has directions with its rows of query and key."""
+        rows = self._rows_of_heads(buckets)
+        sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
+        return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
+
+    def _rows_of_heads(self, buckets: tuple[Bucket, ...]) -> list[int]:
+        """Returns the number of projected rows of each head, by bucket."""
+        # The original norm of a row needs all directions; a head of rank 0 has no scores, so it needs no norm.
+        original = self.spec.keeps_original_norms
+        return [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
+
+
+class DenseForm(ScoreForm):
+    """Plain dot products of query and key: strength one, no norms."""
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the projected rows, followed by zeros up to the width of their bucket."""
+        return tuple(
+            ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, self.spec.scale)
+            for bucket, q, k in self.parts(query, key, buckets)
+        )
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        """Multiplies the query rows, because the form has no strengths."""
+        factors = torch.cat([self.query.weight.new_zeros(0), *strengths])
+        if not torch.equal(factors, torch.ones_like(factors)):
+            self.query.weight.mul_(factors.to(self.query.weight.dtype)[:, None])
+            if self.query.bias is not None:
+                self.query.bias.mul_(factors.to(self.query.bias.dtype))
+
+
+class RotaryForm(DenseForm):
+    """Dot products of query and key whose pairs of rows are rotated by their token's position (Su et al., 2021).
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin) with the angles of its frequency, so that the scores depend on
+    the differences of positions. Rows before the pairs of a head are not rotated.
+    """
+
+    def placed(
+        self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
+    ) -> Float[Tensor, "batch tokens rows"]:
+        positions = required_rotation(positions)
+        assert positions.cos is not None and positions.sin is not None
+        # A gather instead of a loop over the pairs of every head: each row times the cosine of its column, plus its
+        # partner times the signed sine. The column after the last, cosine 1 and sine 0, is that of rows that stay.
+        heads, pairs = positions.cos.shape[2:]
+        column, partner, sign = (index.to(features.device) for index in rotation_index(self.spec, rows, heads, pairs))
+        count, prefix = features.shape[1], positions.prefix
+        first, rest = features[:, : min(prefix, count)], features[:, prefix:]
+        if not rest.shape[1]:  # the queries of the last-layer class-token shortcut
+            return features
+        cos, sin = (side.flatten(2).to(features.dtype) for side in (positions.cos, positions.sin))
+        cos = F.pad(cos, (0, 1), value=1.0)[..., column]
+        sin = F.pad(sin, (0, 1))[..., column] * sign.to(features.dtype)
+        return torch.cat([first, rest * cos + rest[..., partner] * sin], dim=1)
+
+    def rotation_table(self, positions: Positions) -> RotationTable:
+        """Returns the rotations of the kept pairs for the C++ kernel, in float32."""
+        # With the positions, which `RotationCache` returns to every call while the embedding is the same.
+        if positions.tables is None:
+            object.__setattr__(positions, "tables", WeakKeyDictionary())
+        assert positions.tables is not None
+        table = positions.tables.get(self)
+        if table is None:
+            table = positions.tables[self] = self._rotation_table(positions)
+        return table
+
+    def _rotation_table(self, positions: Positions) -> RotationTable:
+        assert positions.cos is not None and positions.sin is not None
+        spec, (heads, frequencies) = self.spec, positions.cos.shape[2:]
+        pairs = spec.pairs or ()
+        counts = [len(head_pairs) for head_pairs in pairs]
+        stills = [rank - 2 * count for rank, count in zip(spec.ranks, counts, strict=True)]
+        sides = [side.flatten(2).float() for side in (positions.cos, positions.sin)]
+        if heads == 1 and all(head_pairs == tuple(range(frequencies)) for head_pairs in pairs):
+            columns = [0] * len(pairs)  # an uncompressed layer: all heads use the table as it is
+        else:
+            # The kernel reads consecutive columns, so the kept pairs of every head are copied side by side.
+            index = [
+                (head if heads > 1 else 0) * frequencies + pair
+                for head, head_pairs in zip(spec.heads, pairs, strict=True)
+                for pair in head_pairs
+            ]
+            sides = [side[..., torch.tensor(index, dtype=torch.long)] for side in sides]
+            columns = [0, *itertools.accumulate(counts)][: len(counts)]
+        return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, positions.prefix])
+
+
+class SharedForm(ScoreForm):
+    """CP SlimAtt (Eqs. 3-4): all heads share their directions, and each has its own strengths (the fusion matrix)."""
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
+
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Returns the number of shared rows, padded to the width of the buckets; zero for rank 0."""
+        return (_shared_width(buckets),)
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the shared rows, and the strengths of every head."""
+        # The rows of the padding are zero already; strengths are padded so that the shapes agree.
+        strength = F.pad(self.strength, (0, _shared_width(buckets) - self.strength.shape[1]))
+        sides = query.unsqueeze(2), key.unsqueeze(2)
+        return tuple(
+            ScoreFactors(bucket, *sides, strength[bucket.heads], self.spec.scale) for bucket in buckets if bucket.rank
+        )
+
+    def strengths(self) -> Float[Tensor, "heads directions"]:
+        return self.strength
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        if strengths:
+            self.strength.copy_(torch.stack(strengths))
+
+
+class MixedForm(ScoreForm):
+    """IrrAtt (Eq. 6): the shared directions are in blocks, and every head mixes the score maps of the blocks.
+
+    It equals the shared form in which a head has one strength for all directions of a block, `mix[head, block]`.
+    """
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Returns the number of rows of every block; those of the last one are padded to the width of the buckets."""
+        # A zero row in the last block adds nothing to its map, so no further block is needed.
+        blocks, width = self.spec.rows, _shared_width(buckets)
+        return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the shared rows, the weights of the blocks in every head, and the strengths that follow from them."""
+        rows = self.rows(buckets)
+        # Both descriptions of the same scores: fused kernels take strengths per direction, unfused backends the
+        # mixture.
+        strength = self._kept(rows, (self.mix,), lambda: self.mix[:, _block_index(rows, self.mix)])
+        blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
+        return tuple(
+            ScoreFactors(
+                bucket, *sides, strength[bucket.heads], self.spec.scale, Mixture(blocks, self.mix[bucket.heads])
+            )
+            for bucket in buckets
+            if bucket.rank
+        )
+
+    def strengths(self) -> Float[Tensor, "heads directions"]:
+        return self.mix[:, _block_index(self.spec.rows, self.mix)]
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        """Raises NotSupported for strengths that differ within a block."""
+        blocks = torch.stack(strengths).split(self.spec.rows, dim=1)
+        for block, strength in enumerate(blocks):
+            if bool((strength != strength[:, :1]).any()):
+                raise NotSupported(
+                    "heads of mixed attention have one strength per block of directions, and this prescription gives "
+                    f"those of block {block} different ones, so it has no mask; realize it by='compress'."
+                )
+            if strength.shape[1]:
+                self.mix[:, block] = strength[:, 0].to(self.mix.dtype)
+
+
+class SvdaForm(ScoreForm):
+    """SVDA (Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
+
+    With `norms="original"` the rows are divided by the norm over all original directions before the kept ones, which
+    are stored first, enter the scores; that is exact, and saves no projection.
+    """
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
+        self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        # Padding is several small operations per bucket, so it is done once per change of the strengths.
+        strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
+        return tuple(
+            ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
+            for bucket, q, k in self.parts(query, key, buckets)
+        )
+
+    def strengths(self) -> Float[Tensor, "directions"]:
+        return self.strength
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        # The empty tensor is for a layer without heads: cat refuses an empty list.
+        self.strength.copy_(torch.cat([self.strength.new_zeros(0), *strengths]))
+
+    def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:
+        if self.spec.keeps_original_norms:  # the removed directions follow the kept ones, and their strength is zero
+            return unit_rows(rows)[..., : bucket.width]
+        return unit_rows(rows, bucket.width)
+
+    def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
+        """Returns the strengths per bucket, each head padded with zeros to the width of its bucket."""
+        padded, start = {}, 0
+        for bucket in buckets:
+            ranks = self.spec.ranks[bucket.heads]
+            strength = self.strength[start : start + sum(ranks)]
+            start += sum(ranks)
+            if any(rank != bucket.width for rank in ranks):
+                index = padding_index(ranks, (bucket.width,) * len(ranks)).to(strength.device)
+                strength = F.pad(strength, (0, 1)).index_select(0, index)
+            padded[bucket] = strength.view(len(ranks), bucket.width)
+        return padded
+
+
+def _shared_width(buckets: tuple[Bucket, ...]) -> int:
+    return max((bucket.width for bucket in buckets if bucket.rank), default=0)
+
+
+def _block_index(rows: tuple[int, ...], like: Tensor) -> Int[Tensor, "directions"]:
+    return torch.tensor([block for block, rank in enumerate(rows) for _ in range(rank)], device=like.device)
+
+
+def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
+    return rows if bucket.rank == bucket.width else F.pad(rows, (0, bucket.width - bucket.rank))
+
+
+def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
+    """Divides every row by its Euclidean norm (Eq. 4); with a `width`, zeros follow up to it.
+
+    A zero row stays zero and has zero gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in
+    float32 or better, so float16 rows cannot overflow.
+    """
+    padding = 0 if width is None else width - rows.shape[-1]
+    # `out=`, which spares a copy below, does not support gradients.
+    if torch.is_grad_enabled():
+        unit = _UnitRows.apply(rows)
+        assert isinstance(unit, Tensor)
+        return F.pad(unit, (0, padding)) if padding else unit
+    inverse = inverse_norms(rows).to(rows.dtype)
+    if not padding:
+        return rows * inverse
+    # The products are written into the padded buffer: padding them afterwards would be one more copy.
+    padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + padding)
+    padded[..., rows.shape[-1] :] = 0
+    torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
+    return padded
+
+
+def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
+    """Returns one over the Euclidean norm of every row, in float32 or better; zero for a zero row."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
+    # Below the smallest normal number the reciprocal overflows: such a row is treated as zero.
+    return torch.where(norms > torch.finfo(wide).tiny, norms.reciprocal(), torch.zeros_like(norms))
+
+
+class _UnitRows(torch.autograd.Function):
+    # Written by hand: autograd's own graph for x / |x| makes about twice as many passes over memory, which is the
+    # overhead of an SVDA layer over fused dense attention in eager mode.
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        inverse = inverse_norms(rows)
+        ctx.save_for_backward(rows, inverse)
+        # In half precision the product is rounded like every other one: a factor of at most 1 + 2^-9 a row in bfloat16.
+        return rows * inverse.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        rows, inverse = ctx.saved_tensors
+        along = (gradient * rows).sum(-1, keepdim=True, dtype=inverse.dtype)
+        # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|; the factor of x is formed in float32.
+        tangent = torch.addcmul(gradient, rows, (along * inverse.square()).to(rows.dtype), value=-1)
+        return tangent.mul_(inverse.to(rows.dtype))
+
+
+def required_rotation(positions: Positions | None) -> Positions:
+    """Returns the positions; raises InvalidInput where they have no rotations."""
+    if positions is None or positions.cos is None or positions.sin is None:
+        raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
+    return positions
+
+
+def rotation_index(
+    spec: AttentionSpec, rows: tuple[int, ...], heads: int, frequencies: int
+) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
+    """Returns, for every projected row, the column of its angle among `heads` x `frequencies`, its partner, and the
+    sign of the partner's sine; rows that are not rotated have the column after the last one.
+
+    `rows` are the padded numbers of rows per head; `heads` is 1 where all heads have the same angles.
+    """
+    # The rows of a head: those that stay, the real parts of the pairs, their imaginary parts, the padding. A real part
+    # a becomes a cos - b sin and an imaginary part b becomes b cos + a sin, so the partner of each is the other one,
+    # and only the real part has a negative sine. Rows that stay are their own partner.
+    column, partner, sign = [], [], []
+    start = 0
+    for rank, num_rows, head, pairs in zip(spec.ranks, rows, spec.heads, spec.pairs or (), strict=True):
+        still, count = rank - 2 * len(pairs), len(pairs)
+        base = (head if heads > 1 else 0) * frequencies
+        angles = [base + pair for pair in pairs]
+        column += [heads * frequencies] * still + 2 * angles + [heads * frequencies] * (num_rows - rank)
+        first_real = start + still
+        partner += [
+            *range(start, first_real),
+            *range(first_real + count, first_real + 2 * count),
+            *range(first_real, first_real + count),
+            *range(start + rank, start + num_rows),
+        ]
+        sign += [1] * still + [-1] * count + [1] * (count + num_rows - rank)
+        start += num_rows
+    return torch.tensor(column), torch.tensor(partner), torch.tensor(sign)
+
+
+def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
+    """Returns the frequency by which every row of a head is rotated, -1 for rows that are not and for padding."""
+    frequencies = torch.full((len(spec.ranks), max((*spec.ranks, 1))), -1)
+    for row, rank, pairs in zip(frequencies, spec.ranks, spec.pairs or (), strict=True):
+        row[rank - 2 * len(pairs) : rank] = torch.tensor(2 * pairs, dtype=torch.long)  # real, then imaginary parts
+    return frequencies
+
+
+FORMS: dict[str, type[ScoreForm]] = {
+    "dense": DenseForm,
+    "svda": SvdaForm,
+    "shared": SharedForm,
+    "mixed": MixedForm,
+    "rotary": RotaryForm,
+}

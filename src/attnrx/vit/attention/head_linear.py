@@ -1,0 +1,167 @@
+"""A linear projection whose heads may have different numbers of rows."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.support.shapes import Float, Tensor, TokenBatch
+from attnrx.vit.attention.factors import Bucket
+from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.kernels.packed_linear import LinearMap, is_packed
+
+
+class HeadLinear(nn.Module):
+    """Projects tokens to `rows[h]` features for every head h, stored unpadded in one weight of sum(rows) rows."""
+
+    joins: ClassVar[bool] = True
+    """Whether `spread` is all it does, so that another's matrix product may compute it."""
+
+    def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
+        super().__init__()
+        self.rows = rows
+        self.weight = nn.Parameter(torch.empty(sum(rows), width))
+        self.bias = nn.Parameter(torch.zeros(sum(rows))) if bias else None
+        if self.weight.numel():  # every head may have rank 0, or be gone
+            nn.init.trunc_normal_(self.weight, std=0.02)
+        self._kept: CachedWeights[LinearMap] = CachedWeights()
+
+    def forward(self, tokens: TokenBatch) -> Float[Tensor, "batch tokens rows"]:
+        return F.linear(tokens, self.weight, self.bias)
+
+    def padded(self, tokens: TokenBatch, rows: tuple[int, ...]) -> Float[Tensor, "batch tokens rows"]:
+        """Returns `rows[h]` features for every head h; features beyond the head's own are zero."""
+        if rows == self.rows:
+            return self(tokens)
+        return self._kept(rows, (self.weight, self.bias), lambda: LinearMap(*self.spread(rows)))(tokens)
+
+    def augmented(self) -> Float[Tensor, "rows augmented"]:
+        """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
+        # Homogeneous coordinates: decompositions then treat the bias as one more entry of every direction.
+        bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
+        return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
+
+    def spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Returns weight and bias with zero rows for the padding."""
+        if rows == self.rows:
+            return self.weight, self.bias
+        # One gather pads all heads: every row of the padding reads the zero row that is appended last.
+        index = padding_index(self.rows, rows).to(self.weight.device)
+        weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
+        return weight, None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
+
+
+Side = tuple[HeadLinear, tuple[int, ...]]
+"""A projection, and how many rows every head gets of it."""
+
+
+class FusedQKV:
+    """Several projections of the same tokens as one matrix product, while no gradients are needed.
+
+    One wide product is faster than several narrow ones, especially for few tokens. Its weight is a copy of theirs,
+    which is cached.
+    """
+
+    def __init__(self):
+        self._kept: CachedWeights[LinearMap] = CachedWeights()
+
+    def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
+        """Returns the result of `padded` for every projection."""
+        return self.split(self.product(tokens, sides), tokens, sides)
+
+    def split(self, joint: Tensor | None, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
+        """Returns the result of `padded` for every projection, from `product` or, where that is None, one by one."""
+        if joint is None:
+            return [side.padded(tokens, rows) for side, rows in sides]
+        return list(torch.split_with_sizes(joint, [sum(rows) for _, rows in sides], -1))
+
+    def product(self, tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"] | None:
+        """Returns the results of all projections, concatenated; None where they have to be computed one by one."""
+        # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
+        parameters: list[Tensor | None] = []
+        for side, _ in sides:
+            parameters += (side.weight, side.bias)
+            # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
+            if side._forward_hooks or side._forward_pre_hooks or not side.joins:
+                return None
+        # Without the cache (gradients, compilation) the joint weight would be copied together in every call.
+        if not CachedWeights.possible(parameters):
+            return None
+        return self._kept(tuple([rows for _, rows in sides]), parameters, lambda: _joined(sides))(tokens)
+
+
+def _joined(sides: Sequence[Side]) -> LinearMap:
+    parts = [side.spread(rows) for side, rows in sides]
+    weight = torch.cat([weight for weight, _ in parts])
+    if all(bias is None for _, bias in parts):
+        return LinearMap(weight, None)
+    # Some models have biases for queries and values only; the product needs one for every row.
+    return LinearMap(
+        weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
+    )
+
+
+def in_buckets(
+    features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
+) -> list[Float[Tensor, "batch tokens _ _"]]:
+    """Splits projected rows by bucket, with `rows` per owner: [batch, tokens, owners, rows] each."""
+    if len(buckets) == 1:  # the usual case, without the overhead of a split
+        return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
+    shapes = [(bucket.stop - bucket.start, count) for bucket, count in zip(buckets, rows, strict=True)]
+    parts = features.split([owners * count for owners, count in shapes], dim=-1)
+    return [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class OutputProjection(nn.Module):
+    """The output projection of concatenated heads with `value_dims[h]` features of head h, stored unpadded."""
+
+    def __init__(self, value_dims: tuple[int, ...], width: int, bias: bool = True):
+        super().__init__()
+        self.value_dims = value_dims
+        self.weight = nn.Parameter(torch.empty(width, sum(value_dims)))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        if self.weight.numel():
+            nn.init.trunc_normal_(self.weight, std=0.02)
+        self._kept: CachedWeights[LinearMap] = CachedWeights()
+
+    def forward(self, features: Float[Tensor, "batch tokens features"]) -> TokenBatch:
+        if not is_packed(features, self.weight):
+            return F.linear(features, self.weight, self.bias)
+        return self._map(self.value_dims)(features)
+
+    def padded(self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]) -> TokenBatch:
+        """Projects heads that are padded to `value_dims[h]` features; features beyond the head's own are ignored."""
+        return self(features) if value_dims == self.value_dims else self._map(value_dims)(features)
+
+    def _map(self, value_dims: tuple[int, ...]) -> LinearMap:
+        return self._kept(value_dims, (self.weight, self.bias), lambda: LinearMap(self.spread(value_dims), self.bias))
+
+    def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
+        """Returns the weight with zero columns for the padding."""
+        if value_dims == self.value_dims:
+            return self.weight
+        # By zero columns the padded features of a head do not reach the output.
+        index = padding_index(self.value_dims, value_dims).to(self.weight.device)
+        return F.pad(self.weight, (0, 1)).index_select(1, index)
+
+
+def padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
+    """Returns the stored row of every padded row, or the index of the zero row that follows the last one."""
+    # A tensor created during export is symbolic and must not be cached; a trace that reads the cache would differ from
+    # one that fills it.
+    is_captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return _padding_index(rows, padded) if is_captured else _kept_padding_index(rows, padded)
+
+
+def _padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
+    zero, index, first = sum(rows), [], 0
+    for num_rows, num_padded in zip(rows, padded, strict=True):
+        index += [*range(first, first + num_rows), *([zero] * (num_padded - num_rows))]
+        first += num_rows
+    return torch.tensor(index, dtype=torch.long)
+
+
+_kept_padding_index = lru_cache(maxsize=256)(_padding_index)

@@ -1,0 +1,68 @@
+"""Costs of a model: parameters and MACs in closed form and counted; latency and memory measured."""
+
+from attnrx.support.runtime.hardware import device_name
+from attnrx.vit.costs.compressed_shapes import Compression
+from attnrx.vit.costs.conditions import Conditions
+from attnrx.vit.costs.conventions import CONVENTIONS, IRRATT, SVDA, Convention, Price, paper_convention
+from attnrx.vit.costs.flop_counting import count_params, count_product_macs
+from attnrx.vit.costs.latency import (
+    LatencyComparison,
+    LatencyProtocol,
+    Ratio,
+    Timing,
+    compare_latencies,
+    compare_latency,
+    factors_text,
+    interleave,
+    speed_text,
+)
+from attnrx.vit.costs.memory import MemoryComparison, PeakMemory, compare_memory, profiled
+from attnrx.vit.costs.model_costs import (
+    LayerCosts,
+    ModelCosts,
+    PartCosts,
+    Saving,
+    TokenCosts,
+    direction_costs,
+    layer_costs,
+    linear_costs,
+    norm_costs,
+    token_costs,
+)
+
+__all__ = [
+    "CONVENTIONS",
+    "IRRATT",
+    "SVDA",
+    "Compression",
+    "Conditions",
+    "Convention",
+    "LatencyComparison",
+    "LatencyProtocol",
+    "LayerCosts",
+    "MemoryComparison",
+    "ModelCosts",
+    "PartCosts",
+    "PeakMemory",
+    "Price",
+    "Ratio",
+    "Saving",
+    "Timing",
+    "TokenCosts",
+    "compare_latencies",
+    "compare_latency",
+    "compare_memory",
+    "count_params",
+    "count_product_macs",
+    "device_name",
+    "direction_costs",
+    "factors_text",
+    "interleave",
+    "layer_costs",
+    "linear_costs",
+    "norm_costs",
+    "paper_convention",
+    "profiled",
+    "speed_text",
+    "token_costs",
+]

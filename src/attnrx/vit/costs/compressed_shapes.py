@@ -1,0 +1,105 @@
+"""Compressed forms by name: the shape after a compression, before anything is computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.vit.spec import BIASES, AttentionSpec
+
+PATHWAY_FORMS = ("full", "truncatt", "cp", "irratt")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How every layer is compressed: its query-key pathway, its value-output pathway, its MLP.
+
+    `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
+    (R directions in as many blocks as heads, whose maps are mixed). `vo` is the value dimension of each head, `mlp` the
+    rank of both maps of the MLP, each as two factors; None means unchanged.
+
+    A compressed pathway keeps no useless bias: the query's is stored at the compressed width, the key's is dropped (it
+    adds a constant to every row of scores), the value's is folded into the output's. A rank that keeps all directions
+    or features compresses nothing.
+    """
+
+    qk: str = "full"
+    vo: int | None = None
+    mlp: int | None = None
+
+    def __post_init__(self):
+        _parsed(self.qk)
+        for name in ("vo", "mlp"):
+            rank = getattr(self, name)
+            if rank is not None and rank < 1:
+                raise InvalidInput(f"{name}={rank}: give a rank of at least 1, or None for no compression.")
+
+    def spec(self, full: AttentionSpec) -> AttentionSpec:
+        """Returns the shape of a layer's attention after compression.
+
+        Raises:
+            InvalidInput: The layer is compressed already, or has no such rank.
+            NotSupported: The scores are not plain dot products, and `qk` is to be compressed.
+        """
+        form, rank = _parsed(self.qk)
+        if (form != "full" or self.vo is not None) and not full.is_full:
+            raise InvalidInput(
+                f"ranks {full.ranks} and value ranks {full.value_dims}: compressed already; pass the original shape."
+            )
+        if form != "full" and full.has_strengths:
+            raise NotSupported(
+                f"{self.qk} rewrites plain dot products, and this attention is {full.form}; "
+                "its directions are removed by a prescription instead."
+            )
+        return _read_out(full if form == "full" else _scored(full, form, rank), self.vo)
+
+    def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
+        """The ranks of both maps of every layer's MLP, or None if they are unchanged."""
+        if self.mlp is None:
+            return None
+        for spec in specs:
+            _require("mlp", self.mlp, spec.width)
+        return ((self.mlp, self.mlp),) * len(specs)
+
+
+def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
+    heads, directions = len(spec.heads), sum(spec.ranks)
+    # So many shared directions contain every head's own.
+    _require(form, rank, spec.original_rank if form == "truncatt" else directions)
+    # A rank that keeps all of the heads' own directions changes nothing.
+    if form != "cp" and rank == (spec.original_rank if form == "truncatt" else directions):
+        return spec
+    smaller = replace(spec, biases=tuple(bias for bias in spec.biases if bias != "key"))
+    if form == "truncatt":
+        return replace(smaller, ranks=(rank,) * heads)
+    # The directions are spread over the blocks as evenly as possible: the costs depend on their number only.
+    size, remainder = divmod(rank, heads)
+    blocks = tuple(size + (block < remainder) for block in range(heads))
+    return smaller.with_shared_directions(rank, blocks if form == "irratt" else None)
+
+
+def _read_out(spec: AttentionSpec, rank: int | None) -> AttentionSpec:
+    if rank is None:
+        return spec
+    _require("vo", rank, spec.head_dim)
+    if rank == spec.head_dim:
+        return spec
+    # The value bias moves to the output projection, which gets one if it had none; in the order of BIASES.
+    names = {*spec.biases, "output"} if spec.has_bias("value") else set(spec.biases)
+    biases = tuple(bias for bias in BIASES if bias in names and bias != "value")
+    return replace(spec, value_ranks=(rank,) * len(spec.heads), biases=biases)
+
+
+def _require(name: str, rank: int, most: int) -> None:
+    if not 1 <= rank <= most:
+        raise InvalidInput(f"{name} of rank {rank}: this layer has 1 to {most}.")
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    form, colon, rank = text.partition(":")
+    if form not in PATHWAY_FORMS:
+        raise UnknownName("form of query and key", form, PATHWAY_FORMS)
+    if form == "full" and not colon:
+        return form, 0
+    if form == "full" or not rank.isdecimal():
+        raise InvalidInput(f"{text!r}: write 'full', or a form and its rank, e.g. 'irratt:192'.")
+    return form, int(rank)

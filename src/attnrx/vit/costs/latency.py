@@ -1,0 +1,280 @@
+"""The latency of a candidate relative to its reference, measured in one process under stated conditions."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from attnrx.support.arguments import COUNT, one_of, optional, require_fields, whole
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.progress import track
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.costs.conditions import Conditions
+from attnrx.vit.costs.memory import profiled
+
+# The 97.5 % quantiles of Student's t for the intervals of 2, 3 and 4 parts of a run.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182}
+INTERVAL = "t over the medians of four consecutive parts of one run"
+# The roles beside the candidates in one run; blank, as no name of a candidate is.
+REFERENCE, UNCHANGED = "", " "
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run: median, tenth and ninetieth percentile."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Float[Tensor, "runs"]) -> "Timing":
+        return cls(*torch.quantile(seconds, seconds.new_tensor([0.5, 0.1, 0.9])).tolist())
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median over rounds of one time divided by the other of the same round, with its 95 % interval.
+
+    The interval is a t interval over the medians of four consecutive parts of the run (batch means), on the scale of
+    the logarithm. It is that of one process: a repetition in another process can differ by more.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Float[Tensor, "runs"], reference: Float[Tensor, "runs"]) -> "Ratio":
+        """Pairs the runs of each round: runs close in time share the load of other processes, which cancels in the
+        ratio.
+        """
+        ratios = (seconds / reference).double()  # [runs]
+        if len(ratios) < 2:
+            raise InvalidInput(f"{len(ratios)} round: an interval needs at least two.")
+        # What remains of the load lasts for many rounds, and a bootstrap of single rounds would take them for
+        # independent: its 95 % interval covers the ratio in 60 % of the runs. Quarters of the run are nearly
+        # independent; fewer parts would have much wider intervals (benchmarks/coverage.py).
+        parts = ratios.tensor_split(min(len(ratios), max(STUDENT)))
+        # Medians, not means: in some rounds the machine does something else.
+        value, medians = float(_median(ratios)), torch.stack([_median(part).log() for part in parts])
+        # The shorter the parts are, the more their neighbours are correlated, and their spread too small.
+        spread = float(medians.std()) * (1 + len(parts) / len(ratios))
+        factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
+        return cls(value, value / factor, value * factor)
+
+
+def _median(values: Float[Tensor, "values"]) -> Float[Tensor, ""]:
+    # Not torch.median, which takes the lower of the two middle values.
+    return torch.quantile(values, 0.5)
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, clock: str = "wall"
+) -> dict[str, Float[Tensor, "runs"]]:
+    """Times every run once per round and returns the seconds by name.
+
+    `clock` is one of CLOCKS. Every second round runs in reverse order, so that no run always follows the same one.
+    Garbage is collected before the rounds, not during them.
+    """
+    if rounds < 1 or warmup < 0 or not runs:
+        raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
+    if clock not in CLOCKS:
+        raise UnknownName("clock", clock, CLOCKS)
+    measure = CLOCKS[clock]
+    for _ in range(warmup):
+        for run in runs.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs.items())
+    # A collection in the middle of a round would be part of the time of one run.
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in track(range(rounds), "measuring latency"):
+            for name, run in order:
+                seconds[name].append(measure(run))
+            order.reverse()
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: torch.tensor(times, dtype=torch.float64) for name, times in seconds.items()}
+
+
+def _elapsed(now: Callable[[], float], run: Callable[[], object]) -> float:
+    start = now()
+    run()
+    return now() - start
+
+
+def _cuda_seconds(run: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()  # events are timed by the device, so the synchronization is not measured
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+# "cpu" is the CPU time of the process on all its threads: on one thread it hardly depends on other load of the
+# machine; on several it includes their waiting, so only "wall" is the latency that a user measures.
+CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
+    "wall": partial(_elapsed, time.perf_counter),
+    "cpu": partial(_elapsed, time.process_time),
+    "cuda": _cuda_seconds,
+}
+
+
+@dataclass(frozen=True)
+class LatencyComparison:
+    """Forward passes of two models on the same batch, and their conditions.
+
+    `faster` is the time of the reference over that of the candidate. With the `unchanged` model in the runtime and
+    precision of the candidate it has two factors: `by_runtime` is the time of the reference over that of the unchanged
+    model, and `by_compression` that of the unchanged model over that of the candidate. Each is a median over rounds, so
+    that their product is `faster` up to the noise of the rounds.
+
+    A kernel is named as by torch's profiler: "flash_attention_for_cpu", "math" (the slow path of the fused call); or it
+    is "native" (the C++ kernel) or "unfused"; empty without `LatencyProtocol.kernels`.
+    """
+
+    candidate: Timing
+    reference: Timing
+    faster: Ratio
+    candidate_kernel: str
+    reference_kernel: str
+    batch: int
+    image_shape: tuple[int, ...]
+    rounds: int
+    clock: str
+    conditions: Conditions
+    threads: int
+    hardware: str
+    torch_version: str
+    unchanged: Timing | None = None
+    by_runtime: Ratio | None = None
+    by_compression: Ratio | None = None
+
+    def __str__(self) -> str:
+        """Formats the speed with its interval, its factors, its conditions and the median times."""
+        reference, candidate = 1000 * self.reference.median, 1000 * self.candidate.median
+        factors = ""
+        if self.by_runtime is not None and self.by_compression is not None:
+            factors = f" = {factors_text(self.by_runtime.value, self.by_compression.value)}"
+        return (
+            f"{speed_text(self.faster.value)} [{self.faster.low:.2f}, {self.faster.high:.2f}]{factors} at batch "
+            f"{self.batch} on {self.threads} thread{'s' * (self.threads != 1)}: {reference:.1f} -> {candidate:.1f} ms, "
+            f"{self.hardware}"
+        )
+
+
+def speed_text(speed: float) -> str:
+    """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" of a slower model."""
+    return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
+
+
+def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnrx's kernels") -> str:
+    """Formats the factors of a speed: "2.08x by attnrx's kernels x 1.06x by compression"."""
+    return f"{by_runtime:.2f}x by {runtime} x {by_compression:.2f}x by compression"
+
+
+@dataclass(frozen=True)
+class LatencyProtocol:
+    """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count.
+
+    `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
+    means "cuda" on a CUDA device and "wall" elsewhere. With `kernels` one more pass of every model is profiled for the
+    name of its attention kernel.
+    """
+
+    conditions: Conditions = field(default_factory=Conditions)
+    rounds: int = 30
+    warmup: int = 5
+    clock: str | None = None
+    kernels: bool = True
+
+    def __post_init__(self):
+        # An interval needs two rounds, and the first pass is never typical.
+        require_fields(self, rounds=whole(2), warmup=COUNT, clock=optional(one_of(*CLOCKS)))
+
+
+def compare_latency(
+    candidate: nn.Module,
+    reference: nn.Module,
+    images: Float[Tensor, "batch channels height width"],
+    protocol: LatencyProtocol | None = None,
+    unchanged: nn.Module | None = None,
+) -> LatencyComparison:
+    """Measures the forward pass of both models on the images; neither is changed.
+
+    With the `unchanged` model in the runtime of the candidate, e.g. the reference in attnrx's kernels, or its own file,
+    the speed is stated with its factors.
+    """
+    return compare_latencies({"candidate": candidate}, reference, images, protocol, unchanged)["candidate"]
+
+
+def compare_latencies(
+    candidates: Mapping[str, nn.Module],
+    reference: nn.Module,
+    images: Float[Tensor, "batch channels height width"],
+    protocol: LatencyProtocol | None = None,
+    unchanged: nn.Module | None = None,
+) -> dict[str, LatencyComparison]:
+    """Measures the forward pass of several candidates, one reference, and the `unchanged` model in turns; none is
+    changed.
+    """
+    if not candidates or not all(name.strip() for name in candidates):
+        raise InvalidInput(f"candidates {list(candidates)}: give at least one to measure, and each a name.")
+    if not len(images):
+        raise InvalidInput("measuring latency needs at least one image; the batch is empty.")
+    protocol = protocol or LatencyProtocol()
+    conditions = protocol.conditions
+    with conditions.held():
+        batch = conditions.place_images(images)
+        models = {**candidates, REFERENCE: reference}
+        # The unchanged model may be a candidate: it is timed once then, and its factor by compression is 1.
+        same = next((name for name, model in models.items() if model is unchanged), UNCHANGED)
+        if unchanged is not None:
+            models[same] = unchanged
+        runs: dict[str, Callable[[], object]] = {
+            name: partial(conditions.place(model), batch) for name, model in models.items()
+        }
+        clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
+        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
+        if same in seconds:
+            seconds[UNCHANGED] = seconds[same]
+        # Profiled after the rounds: profiling slows a pass.
+        kernels = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
+
+        def ratio(slower: str, faster: str) -> Ratio | None:
+            both = slower in seconds and faster in seconds
+            return Ratio.of(seconds[slower], seconds[faster]) if both else None
+
+        return {
+            name: LatencyComparison(
+                candidate=Timing.of(seconds[name]),
+                reference=Timing.of(seconds[REFERENCE]),
+                faster=Ratio.of(seconds[REFERENCE], seconds[name]),
+                candidate_kernel=kernels[name],
+                reference_kernel=kernels[REFERENCE],
+                batch=len(images),
+                image_shape=tuple(images.shape[1:]),
+                rounds=protocol.rounds,
+                clock=clock,
+                conditions=conditions,
+                threads=torch.get_num_threads(),
+                hardware=conditions.hardware,
+                torch_version=torch.__version__,
+                unchanged=Timing.of(seconds[UNCHANGED]) if unchanged is not None else None,
+                by_runtime=ratio(REFERENCE, UNCHANGED),
+                by_compression=ratio(UNCHANGED, name),
+            )
+            for name in candidates
+        }

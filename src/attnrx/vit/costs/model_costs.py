@@ -1,0 +1,313 @@
+"""The costs of the parts of a model, as exact integers that add up to the whole.
+
+The convention is the paper's (A.6): parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
+counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
+LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Other
+conventions (`conventions.py`) follow from the same parts. Every layer counts all its tokens, although a model
+may compute only the class token in the last block.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.display import Displayed
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import Shape, TokenPolicy
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """Trainable parameters, and the MACs of one image."""
+
+    params: int = 0
+    macs: int = 0
+
+    def __add__(self, other: "PartCosts") -> "PartCosts":
+        return PartCosts(self.params + other.params, self.macs + other.macs)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """The costs of one transformer block by part.
+
+    `query_key` are the two projections of the score pathway, `scores` the products of queries and keys, `diagonal`
+    the strengths, `fusion` the matrix that mixes the score maps of blocks, `value_output` the two projections of the
+    other pathway, and `read_out` attention times values. `spec` and `tokens` are the inputs of the attention's costs.
+    """
+
+    query_key: PartCosts
+    scores: PartCosts
+    diagonal: PartCosts
+    fusion: PartCosts
+    value_output: PartCosts
+    read_out: PartCosts
+    mlp: PartCosts
+    layer_norms: PartCosts
+    directions: int
+    direction: PartCosts
+    """What each of the `directions` costs, which is what removing it saves."""
+    spec: AttentionSpec
+    tokens: int
+
+    @property
+    def parts(self) -> dict[str, PartCosts]:
+        """Every part by its name; together they are the layer."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _FACTS}
+
+    @property
+    def total(self) -> PartCosts:
+        """The whole layer."""
+        return _sum(self.parts.values())
+
+    @property
+    def norm_features(self) -> int:
+        """Features that the two norms of the block, and those inside its attention, divide for one image."""
+        inner = {"query_norm": self.spec.ranks, "key_norm": self.spec.ranks, "output_norm": self.spec.value_dims}
+        return self.tokens * (2 * self.spec.width + sum(sum(inner[name]) for name in self.spec.inner_norms))
+
+
+# The fields that are no parts of the sum.
+_FACTS = ("directions", "direction", "spec", "tokens")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The absolute and relative saving of a smaller model; a mean over models may have fractions."""
+
+    params: float
+    macs: float
+    params_share: float
+    macs_share: float
+
+
+@dataclass(frozen=True, repr=False)
+class ModelCosts(Displayed):
+    """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
+
+    `embeddings` are the learned tokens and positions, which have no MACs; `predictors` are the modules that select
+    tokens between layers, so that the layers have different numbers of tokens. `classifier_macs` and the norms are
+    known but not part of `macs`, as in the paper. Not counted at all: modules that compute the bias of pairs from
+    positions (timm's `relpos`; once per model, whatever the batch), and the attention of the class token that is
+    computed beside a fused kernel for reducers that use it.
+    """
+
+    patches: PartCosts
+    layers: tuple[LayerCosts, ...]
+    classifier: PartCosts
+    classifier_macs: int
+    embeddings: PartCosts = PartCosts()
+    predictors: PartCosts = PartCosts()
+    predictor_norm_features: int = 0
+    """Features that the norms of the predictors divide for one image."""
+    outer_norm_features: int | None = None
+    """Features that the norms outside the layers divide for one image; None stands for one norm on all tokens."""
+
+    @property
+    def parts(self) -> dict[str, PartCosts]:
+        """Every part by its name, summed over the layers; together they are the model."""
+        names = self.layers[0].parts if self.layers else {}
+        return {
+            "patches": self.patches,
+            "embeddings": self.embeddings,
+            **{name: _sum(layer.parts[name] for layer in self.layers) for name in names},
+            "predictors": self.predictors,
+            "classifier": self.classifier,
+        }
+
+    @property
+    def total(self) -> PartCosts:
+        """The whole model."""
+        return _sum(self.parts.values())
+
+    @property
+    def params(self) -> int:
+        """All trainable parameters."""
+        return self.total.params
+
+    @property
+    def macs(self) -> int:
+        """MACs of one image, by the paper's convention."""
+        return self.total.macs
+
+    @property
+    def product_macs(self) -> int:
+        """MACs of every matrix product and convolution, including the classifier's: what a FLOP counter counts."""
+        # Strengths are multiplied elementwise, which a FLOP counter does not count.
+        return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
+
+    @property
+    def final_norm_features(self) -> int:
+        """Features that the norms outside the layers divide for one image."""
+        if self.outer_norm_features is not None:
+            return self.outer_norm_features
+        return self.layers[-1].tokens * self.layers[-1].spec.width if self.layers else 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of every layer."""
+        return tuple(layer.tokens for layer in self.layers)
+
+    @property
+    def directions(self) -> int:
+        """Score directions of all layers and heads."""
+        return sum(layer.directions for layer in self.layers)
+
+    def saving(self, smaller: "ModelCosts") -> Saving:
+        """The saving of `smaller` against this model; negative if it costs more."""
+        return self._saving(float(self.params - smaller.params), float(self.macs - smaller.macs))
+
+    def saving_without(self, share: float) -> Saving:
+        """The saving of removing this share of the directions: the same share in every layer, no head emptied.
+
+        The saving is linear in the directions, so the share may be a mean over several models.
+        """
+        if not 0 <= share <= 1:
+            raise InvalidInput(f"a share of {share} of the directions: give a share in [0, 1], e.g. 0.23 for 23 %.")
+        params = sum(share * layer.directions * layer.direction.params for layer in self.layers)
+        macs = sum(share * layer.directions * layer.direction.macs for layer in self.layers)
+        return self._saving(params, macs)
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the totals and every part as JSON-ready values."""
+        return {
+            "params": self.params,
+            "macs": self.macs,
+            "classifier_macs": self.classifier_macs,
+            "predictor_macs": self.predictors.macs,
+            "tokens": list(self.tokens),
+            "directions": self.directions,
+            "parts": {name: {"params": part.params, "macs": part.macs} for name, part in self.parts.items()},
+        }
+
+    def _saving(self, params: float, macs: float) -> Saving:
+        return Saving(params, macs, params / max(self.params, 1), macs / max(self.macs, 1))
+
+
+def _sum(parts: Iterable[PartCosts]) -> PartCosts:
+    return sum(parts, start=PartCosts())
+
+
+def layer_costs(
+    spec: AttentionSpec, tokens: int, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)
+) -> LayerCosts:
+    """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
+
+    `mlp_ranks` are those of the MLP's two maps if they are stored as two factors each. The MACs are those of the spec;
+    a backend that pads heads to a common rank computes more.
+    """
+    # Rows of the projections, and ranks of the heads: with original norms more rows are computed than used, and shared
+    # directions have one row for all heads.
+    rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.value_dims)
+    # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
+    attending = sum(value_dim for head_rank, value_dim in zip(spec.ranks, spec.value_dims, strict=True) if head_rank)
+    strengths = rank if spec.has_strengths else 0
+    # The mix is a matrix [heads, blocks], applied to every pair of tokens.
+    mixed = len(spec.heads) * len(spec.blocks) if spec.blocks is not None else 0
+    query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
+    value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
+    output = linear_costs(features, spec.width, tokens, bias=spec.has_bias("output"))
+    first = factored_costs(spec.width, hidden, tokens, mlp_ranks[0])
+    second = factored_costs(hidden, spec.width, tokens, mlp_ranks[1])
+    return LayerCosts(
+        query_key=query + key,
+        # Shared directions are multiplied in every head (`rank` sums over heads), those in blocks once for all heads.
+        scores=PartCosts(0, tokens * tokens * (rows if spec.mixes_blocks else rank)),
+        diagonal=PartCosts(strengths, tokens * strengths),
+        fusion=PartCosts(mixed, tokens * tokens * mixed),
+        value_output=value + output,
+        read_out=PartCosts(0, tokens * tokens * attending),
+        mlp=first + second,
+        layer_norms=norm_costs(spec.width) + norm_costs(spec.width),
+        directions=rows if spec.shares_directions else rank,
+        direction=direction_costs(spec, tokens),
+        spec=spec,
+        tokens=tokens,
+    )
+
+
+def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
+    """Returns the costs of one direction: a row and a bias of query and key, its strengths, its share of the scores.
+
+    For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs; with the original norms
+    the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
+    head; in a block it has scores once, in the map of the block.
+    """
+    # The heads in which a direction has a strength and scores of its own.
+    users = len(spec.heads) if spec.shares_directions and not spec.mixes_blocks else 1
+    strength = PartCosts(users, tokens * users) if spec.has_strengths else PartCosts()
+    scores = PartCosts(0, tokens * tokens * users)
+    if spec.keeps_original_norms:
+        return scores + strength
+    query, key = (linear_costs(spec.width, 1, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
+    return query + key + scores + strength
+
+
+def factored_costs(inputs: int, outputs: int, tokens: int, rank: int | None) -> PartCosts:
+    """Returns the costs of a linear map on every token, as one matrix or as two factors of a rank.
+
+    The second factor has the bias.
+    """
+    if rank is None:
+        return linear_costs(inputs, outputs, tokens)
+    return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens)
+
+
+def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> PartCosts:
+    """Returns the costs of a linear map on every token."""
+    return PartCosts((inputs + bias) * outputs, tokens * inputs * outputs)
+
+
+def norm_costs(width: int) -> PartCosts:
+    """Returns the costs of a LayerNorm: a gain and a bias per feature, no MACs."""
+    return PartCosts(2 * width, 0)
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """The tokens of every layer, and the costs of the predictors and of their norms."""
+
+    tokens: tuple[int, ...]
+    predictors: PartCosts = PartCosts()
+    norm_features: int = 0
+
+
+def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
+    """Returns the costs of a policy in a model with these layers, before anything is built.
+
+    Masked, all tokens stay in place, and every predictor runs on all of them. A stage that prunes nothing runs no
+    predictor, but its predictor exists. Parameters are counted on the predictor itself.
+
+    Raises:
+        InvalidInput, NotSupported: The policy does not fit the model.
+    """
+    layout, patches, depth = shape.layout, shape.layout.patches, len(specs)
+    policy = policy.on(layout, depth)
+    masked = by == "mask"
+    stage_patches = (patches,) * len(policy.layers) if masked else policy.state(layout)
+    stages = zip(policy.layers, stage_patches, policy.counts(patches), strict=True)
+    if policy.by_image:  # patches are compared even if none is merged
+        at_work = [(layer, number, min(count, number - 1)) for layer, number, count in stages]
+    else:
+        at_work = [(layer, number, count) for layer, number, count in stages if count < patches]
+    # A stage before layer l (from 1) compares the keys of layer l - 1, which are padded to the largest rank of a head.
+    directions = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
+    macs = sum(
+        policy.reducer.predictor_macs(replace(shape, directions=directions[layer]), number, count)
+        for layer, number, count in at_work
+    )
+    with torch.device("meta"):  # for its parameters and norms only: no memory, no random numbers
+        predictor = policy.reducer.predictor(shape)
+    numbers = sum(parameter.numel() for parameter in predictor.parameters())
+    norms = [module for module in predictor.modules() if isinstance(module, nn.LayerNorm)]
+    norm_features = sum(math.prod(norm.normalized_shape) for norm in norms)  # of one patch
+    return TokenCosts(
+        tokens=(layout.tokens,) * depth if masked else policy.tokens(layout, depth),
+        predictors=PartCosts((1 if policy.reducer.one_predictor else len(policy.layers)) * numbers, macs),
+        norm_features=sum(number for _, number, _ in at_work) * norm_features,
+    )

@@ -1,0 +1,309 @@
+"""The C++ kernels: built with the user's compiler on first use and stored in a private cache folder.
+
+A library is native code, so its file name proves nothing. The folder, the library and its record must belong to this
+user, must not be symbolic links and must not be writable by other users; then the hash recorded when it was built can
+be trusted, and it is compared with the content of the file descriptor from which the library is loaded.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shlex
+import warnings
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkstemp
+
+import torch
+
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
+from attnrx.support.runtime.child_processes import find_program, run_program
+from attnrx.support.runtime.hardware import cache_folder
+from attnrx.support.serialization.storage import check_schema, json_text
+
+KIND, SCHEMA = "attnrx compiled library", 1
+BUILD = "ATTNRX_BUILD"
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "merging.cpp", "products.cpp"))
+HEADERS = (Path(__file__).with_name("vectors.hpp"),)
+COMPILERS = ("c++", "g++", "clang++")
+# Products and sums may be fused, and errno of mathematical functions is not set, which would prevent vector code.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
+THREADS = "-fopenmp"
+PATIENCE = 120
+"""Seconds that a compiler may take; it takes about three."""
+OTHERS_CAN_WRITE = 0o022  # group and all others
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+# Once per process, also where it fails: a compiler that fails is not started again at every layer.
+@lru_cache(maxsize=1)
+def native_library() -> ctypes.CDLL | None:
+    """Returns the library of the kernels; builds it if no earlier process did.
+
+    None if ATTNRX_BUILD is 0 or there is no compiler ($CXX, or c++, g++ or clang++ on the path); None with a
+    `KernelWarning` if the compiler fails or other users can write to the cache folder. PyTorch's slower kernels run in
+    their place.
+    """
+    # On systems other than POSIX the owner of a file cannot be checked.
+    if os.environ.get(BUILD, "1") == "0" or os.name != "posix":
+        return None
+    try:
+        compiler = _compiler()
+        return _built(compiler) if compiler else None
+    except (OSError, AttnrxError) as error:
+        warnings.warn(
+            f"PyTorch's attention runs in place of the C++ kernel: {str(error).strip()} Set {BUILD}=0 to silence this.",
+            KernelWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def required_library() -> ctypes.CDLL:
+    """Returns the library of the kernels.
+
+    Raises:
+        NotSupported: It cannot be built here.
+    """
+    library = native_library()
+    if library is None:
+        raise NotSupported(
+            "the backend 'native' is built by a C++ compiler ($CXX, or c++, g++ or clang++ on the path), and none has "
+            "built it here; 'auto' runs without."
+        )
+    return library
+
+
+class _Threads:
+    """Whether this process was forked, and whether it or its parent ran a kernel on several threads."""
+
+    is_forked = False
+    were_used = False
+
+
+def kernel_threads() -> int:
+    """Returns the number of threads of a kernel: PyTorch's, or 1 in a forked process.
+
+    A forked process has none of the threads that OpenMP started before, and would wait for them forever.
+    """
+    threads = 1 if _Threads.is_forked else torch.get_num_threads()
+    _Threads.were_used |= threads > 1
+    return threads
+
+
+def _start_forked() -> None:
+    _Threads.is_forked = True
+    # The operations of PyTorch between the kernels use the same threads. Where no kernel used them, the setting of a
+    # forked process is left to its program.
+    if _Threads.were_used:
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_start_forked)
+
+
+def kernel_version() -> str:
+    """Returns the hash of the source of the kernels, empty where they are not built."""
+    return _sha256(_source()) if native_library() is not None else ""
+
+
+def _source() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES))
+
+
+def _compiler() -> list[str]:
+    """Returns the command of the compiler, empty if there is none."""
+    variable = os.environ.get("CXX", "").strip()
+    if not variable:
+        return next(([path] for name in COMPILERS if (path := find_program(name)) is not None), [])
+    try:
+        words = shlex.split(variable)  # several words, e.g. of a wrapper and its compiler
+    except ValueError as error:
+        raise InvalidInput(f"CXX={variable!r} is no command ({error}); set CXX to a C++ compiler.") from error
+    path = find_program(words[0])
+    if path is None:
+        raise InvalidInput(f"CXX={variable!r} names no program on the path; set CXX to a C++ compiler.")
+    return [path, *words[1:]]
+
+
+def _built(compiler: list[str]) -> ctypes.CDLL:
+    try:
+        return _built_by([*compiler, *FLAGS, THREADS])
+    except _CompilerFailed:  # without OpenMP there is one thread
+        return _built_by([*compiler, *FLAGS])
+
+
+def _built_by(command: list[str]) -> ctypes.CDLL:
+    """Loads the library of this source, compiler and machine; an absent, damaged or non-private one is rebuilt once.
+
+    Raises:
+        CheckpointError: The folder is not private, or the new library cannot be loaded.
+    """
+    # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
+    # be shared by machines with equal names.
+    defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
+    source = _source()
+    key = _sha256("\n".join((source, *command, defined)))[:16]
+    record = cache_folder() / "kernels" / f"native-{key}.json"
+    _create_private(record.parent)
+    try:
+        return _loaded(record)
+    except (OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
+        version = re.search(r'^#define __VERSION__ "(.*)"', defined, re.MULTILINE)
+        # For people who inspect the cache; loading does not check these fields.
+        about = {"source_sha256": _sha256(source), "command": command, "compiler": version and version.group(1)}
+        _build_into(record, command, about)
+    try:
+        return _loaded(record)
+    except (OSError, AttributeError) as error:
+        raise CheckpointError(
+            f"{record.stem} in {record.parent} was just built and cannot be loaded ({error})."
+        ) from error
+
+
+def _sha256(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _build(command: list[str], path: Path) -> None:
+    _output_of([*command, *map(str, SOURCES), "-o", str(path)])
+
+
+def _output_of(command: list[str]) -> str:
+    result = run_program(command, PATIENCE)
+    if result.returncode:
+        reason = result.stderr.strip()[-300:] or f"exit code {result.returncode}"
+        raise _CompilerFailed(
+            f"the kernel could not be built with {shlex.join(command)} ({reason}); set CXX to another compiler."
+        )
+    return result.stdout
+
+
+class _CompilerFailed(NotSupported):
+    """The compiler returned an error."""
+
+
+def _create_private(folder: Path) -> None:
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for directory in (folder.parent, folder):
+        if not directory.is_symlink():
+            directory.mkdir(mode=0o700, exist_ok=True)
+    os.close(_open_private(folder, os.O_DIRECTORY))
+
+
+def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
+    """Opens a file or folder and returns its descriptor, after checking its owner and permissions."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
+    name = path if within is None else path.name
+    # Without following a link that replaced the file since, and without waiting where it is a named pipe.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=within)
+    # The status of the opened file, not of the path, which could name another file by now.
+    status, user = os.fstat(descriptor), os.geteuid()
+    if status.st_uid == user and not status.st_mode & OTHERS_CAN_WRITE:
+        return descriptor
+    os.close(descriptor)
+    if status.st_uid != user:
+        raise CheckpointError(
+            f"{path} belongs to user {status.st_uid}, not to {user}. Set ATTNRX_CACHE to a folder of your own."
+        )
+    raise CheckpointError(
+        f"{path} can be written by others (mode {status.st_mode & 0o777:o}). Run chmod 700 {path}, or set ATTNRX_CACHE "
+        "to a folder of your own."
+    )
+
+
+def _loaded(record: Path) -> ctypes.CDLL:
+    # Files are opened relative to the checked folder, even if its path leads to another one since.
+    within = _open_private(record.parent, os.O_DIRECTORY)
+    try:
+        digest = _recorded_sha256(record, within)
+        path = _library_path(record, digest)
+        descriptor = _open_private(path, within=within)
+    finally:
+        os.close(within)
+    if sha256(_content(descriptor)).hexdigest() != digest:
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not the library that was built (its sha256 differs).")
+    # Loads the checked file, even if its path was replaced since. It stays open, because the loader identifies
+    # libraries by name: the next file with this descriptor would be taken for this one.
+    opened = DESCRIPTORS / str(descriptor)
+    library = ctypes.CDLL(str(opened if opened.exists() else path))
+    # Without argument types ctypes would pass addresses as 32-bit integers.
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    positions = [pointer, pointer]  # of the rotations and the biases
+    library.attnrx_attention.argtypes = [
+        pointer, integer, integer, integer, integer, pointer, ctypes.c_float, integer, *positions
+    ]  # fmt: skip
+    library.attnrx_attention.restype = integer
+    library.attnrx_mixed_attention.argtypes = [
+        pointer, integer, pointer, pointer, integer, integer, integer, integer, pointer, integer
+    ]  # fmt: skip
+    library.attnrx_mixed_attention.restype = integer
+    library.attnrx_joint_attention.argtypes = [
+        pointer, pointer, integer, pointer, pointer, integer, integer, pointer, ctypes.c_float, integer, *positions
+    ]  # fmt: skip
+    library.attnrx_joint_attention.restype = integer
+    library.attnrx_merge.argtypes = [pointer, integer]
+    library.attnrx_merge.restype = integer
+    int64 = ctypes.c_int64
+    library.attnrx_maps.argtypes = [pointer, integer, pointer, int64, int64, pointer, integer]
+    for function in (library.attnrx_maps, library.attnrx_panel, library.attnrx_vector):
+        function.restype = integer
+    library.attnrx_content.argtypes = [pointer, integer, integer]
+    library.attnrx_content.restype = ctypes.c_uint64
+    return library
+
+
+def _recorded_sha256(path: Path, within: int) -> str:
+    descriptor = _open_private(path, within=within)
+    try:
+        record = json.loads(_content(descriptor))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable JSON ({type(error).__name__}).") from error
+    finally:
+        os.close(descriptor)
+    check_schema(record, KIND, SCHEMA, path)
+    if not isinstance(record.get("sha256"), str) or not re.fullmatch("[0-9a-f]{64}", record["sha256"]):
+        raise CheckpointError(f"{path} holds no sha256 of a library.")
+    return record["sha256"]
+
+
+def _content(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb", closefd=False) as handle:
+        return handle.read()
+
+
+def _library_path(record: Path, digest: str) -> Path:
+    """Returns a path with the hash of the library, so that concurrent builds use different files."""
+    return record.with_name(f"{record.stem}-{digest[:16]}.so")
+
+
+def _build_into(record: Path, command: list[str], about: dict[str, object]) -> None:
+    """Writes the library, then the record that makes it valid."""
+    # Built elsewhere, because its name in the cache contains the hash of its content.
+    with TemporaryDirectory() as folder:
+        library = Path(folder) / "library.so"
+        _build(command, library)
+        content = library.read_bytes()
+    digest = sha256(content).hexdigest()
+    _write_private(_library_path(record, digest), content)
+    facts = {"kind": KIND, "schema": SCHEMA, "sha256": digest, **about}
+    _write_private(record, json_text(facts).encode())
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Replaces a file by one with owner-only permissions; a link is replaced, not followed."""
+    descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())  # the record must not name a file that a crash left incomplete
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,399 @@
+"""The C++ kernel as an operator of PyTorch, visible to profilers, counters and meta tensors."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.kernels.compilation import kernel_threads, required_library
+
+# The numbers that describe a head to the kernel (pointer and two strides each of query, key, value and output; rank
+# and value dimension), and the bytes of a float.
+DESCRIBED, FLOAT = 14, 4
+
+
+class RotationTable(NamedTuple):
+    """The rotations of the pairs of all heads: cosines and sines, and where the pairs of every head are.
+
+    `pairs` are, for every head, the first column of its pairs in the tables, then how many pairs, then how many rows
+    precede them, each for all heads, and at last the number of tokens before the patches.
+    """
+
+    cosines: Float[Tensor, "images patches columns"]
+    sines: Float[Tensor, "images patches columns"]
+    pairs: list[int]
+
+
+# FRAGMENT: every kernel module defines operators of the namespace. They are registered for inference only: no autograd.
+_library = torch.library.Library("attnrx", "FRAGMENT")
+_library.define(
+    "native_joint_attention(Tensor features, int[] ranks, int[] value_dims, Tensor? sizes, float scale, "
+    "Tensor? cosines=None, Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor"
+)
+_library.define(
+    "native_mixed_attention(Tensor query, Tensor key, Tensor[] values, int[] ranks, Tensor mix, Tensor? sizes)"
+    " -> Tensor"
+)
+_library.define(
+    "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale, Tensor? bias=None)"
+    " -> Tensor"
+)
+
+
+def require_inference(tensors: Sequence[Tensor | None]) -> None:
+    """Raises InvalidInput for tensors whose gradients a kernel would lose, and for those without strides."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise InvalidInput("a C++ kernel records no gradients, and one of its inputs requires them: use no_grad().")
+        if tensor.layout != torch.strided:
+            raise InvalidInput(f"a C++ kernel reads dense tensors; {tensor.layout} given: convert it by to_dense().")
+
+
+def native_attention(
+    queries: Sequence[Float[Tensor, "batch _ queries _"]],
+    keys: Sequence[Float[Tensor, "batch _ keys _"]],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    sizes: Float[Tensor, "batch keys"] | None,
+    scale: float,
+    bias: Float[Tensor, "images heads queries keys"] | None = None,
+) -> Float[Tensor, "batch queries features"]:
+    """Returns softmax(scale * query @ key^T + bias + log(sizes)) @ value of all heads, concatenated; float32, on a CPU.
+
+    Every entry of the lists holds neighbouring heads of one shape; heads without query and key features return the mean
+    of their values. Only for inference: gradients are not recorded.
+
+    Raises:
+        NotSupported: The kernel cannot be built here.
+        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+    """
+    if not len(queries) == len(keys) == len(values) or not queries:
+        raise InvalidInput(
+            f"{len(queries)} queries, {len(keys)} keys and {len(values)} values of heads: give one each, at least one."
+        )
+    require_inference((*queries, *keys, *values, sizes, bias))
+    token_sizes = None if sizes is None else sizes.float()
+    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), token_sizes, scale, bias)
+
+
+def _attention(
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    sizes: Tensor | None,
+    scale: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    library = required_library()
+    _require_fitting(queries, keys, values, sizes)
+    output = _empty(queries, keys, values, sizes, scale, bias)
+    if not values[0].shape[2]:  # softmax over no keys times no values
+        return output.zero_()
+    batch, tokens, _ = output.shape
+    numbers, heads, _buffers = _described(queries, keys, values, output)
+    token_sizes = None if sizes is None else sizes.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    bias_pointer = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
+    failed = library.attnrx_attention(
+        numbers, heads, batch, tokens, values[0].shape[2],
+        None if token_sizes is None else token_sizes.data_ptr(), scale, kernel_threads(), None, bias_pointer,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("attention found no memory for the keys and values of one head.")
+    return output
+
+
+def _described(
+    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], output: Tensor
+) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
+    """Returns the numbers that describe the heads to the kernel, the number of heads, and the tensors that must live
+    during the call: a contiguous copy may have no other owner.
+    """
+    buffers: list[Tensor] = []
+    numbers: list[int] = []
+    # Addresses are in bytes, strides in floats. The features of a token must be contiguous, images and tokens need not.
+    start_of_output, (image, token, _) = output.data_ptr(), output.stride()
+    for sides in zip(queries, keys, values, strict=True):
+        # Query, key and value of neighbouring heads of one shape, each [batch, heads, tokens, features].
+        group = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
+        buffers += group
+        starts = [(side.data_ptr(), *side.stride()) for side in group]
+        rank, value_dim = group[0].shape[3], group[2].shape[3]
+        for head in range(group[2].shape[1]):
+            for start, image_stride, stride, token_stride, _ in starts:
+                numbers += (start + FLOAT * head * stride, image_stride, token_stride)
+            numbers += (start_of_output, image, token, rank, value_dim)
+            start_of_output += FLOAT * value_dim  # heads are neighbours in the output, whatever their dimensions
+    return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
+
+
+def native_mixed_attention(
+    query: Float[Tensor, "batch queries directions"],
+    key: Float[Tensor, "batch keys directions"],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ranks: Sequence[int],
+    mix: Float[Tensor, "heads blocks"],
+    sizes: Float[Tensor, "batch keys"] | None,
+) -> Float[Tensor, "batch queries features"]:
+    """Returns what `native_attention` does, for heads that mix the score maps of blocks.
+
+    The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
+    map of a block is computed once for all heads.
+    """
+    require_inference((query, key, *values, mix, sizes))
+    token_sizes = None if sizes is None else sizes.float()
+    weights = mix.float().contiguous()
+    return torch.ops.attnrx.native_mixed_attention.default(query, key, list(values), ranks, weights, token_sizes)
+
+
+def _mixed_attention(
+    query: Tensor,
+    key: Tensor,
+    values: list[Tensor],
+    ranks: Sequence[int],
+    mix: Tensor,
+    sizes: Tensor | None,
+) -> Tensor:
+    library = required_library()
+    if (query.ndim, key.ndim, mix.ndim) != (3, 3, 2) or any(value.ndim != 4 for value in values) or not values:
+        raise InvalidInput(
+            "give queries and keys [batch, tokens, directions], values [batch, heads, tokens, features], at least one, "
+            "and the mixture [heads, blocks]."
+        )
+    # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
+    queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
+    _require_fitting(queries, keys, values, sizes)
+    output = _empty_mixed(query, key, values, ranks, mix, sizes)
+    batch, tokens, _ = output.shape
+    fits = mix.shape == (sum(value.shape[1] for value in values), len(ranks)) and min(ranks, default=0) >= 0
+    if not fits or sum(ranks) != query.shape[2] or mix.dtype != torch.float32:
+        raise InvalidInput(
+            f"blocks of {list(ranks)} directions and a {mix.dtype} mix of {list(mix.shape)} do not fit "
+            f"{query.shape[2]} directions and {sum(value.shape[1] for value in values)} heads in float32."
+        )
+    if not key.shape[1]:  # softmax over no keys times no values
+        return output.zero_()
+    numbers, heads, _buffers = _described(queries, keys, values, output)
+    token_sizes, weights = None if sizes is None else sizes.contiguous(), mix.contiguous()
+    failed = library.attnrx_mixed_attention(
+        numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), weights.data_ptr(), len(ranks), batch, tokens,
+        key.shape[1], None if token_sizes is None else token_sizes.data_ptr(), kernel_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("attention found no memory for the keys and values of one image.")
+    return output
+
+
+def _empty_mixed(
+    query: Tensor,
+    key: Tensor,
+    values: list[Tensor],
+    ranks: Sequence[int],
+    mix: Tensor,
+    sizes: Tensor | None,
+) -> Tensor:
+    return query.new_empty(*query.shape[:2], sum([value.shape[1] * value.shape[3] for value in values]))
+
+
+def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
+    """Raises InvalidInput for shapes with which the kernel would read out of bounds."""
+    axes = {side.ndim for side in (*queries, *keys, *values)}
+    if axes != {4}:
+        raise InvalidInput(
+            f"queries, keys and values with {sorted(axes)} axes: give [batch, heads, tokens, features] each."
+        )
+    (batch, _, tokens, _), length = queries[0].shape, values[0].shape[2]
+    for query, key, value in zip(queries, keys, values, strict=True):
+        heads, rank = value.shape[1], query.shape[3]
+        shapes = (batch, heads, tokens, rank), (batch, heads, length, rank), (batch, heads, length, value.shape[3])
+        if (query.shape, key.shape, value.shape) != shapes:
+            found = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+            raise InvalidInput(f"queries, keys and values of {found} are not those of the same heads and images.")
+        if not query.dtype == key.dtype == value.dtype == torch.float32:
+            raise InvalidInput(f"the attention kernel reads float32; {query.dtype}, {key.dtype}, {value.dtype} given.")
+    if sizes is not None and (sizes.shape != (batch, length) or sizes.dtype != torch.float32):
+        raise InvalidInput(f"sizes are float32 {[batch, length]} here, not {sizes.dtype} {list(sizes.shape)}.")
+
+
+# The two structures have the fields, order and types of `Bias` and `Rotation` in attention.cpp.
+class _Bias(ctypes.Structure):
+    _fields_ = (("values", ctypes.c_void_p), ("image", ctypes.c_int64), ("head", ctypes.c_int64))
+
+
+class _Rotation(ctypes.Structure):
+    _fields_ = (
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("image", ctypes.c_int64),
+        ("patch", ctypes.c_int64),
+        ("columns", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("stills", ctypes.c_void_p),
+        ("prefix", ctypes.c_int),
+    )
+
+
+def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> Any:
+    """Returns a pointer to the description of a contiguous bias; None without one."""
+    if bias is None:
+        return None
+    if bias.shape[0] not in (1, shape[0]) or tuple(bias.shape[1:]) != shape[1:]:
+        raise InvalidInput(f"a bias of {list(bias.shape)} is not that of pairs of tokens, {list(shape)}.")
+    # One bias for all images: stride 0. byref keeps the structure alive; the caller keeps the tensor.
+    image = 0 if bias.shape[0] == 1 else bias.stride(0)
+    return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
+
+
+def _empty(
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    sizes: Tensor | None,
+    scale: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    batch, _, tokens, _ = queries[0].shape
+    return values[0].new_empty(batch, tokens, sum([value.shape[1] * value.shape[3] for value in values]))
+
+
+def native_joint_attention(
+    features: Float[Tensor, "batch tokens _"],
+    ranks: Sequence[int],
+    value_dims: Sequence[int],
+    sizes: Float[Tensor, "batch tokens"] | None,
+    scale: float,
+    rotation: RotationTable | None = None,
+    bias: Float[Tensor, "images heads tokens tokens"] | None = None,
+) -> Float[Tensor, "batch tokens _"]:
+    """Returns what `native_attention` does for features from one product: those of all queries, of all keys, and of all
+    values, by head.
+
+    `ranks` and `value_dims` are the rank and the value dimension of every head; queries and keys of patches are rotated
+    first, if a `rotation` is given. This spares the views that separate the
+    features, which take longer than the arithmetic for a few images.
+    """
+    require_inference((features, sizes, bias))
+    token_sizes = None if sizes is None else sizes.float()
+    cosines, sines, pairs = (None, None, []) if rotation is None else rotation
+    return torch.ops.attnrx.native_joint_attention.default(
+        features, ranks, value_dims, token_sizes, scale, cosines, sines, pairs, bias
+    )
+
+
+def _joint_attention(
+    features: Tensor,
+    ranks: Sequence[int],
+    value_dims: Sequence[int],
+    sizes: Tensor | None,
+    scale: float,
+    cosines: Tensor | None = None,
+    sines: Tensor | None = None,
+    pairs: Sequence[int] = (),
+    bias: Tensor | None = None,
+) -> Tensor:
+    library = required_library()
+    if features.ndim != 3:
+        raise InvalidInput(f"features of {list(features.shape)}: give [batch, tokens, features of all heads].")
+    features = features.contiguous()
+    batch, tokens, row = features.shape
+    if row != 2 * sum(ranks) + sum(value_dims) or len(ranks) != len(value_dims):
+        raise InvalidInput(
+            f"{row} features are not those of heads with ranks {ranks} and value dimensions {value_dims}."
+        )
+    if features.dtype != torch.float32:
+        raise InvalidInput(f"the attention kernel reads float32; {features.dtype} given.")
+    if sizes is not None and (sizes.shape != (batch, tokens) or sizes.dtype != torch.float32):
+        raise InvalidInput(f"sizes are float32 {[batch, tokens]} here, not {sizes.dtype} {list(sizes.shape)}.")
+    output = _empty_joint(features, ranks, value_dims)
+    token_sizes, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
+    rotation = None
+    if cosines is not None and sines is not None:
+        heads, prefix = len(ranks), pairs[-1]
+        cosines, sines = cosines.contiguous(), sines.contiguous()
+        _require_rotation(cosines, sines, ranks, pairs, (batch, tokens))
+        # `pairs` is flat, because an operator takes lists of integers only (see RotationTable).
+        columns, counts, stills = (numbers(*pairs[start : start + heads]) for start in range(0, 3 * heads, heads))
+        image = 0 if cosines.shape[0] == 1 else cosines.stride(0)
+        # The structure holds addresses only: arrays and tables are local variables, alive until the call returns.
+        addresses = [ctypes.addressof(array) for array in (columns, counts, stills)]
+        rotation = ctypes.byref(
+            _Rotation(cosines.data_ptr(), sines.data_ptr(), image, cosines.stride(1), *addresses, prefix)
+        )
+    bias = None if bias is None else bias.float().contiguous()
+    if library.attnrx_joint_attention(
+        numbers(*ranks), numbers(*value_dims), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
+        None if token_sizes is None else token_sizes.data_ptr(), scale, kernel_threads(), rotation,
+        _described_bias(bias, (batch, len(ranks), tokens, tokens)),
+    ):  # fmt: skip
+        raise MemoryError("attention found no memory for the keys and values of one head.")
+    return output
+
+
+def _require_rotation(
+    cosines: Tensor, sines: Tensor, ranks: Sequence[int], pairs: Sequence[int], shape: tuple[int, int]
+) -> None:
+    """Raises InvalidInput for rotations with which the kernel would read out of bounds."""
+    heads, (batch, tokens) = len(ranks), shape
+    columns, counts, stills = (pairs[start : start + heads] for start in range(0, 3 * heads, heads))
+    fits = all(
+        0 <= column and column + count <= cosines.shape[2] and 0 <= still and still + 2 * count <= rank
+        for column, count, still, rank in zip(columns, counts, stills, ranks, strict=True)
+    )
+    is_table = cosines.shape == sines.shape and cosines.dtype == sines.dtype == torch.float32
+    if not (fits and is_table and cosines.shape[0] in (1, batch) and cosines.shape[1] == tokens - pairs[-1]):
+        raise InvalidInput(
+            f"rotations of {list(cosines.shape)} ({cosines.dtype}) are not those of {batch} images with "
+            f"{tokens - pairs[-1]} patches in float32, or the pairs {list(pairs)} do not fit the ranks {list(ranks)}."
+        )
+
+
+def _empty_joint(features: Tensor, ranks: Sequence[int], value_dims: Sequence[int], *_: object) -> Tensor:
+    return features.new_empty(*features.shape[:2], sum(value_dims))
+
+
+# On "Meta" the operators give shapes without data: for counting on meta tensors, and for fake tensors of compilers.
+_library.impl("native_joint_attention", _joint_attention, "CPU")
+_library.impl("native_joint_attention", _empty_joint, "Meta")
+_library.impl("native_mixed_attention", _mixed_attention, "CPU")
+_library.impl("native_mixed_attention", _empty_mixed, "Meta")
+_library.impl("native_attention", _attention, "CPU")
+_library.impl("native_attention", _empty, "Meta")
+
+
+@register_flop_formula(torch.ops.attnrx.native_attention)
+def _operations(
+    queries: list[torch.Size], keys: list[torch.Size], values: list[torch.Size], *_: object, **__: object
+) -> int:
+    """Counts the two products of every head as PyTorch does for attention: two operations per MAC."""
+    total = 0
+    for query, key, value in zip(queries, keys, values, strict=True):
+        total += 2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3])
+    return total
+
+
+@register_flop_formula(torch.ops.attnrx.native_mixed_attention)
+def _mixed_operations(
+    query: torch.Size,
+    key: torch.Size,
+    values: list[torch.Size],
+    ranks: Sequence[int],
+    mix: torch.Size,
+    *_: object,
+    **__: object,
+) -> int:
+    # For every pair of tokens: the maps of all blocks, their mixture for every head, and the values.
+    features = sum(value[1] * value[3] for value in values)
+    return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + features)
+
+
+@register_flop_formula(torch.ops.attnrx.native_joint_attention)
+def _joint_operations(
+    features: torch.Size, ranks: Sequence[int], value_dims: Sequence[int], *_: object, **__: object
+) -> int:
+    batch, tokens = features[:2]
+    return 2 * batch * tokens**2 * (sum(ranks) + sum(value_dims))

@@ -1,0 +1,189 @@
+"""The C++ kernel of one merging round as an operator of PyTorch."""
+
+import ctypes
+import struct
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
+from attnrx.vit.kernels.compilation import kernel_threads, native_library, required_library
+from attnrx.vit.kernels.native_attention import require_inference
+
+Merged = tuple[
+    Float[Tensor, "batch left width"],
+    Float[Tensor, "batch left"],
+    Int[Tensor, "batch kept"],
+    Int[Tensor, "batch patches"],
+]
+"""The remaining tokens, their sizes, the indices of the remaining patches, and the destinations of all patches."""
+
+_library = torch.library.Library("attnrx", "FRAGMENT")
+_library.define(
+    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths,"
+    " float? threshold=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def can_merge(tokens: TokenBatch, patches: int, count: int | None = None) -> bool:
+    """Whether the kernel merges these patches, to `count` or by cost: float32 on a CPU, one round, not recorded."""
+    return (
+        # One round merges at most the first set, of which an odd patch is a member: patches // 2 remain.
+        (count is None or patches // 2 <= count < patches)
+        and patches > 1
+        and tokens.dtype == torch.float32
+        and tokens.device.type == "cpu"
+        and not is_recorded()
+        and native_library() is not None
+    )
+
+
+def native_merge(
+    tokens: TokenBatch,
+    sizes: Float[Tensor, "batch tokens"],
+    indices: Int[Tensor, "batch patches"],
+    keys: Float[Tensor, "batch tokens directions"] | None,
+    count: int,
+    lengths: bool = False,
+    weights: Float[Tensor, "batch tokens"] | None = None,
+) -> Merged:
+    """Merges to `count` patches in one round; the tokens before the patches, which have no `indices`, stay.
+
+    Patches at even positions are merged into those at odd positions: by the cosine of their `keys`, or without keys by
+    the smallest increase of squared error, in which patches count by their `weights` (default: their sizes); with
+    `lengths` a merged patch then keeps the mean norm of its patches.
+
+    Raises:
+        NotSupported: The kernel cannot be built here.
+        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+    """
+    require_inference((tokens, sizes, keys, weights))
+    # Under autocast the keys have a lower precision than the tokens.
+    keys = None if keys is None else keys.to(tokens.dtype)
+    return torch.ops.attnrx.native_merge.default(
+        tokens, sizes, indices, keys, weights, indices.shape[1] - count, lengths
+    )  # fmt: skip
+
+
+def native_merge_by_cost(
+    tokens: TokenBatch,
+    sizes: Float[Tensor, "batch tokens"],
+    indices: Int[Tensor, "batch patches"],
+    threshold: float,
+    weights: Float[Tensor, "batch tokens"],
+    lengths: bool = False,
+) -> Merged:
+    """Merges all patches that increase the squared error by less than the threshold, as `native_merge` does.
+
+    The patches of an image that are present, of size above 0, must come first; so they do in the result, which has as
+    many patches as the largest image.
+    """
+    merge = torch.ops.attnrx.native_merge.default
+    # The number of merges is a result of the kernel: it writes rows for all patches, and the surplus is cut off here.
+    merged, merged_sizes, kept, destinations = merge(tokens, sizes, indices, None, weights, 0, lengths, threshold)
+    prefix, left = tokens.shape[1] - indices.shape[1], int((merged_sizes > 0).sum(1).max())
+    return merged[:, :left], merged_sizes[:, :left], kept[:, : left - prefix], destinations
+
+
+def _merge(
+    tokens: Tensor,
+    sizes: Tensor,
+    indices: Tensor,
+    keys: Tensor | None,
+    weights: Tensor | None,
+    merged: int,
+    lengths: bool,
+    threshold: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    library = required_library()
+    # Without keys the patches themselves are compared, by squared distances (Ward).
+    compared = tokens if keys is None else keys
+    weights = sizes if weights is None else weights.to(sizes.dtype)
+    _require_fitting(tokens, sizes, weights, indices, compared, lengths and keys is not None)
+    if threshold is None:
+        _require_count(merged, indices.shape[1])
+    outputs = _empty(tokens, sizes, indices, keys, weights, merged, lengths)
+    # A row must be contiguous; a copy is kept until the kernel has returned.
+    tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
+    compared = compared if compared.stride(2) == 1 else compared.contiguous()
+    sizes, weights, indices = sizes.contiguous(), weights.contiguous(), indices.contiguous()
+    images, count = indices.shape
+    # The fields of the structure `Merge` of merging.cpp, in their order.
+    numbers = (
+        tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
+        compared.data_ptr(), *compared.stride()[:2], compared.shape[2],
+        images, tokens.shape[1] - count, count, merged, threshold is not None, _bits(threshold), keys is None, lengths,
+        sizes.data_ptr(), weights.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
+    )  # fmt: skip
+    if library.attnrx_merge((ctypes.c_int64 * len(numbers))(*numbers), kernel_threads()):
+        raise MemoryError("token merging found no memory for the patches of one image.")
+    return outputs
+
+
+def _require_fitting(
+    tokens: Tensor,
+    sizes: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    compared: Tensor,
+    lengths_of_keys: bool,
+) -> None:
+    """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
+    images, count = indices.shape
+    all_shapes = sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]
+    if len(set(all_shapes)) > 1 or images != len(tokens) or count > tokens.shape[1]:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (tokens, sizes, weights, compared, indices))
+        raise InvalidInput(
+            f"tokens, sizes, weights, compared rows and patch indices of {shapes} are not those of the same tokens."
+        )
+    if lengths_of_keys:
+        raise InvalidInput("lengths are kept where patches are compared themselves; give no keys.")
+    if not tokens.dtype == sizes.dtype == compared.dtype == torch.float32 or indices.dtype != torch.int64:
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (tokens, sizes, compared, indices))
+        raise InvalidInput(f"the merging kernel reads float32 tensors and int64 indices; {dtypes} given.")
+
+
+def _require_count(merged: int, count: int) -> None:
+    if not 0 < merged <= (count + 1) // 2 or count < 2:
+        raise InvalidInput(f"{merged} of {count} patches cannot be merged in one round; merge at most half of them.")
+
+
+def _bits(threshold: float | None) -> int:
+    """Returns the bits of a double as an integer, as the kernel takes them."""
+    return struct.unpack("q", struct.pack("d", 0.0 if threshold is None else threshold))[0]
+
+
+def _empty(
+    tokens: Tensor,
+    sizes: Tensor,
+    indices: Tensor,
+    keys: Tensor | None,
+    weights: Tensor | None,
+    merged: int,
+    lengths: bool,
+    threshold: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, count, width = tokens.shape
+    left = count - merged
+    return (
+        tokens.new_empty(batch, left, width),
+        sizes.new_empty(batch, left),
+        indices.new_empty(batch, indices.shape[1] - merged),
+        indices.new_empty(indices.shape),
+    )
+
+
+_library.impl("native_merge", _merge, "CPU")
+_library.impl("native_merge", _empty, "Meta")
+
+
+@register_flop_formula(torch.ops.attnrx.native_merge)
+def _operations(
+    tokens: torch.Size, sizes: torch.Size, indices: torch.Size, keys: torch.Size | None, *_: object, **__: object
+) -> int:
+    """Counts the products between the two sets as PyTorch does: two operations per MAC."""
+    patches, features = indices[1], (tokens if keys is None else keys)[2]
+    return 2 * tokens[0] * (patches // 2) * ((patches + 1) // 2) * features

@@ -1,0 +1,460 @@
+"""A model of another library whose attention was replaced by attnrx attention."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
+from attnrx.vit.attention import Attention, Positions
+from attnrx.vit.models.call_state import CallState
+from attnrx.vit.models.chunked_forward import chunked_forward, require_images
+from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.token_hooks import forward_pass, reduction_of
+from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
+
+# The projections in attnrx attention, in the order of BIASES.
+PROJECTION_PATHS = ("scores.query", "scores.key", "value", "output")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How the model was created by its own library, and its input format.
+
+    `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
+    `preprocessing` holds the settings, as the library names them, of its transform from a picture to pixels; {} if
+    unknown.
+    """
+
+    architecture: str
+    arguments: Mapping[str, Any]
+    input_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if len(self.input_shape) != 3 or min(self.input_shape) < 1:
+            raise InvalidInput(f"input_shape {self.input_shape}: give channels, height and width, each 1 or more.")
+        channels = self.input_shape[0]
+        if len(self.mean) != channels or len(self.std) != channels or not all(value > 0 for value in self.std):
+            raise InvalidInput(
+                f"{self.architecture} has {channels} channels, but is normalized with mean={self.mean} and "
+                f"std={self.std}: give one mean and one positive std for each channel."
+            )
+
+
+def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
+    """Returns channels, height and width as integers."""
+    channels, height, width = (int(value) for value in values)
+    return channels, height, width
+
+
+class _LastLayerCall(CallState):
+    """`at_work` states whether the shortcut is active in this forward pass."""
+
+    def __init__(self) -> None:  # called in every thread
+        self.at_work = False
+
+
+class _AdapterCall(CallState):
+    """`key_value_tokens` are those of the next call of the attention, if its queries are some of them; else None."""
+
+    def __init__(self) -> None:
+        self.key_value_tokens: Tensor | None = None
+
+
+class LastLayer:
+    """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
+
+    The logits do not change. The shortcut is active only while `at_work` is True, which the model sets during its
+    forward pass. The MACs of a model (`attnrx.vit.costs`) count all tokens, as papers do.
+    """
+
+    # A hook, because the block's code is the library's and differs by class: given fewer tokens, each of its operations
+    # but the attention computes fewer. `by_image` states that the hook needs no whole batch (`chunked_forward`).
+    by_image = True
+
+    def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
+        """Registers the hook.
+
+        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it; `after` is the
+        norm after the block, `prefix` the number of tokens before the patches.
+        """
+        self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
+        self._call = _LastLayerCall()
+        block.register_forward_pre_hook(self, with_kwargs=True)
+
+    @property
+    def at_work(self) -> bool:
+        return self._call.at_work
+
+    @at_work.setter
+    def at_work(self, at_work: bool) -> None:
+        self._call.at_work = at_work
+
+    @contextmanager
+    def forward_pass(self, at_work: bool) -> Iterator[None]:
+        """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
+        adapter: Any = self.block.get_submodule(self.attention)
+        # Restored afterwards, because a hook of a user may run the model inside a forward pass.
+        before, adapter.call.key_value_tokens = (self.at_work, adapter.call.key_value_tokens), None
+        self.at_work = at_work
+        try:
+            yield
+        finally:
+            self.at_work, adapter.call.key_value_tokens = before
+
+    @property
+    def watched(self) -> bool:
+        """Whether the patch tokens of the last block are needed: for training, or by a hook."""
+        # Hooks with `by_image` take any number of tokens.
+        for module in (*self.block.modules(), self.after):
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
+                return True
+        return False
+
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
+        tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
+        adapter: Any = block.get_submodule(self.attention)
+        attention: Attention = adapter.attention
+        # A head of rank 0 has no backend, and not every backend takes fewer queries than keys.
+        ranks = attention.spec.ranks or (0,)
+        if not (self.at_work and all(ranks) and attention.plan(tokens).backend.takes_few_queries):
+            return args, kwargs
+        # The block will normalize the queries that it receives; keys and values need the norm of all tokens.
+        adapter.call.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
+        queries = tokens[:, : self.prefix]
+        return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
+
+
+class Adopted(nn.Module):
+    """A model of another library, `source`, with attnrx attention in every layer; returns its logits."""
+
+    def __init__(self, source: nn.Module, origin: Origin):
+        super().__init__()
+        self.source = source
+        self.origin = origin
+        self.tokens: nn.Module | None = None
+        self.last: LastLayer | None = None
+
+    # Methods of the library that would write or change a model other than the one that attnrx describes.
+    refused_methods: ClassVar[Mapping[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a public attribute of the library's model (`source`) that this module does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source = self.__dict__.get("_modules", {}).get("source")
+            if name.startswith("_") or source is None:
+                raise
+            if name in self.refused_methods:
+                raise NotSupported(f"{name} of an adopted model: {self.refused_methods[name]}") from None
+            return getattr(source, name)
+
+    def forward(self, images: ImageBatch) -> Logits:
+        """Returns the logits, or the pooled features where the model has no classifier."""
+        require_images(images, self.origin.input_shape, self.origin.architecture)
+        return chunked_forward(self, self._forward_chunk, images, self._max_elements)
+
+    @cached_property
+    def _max_elements(self) -> int:
+        """Elements per image of the largest activation, taken as the hidden layer of an MLP of ratio 4."""
+        convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
+        if convolution is None:
+            return 0
+        # The first convolution makes the patches, and has the width of the model.
+        (height, width), (down, right) = self.origin.input_shape[1:], convolution.stride
+        return 4 * convolution.out_channels * (height // down) * (width // right)
+
+    def _forward_chunk(self, images: Tensor) -> Tensor:
+        with self.forward_pass(()):  # logits need no features of pruned patches
+            outputs = self.logits(images)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            is_tensor = isinstance(outputs, Tensor)
+            found = f"the shape {tuple(outputs.shape)}" if is_tensor else f"a {type(outputs).__name__}"
+            raise NotSupported(
+                f"{self.origin.architecture} returns {found} for {len(images)} images, not one row of logits or "
+                f"features per image. Load a model that pools its tokens (of timm e.g. with global_pool='avg') and "
+                "returns one tensor."
+            )
+        return outputs
+
+    @contextmanager
+    def forward_pass(self, restored_blocks: Collection[int]) -> Iterator[None]:
+        """Runs one forward pass in its context, and removes the state of it at the end.
+
+        Where tokens are pruned or merged, those of all patches are restored after these blocks only; outside of the
+        context after all blocks. Where no block is given, the last block computes only the class token if the head uses
+        no other token.
+        """
+        reduction, last = reduction_of(self), self.last
+        recomputed = _is_recomputed(self.source)
+        if recomputed and reduction is not None:
+            raise NotSupported(
+                "gradient checkpointing computes the blocks again in the backward pass, without the state of tokens "
+                "that are pruned or merged: switch it off, e.g. model.source.set_grad_checkpointing(False) of timm or "
+                "model.source.gradient_checkpointing_disable() of transformers."
+            )
+        shortens = last is not None and not restored_blocks and not last.watched and not recomputed
+        with (
+            nullcontext() if last is None else last.forward_pass(shortens),
+            forward_pass(self, restored_blocks),
+        ):
+            yield
+
+    def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
+        """Returns the library's last features of the tokens before the patches and of all patches."""
+        require_images(images, self.origin.input_shape, self.origin.architecture)
+        return chunked_forward(self, self._last_tokens, images, self._max_elements)
+
+    def _last_tokens(self, images: Tensor) -> Tensor:
+        raise NotSupported(f"{self.origin.architecture} has no method that returns the features of all patches.")
+
+    def logits(self, images: Tensor) -> Any:
+        """Returns the output of the library's model; `forward` refuses any other than one row per image."""
+        return self.source(images)
+
+
+def _is_recomputed(source: nn.Module) -> bool:
+    """Returns whether the library computes its blocks again in the backward pass (gradient checkpointing)."""
+    # timm and open_clip do so in both modes, transformers in training only.
+    # In the dictionary of the instance, where the libraries switch it on: a missing attribute is looked up slowly.
+    return torch.is_grad_enabled() and any(
+        vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
+        for part in source.modules()
+    )
+
+
+class RotationCache:
+    """The positions made of a rotary embedding, which a library passes to every layer, while the embedding exists.
+
+    Some models have it as a buffer, others compute it in every forward pass.
+    """
+
+    def __init__(self) -> None:
+        self._cached: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __call__(self, embedding: Tensor, make: Callable[[], Positions]) -> Positions:
+        """Returns what `make` returns for this embedding, from the cache unless a graph or gradients are recorded."""
+        if is_recorded():
+            return make()
+        # By identity, as a library passes one tensor to all layers. Inference tensors have no version counter: reading
+        # it raises an error.
+        version = 0 if embedding.is_inference() else embedding._version
+        entry: tuple[int, Positions] | None = self._cached.get(embedding)
+        if entry is None or entry[0] != version:
+            positions = make()
+            assert positions.cos is not None and positions.sin is not None
+            # Copies, because a view would keep the embedding, and with it this entry.
+            entry = version, replace(positions, cos=positions.cos.clone(), sin=positions.sin.clone())
+            self._cached[embedding] = entry
+        return entry[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RotationCache, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RotationCache":
+        copied = memo[id(self)] = RotationCache()  # one for all layers of the copy
+        return copied
+
+
+class Adapter(nn.Module):
+    """Replaces the attention module of a layer and calls attnrx attention.
+
+    `rotations` is the cache of all layers, `prefix` the number of tokens before the patches. `pair_bias` returns the
+    bias of pairs that belongs to this layer, if it has one.
+    """
+
+    def __init__(self, attention: Attention, rotations: RotationCache, prefix: int, pair_bias: nn.Module | None = None):
+        super().__init__()
+        self.attention = attention
+        self.rotations, self.prefix = rotations, prefix
+        self.pair_bias = pair_bias
+        self.call = _AdapterCall()
+
+    def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
+        key_value_tokens = self.call.key_value_tokens
+        if key_value_tokens is None:
+            return self.attention(tokens, None, positions)
+        self.call.key_value_tokens = None  # for one call only: the next one may have other images
+        return self.attention(tokens, key_value_tokens, positions)
+
+    def positions(
+        self, embedding: Tensor | None, rotation: Callable[[Tensor], tuple[Tensor, Tensor]], *biases: Tensor | None
+    ) -> Positions | None:
+        """Returns the positions of a call: cosines and sines from `rotation`, [images, patches, heads, pairs], of the
+        rotary `embedding` that the library passes, if any, and the sum of all biases of pairs.
+        """
+        rotations = None
+        if embedding is not None:
+            rotations = self.rotations(embedding, lambda: Positions(self.prefix, *rotation(embedding)))
+        layer_bias = None if self.pair_bias is None else self.pair_bias()
+        present = [bias for bias in (layer_bias, *biases) if bias is not None]
+        if not present:
+            return rotations  # the cached object itself, which has the tables of `RotaryForm`
+        total = sum(present[1:], present[0])
+        total = total if total.ndim == 4 else total[None]  # [images, heads, tokens, tokens]
+        return replace(rotations or Positions(self.prefix), bias=total)
+
+
+INTERLEAVED, HALVES = "interleaved", "halves"
+"""The layouts of rotary pairs in the rows of a head: (0, 1), (2, 3), ... or (0, d/2), (1, d/2 + 1), ..."""
+
+
+def assembled(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    heads: int,
+    scale: float,
+    *,
+    rotary: str | None = None,
+    pair_bias: bool = False,
+    inner_norms: Mapping[str, nn.Module] | None = None,
+) -> Attention:
+    """Returns attnrx attention with copies of four projections: query, key, value, output.
+
+    The rows of query, key and value, and the columns of output, are sorted by head. `rotary` is the layout of the pairs
+    that are rotated, if any; `inner_norms` are modules by name (INNER_NORMS).
+    """
+    rows, width = weights[0].shape
+    shapes = [tuple(weight.shape) for weight in weights]
+    if rows % heads or shapes != [(rows, width)] * 3 + [(width, rows)]:
+        raise NotSupported(
+            f"attention with {heads} heads and projections of queries, keys, values and outputs of the shapes {shapes} "
+            "is not supported: the first three must have equal shapes, and as many rows in every head."
+        )
+    ranks, norms = (rows // heads,) * heads, dict(inner_norms or {})
+    present = tuple(name for name, bias in zip(BIASES, biases, strict=True) if bias is not None)
+    spec = AttentionSpec(
+        "rotary" if rotary else "dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0],
+        biases=present, pair_bias=pair_bias, inner_norms=tuple(name for name in INNER_NORMS if name in norms),
+    )  # fmt: skip
+    # On the meta device: its random weights would be replaced at once (assign=True).
+    with torch.device("meta"):
+        attention = Attention(spec)
+    weights, biases = list(weights), list(biases)
+    # A permutation of query and key rows together changes no score, so the forms need one layout of pairs only, HALVES.
+    # Values are not rotated, and keep their order.
+    if rotary == INTERLEAVED:
+        order = torch.cat([torch.arange(0, ranks[0], 2), torch.arange(1, ranks[0], 2)])
+        by_head = torch.cat([head * ranks[0] + order for head in range(heads)])
+        for side in (0, 1):
+            bias = biases[side]
+            weights[side], biases[side] = weights[side][by_head], None if bias is None else bias[by_head]
+        norms |= {name: _reordered(norms[name], order) for name in ("query_norm", "key_norm") if name in norms}
+    tensors = {f"{path}.weight": weight for path, weight in zip(PROJECTION_PATHS, weights, strict=True)}
+    named_biases = zip(PROJECTION_PATHS, biases, strict=True)
+    tensors |= {f"{path}.bias": bias for path, bias in named_biases if bias is not None}
+    # Cloned, because the slices of a fused projection share one storage.
+    attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
+    for name, parameter in attention.named_parameters():  # frozen weights stay frozen
+        parameter.requires_grad_(tensors[name].requires_grad)
+    # After the weights are loaded, because the norms are the library's modules and have their own already.
+    attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
+    return attention
+
+
+def _reordered(norm: nn.Module, order: Int[Tensor, "directions"]) -> nn.Module:
+    """Returns a copy of a norm whose parameters, one for each direction, are in this order."""
+    copied = copy.deepcopy(norm)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data[order.to(parameter.device)].clone()
+    return copied
+
+
+def require_equal_logits(
+    models: tuple[Adopted, Adopted], because: str, blocks: Callable[[Adopted], Sequence[nn.Module]], attention: str
+) -> None:
+    """Raises NotSupported unless both models return the same logits for the same random images, up to rounding.
+
+    The message names the first block whose output differs; `blocks` returns those of a model, and `attention` is the
+    path of the attention in a block. `because` is the reason where the outputs of the attention differ too.
+    The limit is the square root of the machine epsilon, relative to the largest logit: rounding is far below it, and a
+    missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
+    softmax in float32.
+    """
+    first, second = models
+    parameter = next(first.parameters())
+    if parameter.is_meta:
+        raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
+    # Drawn on the CPU in float64, so that the images are the same on every device and up to rounding in every dtype.
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, *first.origin.input_shape)
+    images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
+    with evaluating(models):
+        expected = _outputs(first, images, "it cannot be run on images of its input shape")
+        actual = _outputs(second, images, because)
+    epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
+    limit = epsilon**0.5 * max(1.0, float(expected.abs().max()))
+    difference = float((expected - actual).abs().max())
+    if not difference <= limit:  # also true for NaN
+        with evaluating(models):
+            outputs = [_outputs_of_blocks(model, blocks(model), attention, images) for model in models]
+        where, reason = _first_difference(outputs[0], outputs[1], epsilon**0.5, because)
+        raise NotSupported(
+            f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
+            f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"
+        )
+
+
+def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "images features"]:
+    """Returns the outputs for the images; raises NotSupported with the reason `because` if the forward pass fails."""
+    try:
+        return model(images)
+    except AttnrxError:
+        raise
+    except Exception as error:  # the code of a model raises errors of any type
+        raise NotSupported(
+            f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
+            f"{tuple(images.shape)} it raises {type(error).__name__}: {error}"
+        ) from error
+
+
+def _outputs_of_blocks(
+    model: Adopted, blocks: Sequence[nn.Module], attention: str, images: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns the output of the attention of every block, and that of the block."""
+    outputs: dict[nn.Module, Tensor] = {}
+
+    def record(module: nn.Module, args: object, output: Any) -> None:
+        outputs[module] = output[0] if isinstance(output, tuple) else output
+
+    parts = [(block.get_submodule(attention), block) for block in blocks]
+    # The hooks also switch the last-layer class-token shortcut off, so that both models process all tokens.
+    with ExitStack() as hooks:
+        for part in {part for pair in parts for part in pair}:
+            hooks.enter_context(part.register_forward_hook(record))
+        model(images)
+    return [(outputs[part], outputs[block]) for part, block in parts]
+
+
+def _first_difference(
+    expected: Sequence[tuple[Tensor, Tensor]], actual: Sequence[tuple[Tensor, Tensor]], limit: float, because: str
+) -> tuple[str, str]:
+    """Returns where the outputs of the blocks first differ by more than `limit` times the largest, and why."""
+    for number, pairs in enumerate(zip(expected, actual, strict=False), 1):
+        attention, block = (
+            [float((one - other).abs().max()), float(one.abs().max())] for one, other in zip(*pairs, strict=True)
+        )
+        if not block[0] <= limit * max(1.0, block[1]):  # also true for NaN
+            size = f"by {block[0]:.3g}, and its largest output is {block[1]:.3g}"
+            where = f"The first block that differs is block {number} of {len(expected)}, {size}."
+            if not attention[0] <= limit * max(1.0, attention[1]):
+                return where, because
+            return where, "the MLP or a norm of a block computes something else, while its attention is equal"
+    return (
+        f"The outputs of all {len(expected)} blocks are equal.",
+        "the parts after the blocks differ, or the head uses other tokens",
+    )

@@ -1,0 +1,588 @@
+"""The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.runtime.module_copies import copied
+from attnrx.support.serialization.config import from_dict, to_dict
+from attnrx.support.serialization.storage import require_finite_tensors
+from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.vit.attention import Attention
+from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
+from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
+from attnrx.vit.maps import LINEAR_MAPS
+from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
+from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_weights
+from attnrx.vit.models.foreign_code import plain_copy, reparametrized, require_own_code, require_unchanged
+from attnrx.vit.models.fused_mlp import FusedMLP
+from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
+from attnrx.vit.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.token_hooks import costs_of_tokens
+from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import TokenLayout, TokenPolicy
+
+
+@dataclass(frozen=True)
+class ModelPaths:
+    """Where the parts of a model are.
+
+    `attention` is the path of the attention in a layer; `patches`, the convolution of the patch embedding, and `norm`,
+    the norm after the last layer, are paths in the body. `mlp` are the paths, in a layer, of the modules that form its
+    MLP, and `mlps` the classes of the first of them whose two linear maps, at `maps`, have an activation between them;
+    others are not compressed. `heads` are the paths, in the source, of the classifiers and the norm before them,
+    `classifiers` those of the classifiers, `pooled` those of norms that run on one pooled token instead of all tokens;
+    paths that a model lacks are skipped. The classifiers run on `head_tokens` tokens.
+    """
+
+    attention: str
+    patches: str
+    norm: str
+    mlps: tuple[str, ...]
+    heads: tuple[str, ...]
+    classifiers: tuple[str, ...]
+    pooled: tuple[str, ...] = ()
+    mlp: tuple[str, ...] = ("mlp",)
+    maps: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    head_tokens: int = 1
+
+
+class AdoptedFamily(Family):
+    """A family of models of another library: adoption by proof, description, rebuilding, costs.
+
+    A subclass states where the parts of the library's models are, and lists unsupported features.
+    """
+
+    exposes_tokens = True
+    library: str
+    """The package of the library."""
+    model_type: type[Adopted]
+    adapter_type: type[Adapter]
+    shapes_are_stated = False
+    """Whether the input shape is stated by the user instead of the model."""
+
+    @abstractmethod
+    def paths(self, source: nn.Module) -> "ModelPaths":
+        """Returns where the parts of a model are."""
+
+    def adopts(self, model: nn.Module) -> bool:
+        """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
+        return type(model).__module__.split(".")[0] == self.library
+
+    @abstractmethod
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields every reason why the model cannot be adopted, without reading its weights."""
+
+    @abstractmethod
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Returns how the model was created and its input format; values in `stated` have precedence."""
+
+    @abstractmethod
+    def create(self, origin: Origin) -> nn.Module:
+        """Creates the model with its own library, without pretrained weights."""
+
+    def restore_buffers_(self, source: nn.Module) -> None:
+        """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
+
+    @abstractmethod
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns the transformer blocks."""
+
+    @abstractmethod
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+        """Returns attnrx attention with the weights of an attention module of `source`."""
+
+    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        """Returns the module that takes the place of a library's attention module."""
+        return self.adapter_type(replacement, rotations, prefix, self.pair_bias(attention))
+
+    def inner_norm(self, attention: nn.Module, name: str) -> nn.Module:
+        """Returns the library's norm of this name (INNER_NORMS) in one of its attention modules."""
+        raise NotImplementedError
+
+    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+        """Returns a module that computes the bias of pairs, [1, heads, tokens, tokens], of an attention module."""
+        return None
+
+    @abstractmethod
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
+        """Returns the path, inside a block, of the norm before its attention; used by the last-layer class-token
+        shortcut.
+        """
+
+    def body(self, source: nn.Module) -> nn.Module:
+        """Returns the model without its classifier, in which the paths are."""
+        return source
+
+    def patches(self, source: nn.Module) -> nn.Conv2d | nn.Conv3d | nn.Linear:
+        """Returns the convolution of the patch embedding, or the linear map of patches that come ready."""
+        return self.body(source).get_submodule(self.paths(source).patches)  # type: ignore[return-value]
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """Returns the norm after the last layer; an identity where a norm follows the mean in its place."""
+        return self.body(source).get_submodule(self.paths(source).norm)
+
+    @abstractmethod
+    def prefix_tokens(self, source: nn.Module) -> int:
+        """Returns the number of tokens before the patches: class, distillation and register tokens."""
+
+    def tokens_of_head(self, source: nn.Module, tokens: int) -> int:
+        """Returns the tokens that a pooling by attention attends to, of all tokens after the last layer."""
+        return tokens
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        """Returns whether the first token is a class token."""
+        return True
+
+    @abstractmethod
+    def pooling(self, source: nn.Module) -> str:
+        """Returns how the tokens are pooled: "class", "mean", or another name for an unsupported kind of pooling."""
+
+    def adopt(
+        self,
+        model: nn.Module,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        input_shape: tuple[int, int, int] | None = None,
+        preprocessing: Mapping[str, Any] | None = None,
+    ) -> Adopted:
+        """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
+
+        Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
+        rebuilt from the description of the copy. `mean` and `std` override the model's own normalization; `input_shape`
+        overrides its image size, only for models that resize their position embeddings; `preprocessing` are the
+        settings of the library's transform of pictures, where the model does not hold them. Weights that torch computes
+        from other tensors (masks of pruning, weight norms, spectral norms) are plain weights in the copy, and
+        activations that its parts keep are detached.
+
+        Raises:
+            NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be
+                copied, or a function (a replaced `forward`, a hook) that holds one of its own parts.
+        """
+        if isinstance(model, Adopted):
+            raise InvalidInput(f"{model.origin.architecture} was adopted already.")
+        # Without masks of pruning and weight norms, as these replace the weights and the classes of parts.
+        plain = plain_copy(model) if any(reparametrized(model)) else model
+        self.require_supported(plain)
+        require_own_code(model)
+        weights = model.state_dict()
+        without = next(
+            (name for name, tensor in weights.items() if isinstance(tensor, Tensor) and tensor.is_meta), None
+        )
+        if without is not None:
+            raise InvalidInput(f"{model_name(model)} has no weights: {without} is on the meta device. Load them first.")
+        require_finite_tensors(weights, model_name(model))
+        stated = {"mean": mean, "std": std, "input_shape": input_shape, "preprocessing": preprocessing}
+        origin = self._stated(plain, stated)
+        wrapped = self.model_type(model, origin)
+        require_unchanged(model, wrapped, origin.input_shape)
+        adopted = self.model_type(copied(model) if plain is model else plain, origin)
+        adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
+        self._install_(adopted, self._own_attention(adopted))
+        require_ordinary_weights(adopted)  # here, because every later step requires it
+        because = (
+            "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
+            "of its projections are not those that were read"
+        )
+        self._require_equal((wrapped, adopted), because)
+        # A model that was changed after its creation would be saved, and loaded as another one.
+        self._require_rebuilt(adopted)
+        return adopted
+
+    def library_model(self, model: nn.Module) -> nn.Module:
+        """Creates the model with its own library, which keeps that library's attention."""
+        return self.create(self._adopted(model).origin)
+
+    @abstractmethod
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        """Returns the library's model of this name with weights from seed 0, or none on the meta device."""
+
+    def has(self, name: str) -> bool:
+        """Returns whether the library has a model of this name."""
+        return False
+
+    def fresh(self, name: str, **arguments: Any) -> Adopted:
+        """Adopts a model with fresh weights; on the meta device it has none, and only its costs are available."""
+        model = self.initialized(name, **arguments)
+        if not next(model.parameters()).is_meta:
+            return self.adopt(model).eval()
+        return self.outline(model)
+
+    def outline(self, model: nn.Module) -> Adopted:
+        """Adopts a model on the meta device, in place; its logits cannot be checked."""
+        self.require_supported(model)
+        adopted = self.model_type(model, self._stated(model, {}))
+        self._install_(adopted, self._own_attention(adopted))
+        return adopted
+
+    def _own_attention(self, adopted: Adopted) -> list[Attention]:
+        name = self.paths(adopted.source).attention
+        return [self.own(adopted.source, layer.get_submodule(name)) for layer in self.layers(adopted.source)]
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        """Sets the attention of every layer, removes dropout of rate 0, packs linear maps, and enables the shortcut of
+        `LastLayer` for models with class-token pooling.
+        """
+        source, layers = adopted.source, self.layers(adopted.source)
+        paths, rotations = self.paths(source), RotationCache()  # one cache for all layers
+        for layer, new_attention in zip(layers, attention, strict=True):
+            module = layer.get_submodule(paths.attention)
+            for name, norm in new_attention.inner_norms.items():
+                if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
+                    new_attention.inner_norms[name] = self.inner_norm(module, name)
+            adapter = self.adapter(new_attention, module, rotations, self.prefix_tokens(source))
+            layer.set_submodule(paths.attention, adapter.train(module.training))
+            # A list, because the loop replaces modules; with duplicates, because one dropout may have several names.
+            for name, part in list(layer.named_modules(remove_duplicate=False)):
+                # Calling a dropout takes as long as a small matrix product.
+                if type(part) is nn.Dropout and part.p == 0:
+                    layer.set_submodule(name, nn.Identity().train(part.training))
+                elif type(part) is nn.Linear:
+                    packed_(part)
+            _fuse_mlp_(layer, paths)
+        if layers and self.pooling(source) == "class":
+            # Every other pooling uses the patches of the last block.
+            norm, prefix = self.norm_before(source, layers[-1]), self.prefix_tokens(source)
+            adopted.last = LastLayer(layers[-1], paths.attention, norm, self.last_norm(source), prefix)
+
+    def require_supported(self, model: nn.Module) -> None:
+        """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
+        refusals = tuple(self.refusals(model))
+        # After the others: without the parts that a reader names there are no MLPs.
+        refusals = refusals or tuple(self._changed_mlps(model))
+        if refusals:
+            # Every layer yields the same reasons; a dict removes repetitions and keeps the order.
+            reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in refusals))
+            remedies = dict.fromkeys(refusal.remedy for refusal in refusals if refusal.remedy)
+            raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
+
+    def _changed_mlps(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields the maps of MLPs that are not a plain nn.Linear, e.g. adapters around one."""
+        paths = self.paths(model)
+        for layer in self.layers(model):
+            named = dict(layer.named_modules())
+            if type(named.get(paths.mlp[0])).__name__ in paths.mlps:
+                yield from changed_linears(layer, tuple(name for name in paths.maps if name in named))
+
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, self.model_type)
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        return tuple(adapter.attention for adapter in self._adapters(model))
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        adapter = self._adapters(model)[layer]
+        adapter.attention = attention.train(adapter.attention.training)
+
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        source = self._adopted(model).source
+        maps = zip(self.layers(source), self._maps(source), strict=False)  # no maps where a layer has another MLP
+        return tuple((layer.get_submodule(first), layer.get_submodule(second)) for layer, (first, second) in maps)
+
+    def has_plain_units(self, model: nn.Module) -> bool:
+        layers, paths = self.layers(self._adopted(model).source), self.paths(self._adopted(model).source)
+        for layer, pair in zip(layers, self.mlp(model), strict=False):
+            # By id, because tensors are compared elementwise.
+            maps = {id(parameter) for linear in pair for parameter in linear.parameters()}
+            inside = (parameter for name in paths.mlp for parameter in layer.get_submodule(name).parameters())
+            if any(id(parameter) not in maps for parameter in inside):  # a norm over all units
+                return False
+        return bool(self.mlp(model))
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        source = self._adopted(model).source
+        maps = self._maps(source)
+        if not maps:
+            raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
+        block, name = self.layers(source)[layer], maps[layer][which]
+        block.set_submodule(name, linear.train(block.get_submodule(name).training))
+
+    def _maps(self, source: nn.Module) -> tuple[tuple[str, str], ...]:
+        """Returns the paths, in every layer, of the two maps of its MLP; () where a layer has another kind."""
+        paths = self.paths(source)
+        fused = f"{paths.mlp[0]}.{LINEAR_MAPS[0]}", f"{paths.mlp[0]}.{LINEAR_MAPS[1]}"
+        maps = []
+        for layer in self.layers(source):
+            mlp = layer.get_submodule(paths.mlp[0])
+            if not isinstance(mlp, FusedMLP) and type(mlp).__name__ not in paths.mlps:
+                return ()
+            maps.append(fused if isinstance(mlp, FusedMLP) else paths.maps)
+        return tuple(maps)
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
+        origin = self._adopted(model).origin
+        return {
+            "architecture": origin.architecture,
+            "arguments": dict(origin.arguments),
+            "input_shape": list(origin.input_shape),
+            "mean": list(origin.mean),
+            "std": list(origin.std),
+            "preprocessing": dict(origin.preprocessing),
+            "attention": [to_dict(attention.spec) for attention in self.attention(model)],
+            "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
+            "hidden_units": list(hidden_units(self.mlp(model))),
+            "buffer_dtypes": _unsaved_dtypes(model),
+        }
+
+    def build(self, description: Mapping[str, Any]) -> Adopted:
+        """Creates the described model with its own library, then inserts attention and MLPs of the described ranks."""
+        facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
+        # Absent in files of earlier versions.
+        settings = description.get("preprocessing", {})
+        origin = Origin(description["architecture"], description["arguments"], **facts, preprocessing=settings)
+        created = self.create(origin)
+        self.restore_buffers_(created)
+        adopted = self.model_type(created, origin)
+        layers, specs = self.layers(adopted.source), description["attention"]
+        if len(layers) != len(specs):
+            raise InvalidInput(
+                f"{origin.architecture} has {len(layers)} layers, and the model that was made from it {len(specs)}: "
+                "blocks cannot be added or removed after a model is created. Create it with that number of blocks, "
+                "e.g. depth=N of timm."
+            )
+        # Before the MLPs are replaced: their paths are those after `_install_`, which fuses them.
+        self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
+        for name, dtype in description.get("buffer_dtypes", {}).items():
+            owner, _, buffer = name.rpartition(".")
+            module = adopted.get_submodule(owner)
+            module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
+        created_units = hidden_units(self.mlp(adopted))
+        units = description.get("hidden_units", created_units)  # absent in files of earlier versions
+        for layer, (pair, hidden) in enumerate(zip(description["mlp_ranks"], units, strict=True)):
+            for which, rank in enumerate(pair):
+                linear: Any = self.mlp(adopted)[layer][which]
+                inputs, outputs = (hidden, linear.out_features) if which else (linear.in_features, hidden)
+                has_bias = linear.bias is not None
+                if rank is not None:
+                    self.set_mlp_(adopted, layer, which, LowRankLinear(inputs, outputs, rank, has_bias))
+                elif hidden != created_units[layer]:
+                    # The second map has a bias after units were removed: the mean of what they gave.
+                    self.set_mlp_(adopted, layer, which, PackedLinear(inputs, outputs, bias=has_bias or which == 1))
+        return adopted
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._adopted(model).origin.input_shape
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        origin = self._adopted(model).origin
+        return origin.mean, origin.std
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        adopted = self._adopted(model)
+        source, pooled = adopted.source, self.pooling(adopted.source)
+        if pooled not in ("class", "mean"):
+            raise NotSupported(
+                f"{adopted.origin.architecture} pools its tokens by {pooled!r}; tokens can be pruned only where the "
+                "head takes a token before the patches, or the mean of the patches."
+            )
+        return TokenLayout(self.prefix_tokens(source), self.positions(adopted), self.has_class_token(source), pooled)
+
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        adopted = self._adopted(model)
+        return adopted.all_tokens(images)[:, self.prefix_tokens(adopted.source) :]
+
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        return self.patches(self._adopted(model).source)
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        return self.last_norm(self._adopted(model).source)
+
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        named = dict(self._adopted(model).source.named_modules())
+        heads = (named.get(name) for name in self.paths(self._adopted(model).source).classifiers)
+        return tuple(head for head in heads if isinstance(head, nn.Linear))
+
+    def positions(self, adopted: Adopted) -> int:
+        """Returns the number of patches of an image."""
+        return self.num_patches(adopted.source, adopted.origin.input_shape)
+
+    def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
+        """Returns the number of patches of an image of this shape; a border narrower than a patch is not read."""
+        patches: Any = self.patches(source)
+        (height, width), (down, right) = input_shape[1:], patches.stride
+        return (height // down) * (width // right)
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
+        tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
+    ) -> ModelCosts:
+        """Returns the costs of the model, optionally with other specs, ranks, tokens and hidden units in its layers.
+
+        All parameters before the first layer (tokens and position embeddings too) count as patches. Parameters of a
+        layer outside attention and MLP (LayerScale too) count as its norms. The parameters therefore add up to those of
+        the model.
+        """
+        adopted = self._adopted(model)
+        source, layers, maps = adopted.source, self.layers(adopted.source), self.mlp(adopted)
+        paths = self.paths(source)
+        specs = tuple(layer.spec for layer in self.attention(adopted)) if attention is None else attention
+        ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
+        units = hidden_units(maps) if hidden is None else hidden
+        if len(specs) != len(layers) or len(ranks) != len(maps) or len(units) != len(maps):
+            raise InvalidInput(
+                f"{len(specs)} attention specs, {len(ranks)} pairs of MLP ranks and {len(units)} numbers of hidden "
+                f"units for {len(layers)} layers and {len(maps)} MLPs of two maps: give one for each."
+            )
+        positions = self.positions(adopted)
+        token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
+        classifier = sum(num_params(module) for module in self._heads(source))
+        before = num_params(source) - classifier - sum(num_params(layer) for layer in layers)
+        mlps = [[layer.get_submodule(name) for name in paths.mlp] for layer in layers]
+        # Where MLPs are of another kind, nothing in them changes.
+        changes = list(zip(maps, ranks, units, strict=True)) or [((), (), 0)] * len(layers)
+        return ModelCosts(
+            patches=PartCosts(before, positions * self.patches(source).weight.numel()),
+            layers=tuple(
+                replace(
+                    # The formulas of an MLP and of norms are those of attnrx models; a library's may have others.
+                    layer_costs(spec, num_tokens, 0),
+                    mlp=mlp_costs(mlp, num_tokens, *change),
+                    layer_norms=PartCosts(
+                        num_params(layer) - sum(map(num_params, mlp)) - projection_params(layer_attention)
+                    ),
+                )
+                for layer, mlp, layer_attention, spec, change, num_tokens in zip(
+                    layers, mlps, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
+                )
+            ),
+            classifier=PartCosts(classifier),
+            classifier_macs=self.head_macs(adopted, token_costs.tokens[-1]),
+            predictors=token_costs.predictors,
+            predictor_norm_features=token_costs.norm_features,
+            outer_norm_features=self._outer_norm_features(source, positions, token_costs.tokens),
+        )
+
+    def _heads(self, source: nn.Module) -> list[nn.Module]:
+        """Returns the classifiers and the norms before them."""
+        names = self.paths(source).heads
+        return [module for name, module in source.named_modules() if name in names]
+
+    def head_macs(self, adopted: Adopted, tokens: int) -> int:
+        """Returns the MACs of the classifiers on one image, whose last layer has this many tokens."""
+        source = adopted.source
+        attended = self.tokens_of_head(source, tokens)
+        return self.paths(source).head_tokens * sum(classifier_macs(head, attended) for head in self._heads(source))
+
+    def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
+        """Returns the features of the norms outside the layers and inside their MLPs, times the tokens of each."""
+        # Norms inside the blocks are counted by the costs of a layer, except those inside an MLP (e.g. after its
+        # activation).
+        last, pooled = self.last_norm(source), self.paths(source).pooled
+        inside = {module for layer in self.layers(source) for module in layer.modules()}
+        total = sum(
+            math.prod(getattr(part, "normalized_shape", (0,))) * count
+            for layer, count in zip(self.layers(source), tokens, strict=True)
+            for name in self.paths(source).mlp
+            for part in layer.get_submodule(name).modules()
+        )
+        for name, module in source.named_modules():
+            shape = getattr(module, "normalized_shape", None)
+            if shape is None or module in inside:
+                continue
+            # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were
+            # pruned.
+            if name in pooled or name.startswith("attn_pool."):
+                count = 1
+            elif name.startswith("patch_embed."):
+                count = positions
+            else:
+                count = tokens[-1] if module is last else tokens[0]
+            total += math.prod(shape) * count
+        return total
+
+    def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        origin = self.origin(model, stated)
+        height, width = origin.input_shape[1:]
+        convolution = self.body(model).get_submodule(self.paths(model).patches)
+        # A library's model may leave a border unread; a shape that a user states may not.
+        is_stated = self.shapes_are_stated or stated.get("input_shape")
+        if is_stated and isinstance(convolution, nn.Conv2d):
+            down, right = convolution.stride
+            if height % down or width % right:
+                raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
+        if not self.num_patches(model, origin.input_shape):
+            raise InvalidInput(f"images of {height} x {width} are smaller than a patch of {origin.architecture}.")
+        return origin
+
+    def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
+        source = self._adopted(model).source
+        name = self.paths(source).attention
+        return tuple(layer.get_submodule(name) for layer in self.layers(source))  # type: ignore[misc]
+
+    def _adopted(self, model: nn.Module) -> Adopted:
+        if not isinstance(model, self.model_type):
+            raise InvalidInput(
+                f"{model_name(model)} was not adopted by the family {self.name!r}; call attnrx.load(model) first."
+            )
+        return model
+
+    def _require_rebuilt(self, adopted: Adopted) -> None:
+        because = (
+            "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
+            "change in the arguments (e.g. num_classes=N of timm) and load the weights into that model"
+        )
+        with torch.device("meta"):
+            rebuilt = self.build(self.describe(adopted))
+        shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (adopted, rebuilt)]
+        # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
+        if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: {because}. {_first_difference(adopted, rebuilt)}"
+            )
+        rebuilt.load_state_dict(adopted.state_dict(), assign=True)  # shares the weights, without a copy
+        self._require_equal((adopted, rebuilt), because)
+
+    def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
+        paths = self.paths(models[1].source)
+        require_equal_logits(models, because, lambda model: self.layers(model.source), paths.attention)
+
+
+def _first_difference(model: nn.Module, rebuilt: nn.Module) -> str:
+    """Returns which part of a model differs from the rebuilt one: a line of its text, or the shape of a tensor."""
+    lines = zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue="nothing")
+    pairs = [(own.strip(), other.strip()) for own, other in lines]
+    shapes = [{name: tuple(tensor.shape) for name, tensor in each.state_dict().items()} for each in (model, rebuilt)]
+    pairs += [tuple(f"{name} {each.get(name, 'nothing')}" for each in shapes) for name in {**shapes[0], **shapes[1]}]
+    own, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"It has {own}, and the rebuilt one has {other}."
+
+
+def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:
+    """Returns the floating-point types of the buffers that are not saved with the weights, by their names.
+
+    A model creates such buffers anew when it is loaded, in its default type, which `model.half()` may have changed.
+    """
+    unsaved = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return {
+        name: str(buffer.dtype).removeprefix("torch.")
+        for name, buffer in unsaved.items()
+        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
+    }
+
+
+def _fuse_mlp_(layer: nn.Module, paths: ModelPaths) -> None:
+    """Replaces the library's MLP by one with the same parts, if it is one module without other ones."""
+    name, *others = paths.mlp
+    mlp = layer.get_submodule(name)
+    if others or type(mlp).__name__ not in paths.mlps:
+        return
+    first, second = (path.removeprefix(f"{name}.") for path in paths.maps)
+    parts = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}
+    activation = [part for child, part in parts.items() if child not in (first, second)]
+    # Exactly two maps and an activation without parameters: a dropout, a gate or a norm between them would be lost.
+    if len(parts) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
+        fused = FusedMLP(parts[first], activation[0], parts[second])
+        layer.set_submodule(name, fused.train(mlp.training))

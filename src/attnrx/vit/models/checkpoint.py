@@ -1,0 +1,225 @@
+"""Saves a model as a folder: config.json describes it, model.safetensors holds its weights, other files belong to it.
+
+The files of a saved model, PARTS, are replaced together, so that no file of an earlier model remains next to a new one.
+All other files in the folder (notes, training checkpoints) are kept.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.serialization.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
+from attnrx.support.serialization.storage import (
+    SEAL,
+    check_schema,
+    check_seal,
+    file_kind,
+    file_sha256,
+    read_json,
+    read_tensors,
+    require_finite_tensors,
+    sealed,
+    write_json,
+    write_tensors,
+)
+from attnrx.support.serialization.validation import (
+    JSON_OBJECT,
+    MOST_HEADS,
+    Bounded,
+    Choice,
+    Integer,
+    Optional,
+    Record,
+    Text,
+    shown,
+    validated,
+)
+from attnrx.support.shapes import Tensor
+from attnrx.vit.maps import REALIZATIONS
+from attnrx.vit.models.family import STATED_OUTPUTS, Family, require_ordinary_weights
+from attnrx.vit.models.token_hooks import attach_tokens_, described_tokens
+from attnrx.vit.tokens import policy_from_dict
+
+KIND, SCHEMA = "attnrx model", 1
+MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
+DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
+MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
+TOKENS = Record({"policy": JSON_OBJECT, "by": Choice(REALIZATIONS), "heads": Integer(1, MOST_HEADS)})
+RECORD = Record(
+    {
+        "kind": Choice((KIND,)),
+        "schema": Choice((SCHEMA,)),
+        "family": Text(),
+        "model": Bounded(MOST_NUMBER),
+        "tokens": Optional(TOKENS),
+        "weights_sha256": Text(),
+        "notes": JSON_OBJECT,
+        SEAL: Text(),
+    },
+    more={
+        "torch_dtype": Text(),
+        "outputs": Optional(Choice(("logits", "multilabel", "regression", "embedding"))),
+    },
+)
+
+
+# file name -> the kind written inside the file
+PARTS = {
+    "config.json": KIND,
+    "model.safetensors": f"{KIND} weights",
+    "prescription.json": "attnrx prescription",
+    "evidence.json": "attnrx evidence",
+    "training.json": "attnrx training run",
+    "preprocessor_config.json": "attnrx image processor",
+    "README.md": "attnrx model card",
+}
+_TENSORS = re.compile(r"prescription\.json\.tensors-[0-9a-f]{12}\.safetensors")
+
+
+def save_weights(
+    folder: Path | str,
+    model: nn.Module,
+    family: Family,
+    notes: dict[str, Any] | None = None,
+    write_beside: Callable[[Path], object] | None = None,
+    parts: Parts | None = None,
+) -> Path:
+    """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
+
+    `parts` are the files that are replaced, by default those of a model (PARTS).
+    """
+    folder = Path(folder)
+    require_ordinary_weights(model)
+    tensors = dict(model.state_dict())
+    require_finite_tensors(tensors, "the model to save")
+    # Last comes the file without which the folder is no model.
+    with replacing_folder(folder, parts or parts_by(is_model_file), last="config.json") as new:
+        weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
+        record = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "family": family.name,
+            "model": family.describe(model),
+            "tokens": described_tokens(model),
+            "outputs": getattr(model, STATED_OUTPUTS, None),
+            "weights_sha256": file_sha256(weights),
+            "notes": notes or {},
+            **family.config_fields,
+        }
+        write_json(new / "config.json", sealed(record))
+        processor = family.processor_config(model)
+        if processor:
+            name = "preprocessor_config.json"
+            write_json(new / name, {"kind": PARTS[name], **processor})
+        if write_beside is not None:
+            write_beside(new)
+    return folder
+
+
+def is_model_file(path: Path) -> bool:
+    """Returns whether attnrx wrote this file for a saved model, by its name and the marker inside."""
+    # A file of the user's may have one of these names: only a file with the marker is replaced.
+    kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
+    return kind is not None and file_kind(path) == kind
+
+
+def is_model_folder(folder: Path | str) -> bool:
+    """Returns whether the folder holds a model saved by attnrx."""
+    return file_kind(Path(folder) / "config.json") == KIND
+
+
+def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> None:
+    """Raises an error if the folder has files of these names that do not belong to a saved model."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInput(f"{folder} is a file; name a folder.")
+    require_absent([folder / name for name in names], is_model_file)
+
+
+def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path | str | None = None) -> nn.Module:
+    """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode.
+
+    `weights` is a safetensors file, or a folder with model.safetensors, whose tensors are loaded in place of the saved
+    ones.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        restore(folder)  # if its replacement was interrupted
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
+    path = folder / "config.json"
+    if not path.exists() and (folder / "model.safetensors").exists():
+        raise CheckpointError(
+            f"{folder} has weights (model.safetensors), but no config.json. The Trainer of transformers saves models "
+            f"of attnrx like that: load them as attnrx.load(FOLDER_OF_THE_MODEL, weights={str(folder)!r}), or save "
+            "the model with attnrx.save(trainer.model, folder)."
+        )
+    record = read_json(path, MOST_BYTES)
+    check_schema(record, KIND, SCHEMA, path)
+    check_seal(record, path)
+    validated(record, RECORD, path)
+    by_name = {family.name: family for family in families}
+    if record["family"] not in by_name:
+        raise UnknownName("model family", record["family"], by_name)
+    source = folder / "model.safetensors" if weights is None else _weight_file(Path(weights))
+    tensors = read_tensors(source, record["weights_sha256"] if weights is None else None)
+    require_finite_tensors(tensors, str(source))
+    _require_depth(record["model"], tensors, path)
+    model = _built(by_name[record["family"]], record, folder)
+    try:
+        model.load_state_dict(tensors, strict=True, assign=True)
+        require_ordinary_weights(model)
+    except Exception as error:  # torch raises several types
+        raise CheckpointError(
+            f"{folder}: the weights of {source} do not fit config.json ({error}). The two files are of different "
+            "models."
+        ) from error
+    if record.get("outputs") is not None:
+        setattr(model, STATED_OUTPUTS, record["outputs"])
+    return model.eval()
+
+
+def _weight_file(path: Path) -> Path:
+    file = path / "model.safetensors" if path.is_dir() else path
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise CheckpointError(f"weights={str(path)!r}: give a .safetensors file, or a folder with model.safetensors.")
+    return file
+
+
+def _built(family: Family, record: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Returns the model of a config.json without weights."""
+    tokens = record["tokens"]
+    try:
+        with torch.device("meta"):
+            model = family.build(record["model"])
+            # Before the weights are loaded, which include those of learned predictors.
+            if tokens is not None:
+                attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
+    except Exception as error:  # timm and transformers build from the record too and raise their own errors
+        raise CheckpointError(f"{folder}: the model of config.json cannot be built: {error}") from error
+    return model
+
+
+def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises CheckpointError if config.json and the tensors differ in depth, before building the model."""
+    # An inconsistent file would build as many layers as it states before the weights are found not to fit.
+    layers = model.get("attention")
+    layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
+    described = len(layers) if isinstance(layers, list) else shown(layers)
+    # Every layer has an output projection, whatever its form and rank.
+    stored = sum(name.endswith("attention.output.weight") for name in tensors)
+    arguments = model.get("arguments")
+    depths = {"attention": described}
+    if isinstance(arguments, Mapping):
+        depths |= {f"arguments.{name}": arguments[name] for name in DEPTHS if name in arguments}
+    for name, depth in depths.items():
+        if depth != stored:
+            raise CheckpointError(
+                f"{path}: model.{name} describes {depth} layers, and model.safetensors holds {stored}. The two "
+                "files are of different models."
+            )

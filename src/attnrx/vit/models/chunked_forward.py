@@ -1,0 +1,70 @@
+"""Chunked inference on a CPU: a few images at a time, so that activations stay in reused, cached memory."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.vit.attention import Attention, AttentionContext
+from attnrx.vit.models.token_hooks import forward_pass, reduction_of
+from attnrx.vit.models.token_reduction import TokenRun
+
+WARM = 8 * 2**20
+"""Bytes of the largest activation that a CPU thread handles at once.
+
+The operating system allocates larger ones anew, page by page, at every operation, and they do not fit the cache: that
+takes longer than starting the operations several times.
+"""
+
+
+def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: ImageBatch, largest: int) -> Tensor:
+    """Returns `run(images)`, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
+    batch. Every chunk is a forward pass of its own.
+
+    `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
+    independently, as all models do in evaluation mode.
+    """
+
+    def forward(chunk: Tensor) -> Tensor:
+        with forward_pass(model):
+            return run(chunk)
+
+    # Token reducers and some backends need an image: an empty batch has the outputs of a black one, without its row.
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not (is_traced or model.training or len(images)):
+        return forward(images.new_zeros(1, *images.shape[1:]))[:0]
+    context = AttentionContext.of(images.flatten(2))
+    if not context.free_on_cpu or largest < 1:
+        return forward(images)
+    chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
+    if len(images) <= chunk_size or any(map(_needs_whole_batch, model.modules())):
+        return forward(images)
+    reduction, chunks = reduction_of(model), images.split(chunk_size)
+    if reduction is None or not reduction.is_recorded:
+        return torch.cat([forward(chunk) for chunk in chunks])
+    with reduction.recording() as runs:
+        outputs = [forward(chunk) for chunk in chunks]
+    if runs:  # none of a policy that keeps every patch
+        reduction.record(TokenRun.joined(runs))
+    return torch.cat(outputs)
+
+
+def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:
+    """Raises InvalidInput for images that are not of the expected shape: channels, height and width."""
+    if images.shape[1:] != expected:
+        channels, height, width = expected
+        raise InvalidInput(
+            f"images of shape {tuple(images.shape)}: {name} takes [batch, {channels}, {height}, {width}]. Load the "
+            f"data with image_size={height}."
+        )
+
+
+def _needs_whole_batch(module: nn.Module) -> bool:
+    """Returns whether a module is in training mode, or has hooks or a backend that must receive the whole batch."""
+    # Hooks that treat the images of a batch independently have the attribute `by_image`; others may need all images.
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
+        return True
+    return isinstance(module, Attention) and module.backend.watches

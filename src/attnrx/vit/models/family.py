@@ -1,0 +1,181 @@
+"""The interface of a model family: where the attention layers are, and how a model is described and rebuilt."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.serialization.storage import fingerprint
+from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.vit.attention import Attention
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import TokenLayout, TokenPolicy
+
+MLPRanks = tuple[tuple[int | None, int | None], ...]
+"""The ranks of the two maps of every layer's MLP; None for a map that is one matrix."""
+
+STATED_OUTPUTS = "stated_outputs"
+"""The attribute of a model with the name of the `OutputKind` that its user stated; copies of the model keep it."""
+
+
+class Family(ABC):
+    """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
+
+    name: str
+    config_fields: ClassVar[Mapping[str, Any]] = {}
+    """Further fields of config.json."""
+    exposes_tokens: ClassVar[bool] = False
+    """Whether the models have methods of another library that return tokens, so that those of all patches are
+    restored.
+    """
+
+    @abstractmethod
+    def matches(self, model: nn.Module) -> bool:
+        """Returns whether the model is of this family."""
+
+    @abstractmethod
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        """Returns the attention of every layer, in order."""
+
+    @abstractmethod
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        """Replaces one layer's attention in place, and updates the model's own description."""
+
+    @abstractmethod
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        """Returns the two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another
+        kind.
+        """
+
+    def has_plain_units(self, model: nn.Module) -> bool:
+        """Returns whether only an activation is between the two maps of every MLP, so that its units are separate."""
+        return bool(self.mlp(model))
+
+    @abstractmethod
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""
+
+    @abstractmethod
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """Returns a JSON-ready description from which `build` creates the same model, without its weights."""
+
+    @abstractmethod
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """Builds the model from its description; called on the meta device when loading."""
+
+    def library_model(self, model: nn.Module) -> nn.Module:
+        """Returns the reference implementation of the model in its own library, with fresh weights: the baseline of
+        speed ratios.
+        """
+        return self.build(self.describe(model))
+
+    @abstractmethod
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        """Returns channels, height and width of an image."""
+
+    @abstractmethod
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Returns the mean and standard deviation of the image normalization, one value per channel."""
+
+    def geometry(self, model: nn.Module) -> ImageGeometry | None:
+        """Returns how the model's own library turns a picture into pixels for evaluation; None where none is stated."""
+        return None
+
+    def knows_normalization(self, model: nn.Module) -> bool:
+        """Returns whether `normalization` is the model's own, and not a usual one in place of it."""
+        return True
+
+    def processor_config(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the preprocessor_config.json of transformers for a saved model; {} without one."""
+        return {}
+
+    @abstractmethod
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        """Returns the last features of all patches of the images, restored where tokens are pruned or merged."""
+
+    def output_kind(self, model: nn.Module) -> str:
+        """Returns what the model returns, the name of an `OutputKind`: "logits", "multilabel", "regression", or an
+        "embedding" where it has no classifier.
+        """
+        return "logits"
+
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the class names in the order of the logits; () where the model has none."""
+        return ()
+
+    @abstractmethod
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        """Returns the module whose first argument is the images."""
+
+    @abstractmethod
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        """Returns the tokens before the first layer, and the pooling after the last."""
+
+    @abstractmethod
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        """Returns the module whose output tokens are pooled."""
+
+    @abstractmethod
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        """Returns the linear classifiers of the whole image, which take one token or a mean; () where the model has
+        none.
+        """
+
+    @abstractmethod
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
+        tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
+    ) -> ModelCosts:
+        """Returns parameters and MACs in closed form, of the model or with other specs, ranks, tokens or numbers of
+        hidden units in its layers.
+
+        Every layer is counted with its own number of tokens under `tokens`, or else under the policy attached to the
+        model.
+        """
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Returns a hash of a model's weights."""
+    require_ordinary_weights(model)
+    return fingerprint(model.state_dict())
+
+
+def require_ordinary_weights(model: nn.Module) -> None:
+    """Raises an error for models whose weights cannot be read, compared and stored one by one.
+
+    Raises:
+        NotSupported: Quantized modules, whose weights are packed, or two names that share one tensor.
+        InvalidInput: Weights on the meta device, or of several floating-point types.
+    """
+    # keep_vars, because a state dict holds detached tensors: only the parameters themselves show which are shared.
+    name, first = type(model).__name__, {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise NotSupported(
+                f"{name} holds {key}, which is not a tensor but {type(value).__name__}: torch quantized it. Use "
+                "the model before quantization; `attnrx export --to int8` quantizes a model for ONNX Runtime."
+            )
+        if value.is_meta:
+            raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")
+        if value.is_floating_point():
+            first.setdefault(value.dtype, key)
+        # One dict for both: a dtype and the id of a tensor are different keys.
+        shared = first.setdefault(id(value), key)
+        if shared != key:
+            raise NotSupported(
+                f"{name} shares one tensor between {shared} and {key}, so one cannot be changed without the other. "
+                f"Give each its own: model.get_parameter({key!r}) must be a copy."
+            )
+    dtypes = {kind: key for kind, key in first.items() if isinstance(kind, torch.dtype)}
+    if len(dtypes) > 1:
+        kinds = " and ".join(f"{kind} ({key})" for kind, key in dtypes.items())
+        raise InvalidInput(f"{name} mixes floating-point types: {kinds}. Convert it, e.g. model.float().")

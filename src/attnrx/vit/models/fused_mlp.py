@@ -1,0 +1,55 @@
+"""The MLP of a transformer block, in one call of the C++ kernel where it can be."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.kernels.compilation import native_library
+from attnrx.vit.kernels.native_products import native_maps
+from attnrx.vit.kernels.packed_linear import PackedLinear, is_packed
+from attnrx.vit.models.low_rank_linear import LowRankLinear
+
+
+class FusedMLP(nn.Module):
+    """fc2(act(fc1(x))); each of the two maps is one matrix or factored.
+
+    For inference in float32 on a CPU with an exact GELU, one call of the kernel computes all of it, in blocks of tokens
+    whose hidden features stay in the cache. A hook on a part gets the part's own call.
+    """
+
+    def __init__(self, fc1: nn.Module, act: nn.Module, fc2: nn.Module):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = fc1, act, fc2
+
+    def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        first, second = linears_of(self.fc1), linears_of(self.fc2)
+        if not (first and second and self._is_fused(features, (*first, *second))):
+            return self.fc2(self.act(self.fc1(features)))
+        # Whether a GELU follows each map: after the last factor of the first map only.
+        gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
+        return native_maps(features, [linear.cached().packed() for linear in (*first, *second)], gelus)
+
+    def _is_fused(self, features: Tensor, linears: Sequence[PackedLinear]) -> bool:
+        # In this order: a compiler traces what follows unless the call is recorded.
+        if not is_packed(features, linears[0].weight) or native_library() is None:
+            return False
+        # The exact class: subclasses (fake, distributed, quantized tensors) have products of their own.
+        if not all(type(linear.weight) is nn.Parameter and linear.weight.dtype == features.dtype for linear in linears):
+            return False
+        parts = (self.fc1, self.act, self.fc2, *linears)
+        return is_exact_gelu(self.act) and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+def linears_of(part: nn.Module) -> tuple[PackedLinear, ...]:
+    """Returns the linear maps of which a map consists: itself, or its factors; empty for other modules."""
+    # The exact classes: a subclass may compute something else.
+    if type(part) is PackedLinear:
+        return (part,)
+    return (part.first, part.second) if type(part) is LowRankLinear else ()
+
+
+def is_exact_gelu(part: nn.Module) -> bool:
+    """Whether a module computes the GELU by the error function: that of PyTorch, or the wrapper of transformers."""
+    return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu

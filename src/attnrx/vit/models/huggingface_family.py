@@ -1,0 +1,573 @@
+"""The family of the Vision Transformers of transformers, with or without a classifier."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.runtime.module_copies import copied
+from attnrx.support.serialization.hub import local_copies_if_unreachable
+from attnrx.support.serialization.storage import read_json
+from attnrx.support.shapes import Float, ImageBatch, Tensor, TokenBatch
+from attnrx.vit.attention import Attention, Positions
+from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, assembled, image_shape
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.vit.models.checkpoint import save_weights
+from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
+from attnrx.vit.models.token_hooks import reduction_of
+from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features, without_reader
+
+# Parameters of the embeddings, and names of modules, over all classes of READERS: a class has some of each.
+PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
+NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
+HEADS = ("classifier", "cls_classifier", "distillation_classifier")
+CLASSIFIERS = (*HEADS, "classifier.dense")
+
+
+def is_transformers_folder(folder: Path | str) -> bool:
+    """Returns whether the folder has a config.json written by transformers."""
+    path = Path(folder) / "config.json"
+    record = read_json(path) if path.is_file() else None
+    return isinstance(record, Mapping) and "model_type" in record and "kind" not in record
+
+
+# What a configuration states of its logits -> the kind of outputs; without a statement they are logits of classes.
+PROBLEMS = {"multi_label_classification": "multilabel", "regression": "regression"}
+
+
+class HuggingFaceModel(Adopted):
+    """A Vision Transformer of transformers with attnrx attention.
+
+    Called with images it returns the logits or the embedding, as every model here; called with `pixel_values=...`, or
+    `input_values=...` for spectrograms, it returns the output of transformers, so that it runs in its pipelines and
+    trainers.
+    """
+
+    refused_methods: ClassVar[Mapping[str, str]] = {
+        "push_to_hub": "save it with attnrx.save(model, folder), and publish that with attnrx.push_to_hub.",
+        "from_pretrained": "open a folder with attnrx.load(folder).",
+    }
+
+    def forward(
+        self,
+        images: ImageBatch | None = None,
+        # By position too, as torch's TorchScript exporter passes the defaults of all arguments.
+        pixel_values: Tensor | None = None,
+        input_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns logits for images; for the input of transformers, its output, with a loss where labels are given.
+
+        Raises:
+            InvalidInput: Both or neither were given, or images of another shape.
+        """
+        named = {"pixel_values": pixel_values, "input_values": input_values, "labels": labels}
+        inputs = {name: value for name, value in named.items() if value is not None}
+        if images is not None and not inputs:
+            return super().forward(images)
+        name: Any = self.source.main_input_name
+        if images is not None or name not in inputs:
+            raise InvalidInput(f"give images, or {name}=... (with labels=... or not) as transformers does.")
+        if options.get("output_hidden_states", self.config.output_hidden_states):
+            return self._with_hidden_states({**inputs, **options})
+        # An output with the features of all tokens needs those of pruned patches; one with logits only needs none.
+        with self.forward_pass(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
+            return self.source(**inputs, **options)
+
+    def _with_hidden_states(self, options: dict[str, Any]) -> Any:
+        """Returns the output of transformers with the tokens of all patches after every block."""
+        # As a dictionary here, because fields may be replaced by name below.
+        as_tuple = not options.pop("return_dict", self.config.return_dict)
+        with self.forward_pass(range(self._depth)):
+            output = self.source(return_dict=True, **options)
+        for module in self.source.modules():
+            for hook in module._forward_hooks.values():
+                if getattr(hook, "__name__", "") == "output_capturing_hook":
+                    # transformers never removes it, and it is idle unless hidden states are requested. Otherwise one
+                    # such call would switch chunks and the last-layer class-token shortcut off for good.
+                    hook.by_image = True  # type: ignore[attr-defined, reportFunctionMemberAccess]
+        reader = reader_of(self.source)
+        if reader.answer == "logits" and reader.pooling != "class" and reduction_of(self) is not None:
+            # The mean over restored patches is not the one that the classifier takes.
+            with self.forward_pass(()):
+                answer = self.source(return_dict=True, **options | {"output_hidden_states": False})
+            for name in {"loss", "logits"} & answer.keys():
+                output[name] = answer[name]
+        return output.to_tuple() if as_tuple else output
+
+    def _last_tokens(self, images: Tensor) -> Tensor:
+        reader = reader_of(self.source)
+        body = reader.body_of(self.source)
+        with self.forward_pass((self._depth - 1,)):
+            return body(**reader.input.arguments(images, body.config)).last_hidden_state
+
+    @property
+    def _depth(self) -> int:
+        reader = reader_of(self.source)
+        return len(list(reader.body_of(self.source).get_submodule(reader.layers).children()))
+
+    def save_pretrained(
+        self, folder: Path | str, *, state_dict: Mapping[str, Tensor] | None = None, is_main_process: bool = True
+    ) -> None:
+        """Saves the model as `attnrx.save` does, without card and evidence, for `attnrx.load`.
+
+        `state_dict` replaces its weights, and only the main process writes, as in transformers.
+        """
+        if not is_main_process:
+            return
+        model = self
+        if state_dict is not None:
+            model = copied(self)
+            model.load_state_dict(state_dict)
+        save_weights(folder, model, HuggingFaceFamily())
+
+    # Pipelines and trainers of transformers read these of every model.
+    @property
+    def config(self) -> Any:
+        return self.source.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def can_generate(self) -> bool:
+        return False
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Returns the logits or the embedding, without the outputs that attnrx attention does not provide."""
+        reader = reader_of(self.source)
+        inputs = reader.input.arguments(images, reader.body_of(self.source).config)
+        return reader.answer_of(self.source(**inputs, output_attentions=False, return_dict=True))
+
+    @cached_property
+    def dense_head_macs(self) -> int:
+        """The MACs of a DPT's neck and head, which are convolutions over the patches of several layers."""
+        source: Any = self.source
+        config, shape = source.config, self.origin.input_shape
+        tokens = 1 + reader_of(source).input.num_patches(config, shape)
+        # Counted, not derived: the reassembly and fusion of a DPT are many convolutions at several resolutions.
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            neck, head = type(source.neck)(config), type(source.head)(config)
+            head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
+        return counter.get_total_flops() // 2  # PyTorch counts two operations per MAC
+
+
+class WindowBias(nn.Module):
+    """A relative position bias of transformers for images of the model's size, cached while its table is the same."""
+
+    def __init__(self, source: nn.Module):
+        super().__init__()
+        self.source = source
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def forward(self, *window: Any, **options: Any) -> Float[Tensor, "1 heads tokens tokens"]:
+        """Returns the bias; the library's layers pass the window, which is that of the model."""
+        # transformers interpolates the table in every call, also to the size that it has.
+        source: Any = self.source
+        return self._kept((), (source.relative_position_bias_table,), lambda: source(source.window_size))
+
+
+class HuggingFaceAttention(Adapter):
+    """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
+
+    returns_weights = True
+
+    def forward(
+        self,
+        hidden_states: TokenBatch,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        relative_position_bias: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[TokenBatch, None] | TokenBatch:
+        """Returns the attention output; raises NotSupported for masks and requests for the attention weights.
+
+        In a layer with a bias per pair of tokens, the mask is that bias. During export, transformers passes an explicit
+        mask that includes every token; it is ignored.
+        """
+        biased = self.attention.spec.pair_bias
+        if attention_mask is not None and not biased and not torch.compiler.is_exporting():
+            raise NotSupported("attention_mask is not supported in an adopted model.")
+        if options.get("output_attentions"):
+            raise NotSupported(
+                "output_attentions=True: an adopted model returns no attention weights. Observe its layers with "
+                "attnrx.models.observation_hooks instead."
+            )
+        biases = (attention_mask, relative_position_bias) if biased else ()
+        mixed = self.mixed(hidden_states, self._positions(position_embeddings, biases))
+        return (mixed, None) if self.returns_weights else mixed
+
+    def _positions(
+        self, embeddings: tuple[Tensor, Tensor] | None, biases: tuple[Tensor | None, ...]
+    ) -> Positions | None:
+        if embeddings is None:
+            return self.positions(None, _no_rotation, *biases) if biases else None
+        cos, sin = embeddings
+        # cos and sin come in one tuple, so the cosines identify both in the cache. [1, patches, 1, pairs].
+        pairs = slice(0, cos.shape[-1] // 2)  # both halves of a row have the same angles
+        return self.positions(cos, lambda cos: (cos[None, :, None, pairs], sin[None, :, None, pairs]), *biases)
+
+
+class HuggingFaceFamily(AdoptedFamily):
+    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `READERS`."""
+
+    # transformers would ignore all other fields of config.json, and initialize a default model with random weights. Its
+    # configurations look this name up in torch, and raise an error that contains it.
+    config_fields: ClassVar[Mapping[str, Any]] = {
+        "torch_dtype": "none, as this is a model of attnrx: open it with attnrx.load(folder)"
+    }
+    name = "huggingface"
+    library = "transformers"
+    model_type = HuggingFaceModel
+    adapter_type = HuggingFaceAttention
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        reader = reader_of(source)
+        norm, head, pooler = (f"{reader.body}.{name}".strip(".") for name in (reader.norm, "head", "pooler"))
+        heads = (*HEADS, *reader.heads, "fc_norm", "visual_projection", norm, head, pooler)
+        # The norm of a tower with a class token is applied to that token only.
+        pooled = (f"{head}.layernorm", f"{pooler}.layernorm", "classifier.layernorm", "fc_norm")
+        pooled += (norm,) if reader.word == "CLIP" else ()
+        return ModelPaths(
+            attention=reader.attention,
+            patches=reader.patches,
+            norm=reader.norm,
+            mlps=(f"{reader.word}{reader.mlp_class}",),
+            heads=heads,
+            classifiers=CLASSIFIERS,
+            pooled=pooled,
+            mlp=reader.mlp,
+            maps=reader.maps,
+            head_tokens=getattr(source.config, reader.head_tokens) if reader.head_tokens else 1,
+        )
+
+    def output_kind(self, model: nn.Module) -> str:
+        source: Any = self._adopted(model).source
+        return (
+            PROBLEMS.get(source.config.problem_type, "logits") if reader_of(source).answer == "logits" else "embedding"
+        )
+
+    def load(self, source: Path | str, **changes: Any) -> Adopted:
+        """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
+
+        A model is read as the class that it was saved as, if it is one of `READERS`, else as an image classifier; of
+        CLIP and SigLIP the image tower is read.
+
+        Mean, std and image size come from the image processor in the same folder; without one they are 0.5 and the size
+        in the configuration. `changes` override fields of the configuration.
+        """
+        with local_copies_if_unreachable(source) as unreachable:
+            try:
+                kind = _class_of(_transformers("AutoConfig").from_pretrained(source))
+                model, report = kind.from_pretrained(source, output_loading_info=True, **changes)
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                reason = f"{unreachable}." if unreachable else error
+                raise CheckpointError(
+                    f"hf:{source} cannot be read as an image classifier or an image tower: {reason} Give a folder "
+                    "written by save_pretrained, or the id of such a model on the hub."
+                ) from error
+        # transformers initializes missing weights randomly with a warning only, e.g. the head of a pretrained backbone.
+        missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
+        if missing:
+            raise CheckpointError(
+                f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
+                "Fine-tune it as a classifier first, and save the result."
+            )
+        return self.adopt(model, **_processor(source, _resizes(model))).eval()
+
+    def knows_normalization(self, model: nn.Module) -> bool:
+        return bool(self._adopted(model).origin.preprocessing)  # the statistics are those of an image processor
+
+    def processor_config(self, model: nn.Module) -> dict[str, Any]:
+        origin = self._adopted(model).origin
+        if not origin.preprocessing:
+            return {}
+        statistics = {"image_mean": list(origin.mean), "image_std": list(origin.std)}
+        # One class for all: its settings say what is computed.
+        rescaling = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+        return {"image_processor_type": "ViTImageProcessor", **origin.preprocessing, **rescaling, **statistics}
+
+    def geometry(self, model: nn.Module) -> ImageGeometry | None:
+        """Returns what the image processor does that was saved with the model.
+
+        None where there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). They compute
+        with Pillow, as the class with backend "pil" does; the backend "torchvision" rounds a few pixels differently.
+        """
+        return _geometry(self.input_shape(model), self._adopted(model).origin.preprocessing)
+
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        with local_copies_if_unreachable(name) as unreachable:
+            try:
+                config = _transformers("AutoConfig").from_pretrained(name, **arguments)
+            except (OSError, ValueError, KeyError) as error:
+                reason = unreachable or error
+                raise CheckpointError(f"hf:{name} has no readable configuration: {reason}") from error
+        # Weights are drawn on the CPU, so that they do not depend on the default device.
+        device = "meta" if torch.get_default_device().type == "meta" else "cpu"
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(0)
+            kind = _class_of(config)
+            return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields unsupported classes of models or attention, and unsupported features."""
+        yield from features(model)
+        name = type(model).__name__
+        if name not in READERS or not self.adopts(model):
+            yield Refusal(without_reader(model), f"Of transformers, attnrx adopts {', '.join(READERS)}.")
+            return
+        reader, unread = reader_of(model), tuple(unread_settings(model.config))
+        yield from unread
+        if unread:  # such a model may lack the parts that the reader names
+            return
+        for layer in self.layers(model):
+            attention: Any = getattr(layer, reader.attention)
+            if type(attention).__name__ != f"{reader.word}Attention":
+                yield Refusal(f"the attention {type(attention).__name__} has no reader")
+                continue
+            yield from changed_linears(attention, reader.projections)
+            yield from _dropouts(attention)
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Reads the configuration, and the image processor of the folder or hub id that the model was loaded from.
+
+        Without one, and unless stated, mean and std are 0.5, as in ViTImageProcessor.
+        """
+        name, config = type(model).__name__, model.config
+        arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
+        arguments.pop("_name_or_path", None)  # the source path is no part of the model
+        reader, source = reader_of(model), getattr(config, "_name_or_path", "")
+        model_shape = image_shape(reader.input.shape(self.body(model).config))
+        if source and not stated.get("preprocessing"):
+            saved = _processor(source, reader.resizes, local_files_only=True)
+            if len(saved.get("mean", ())) == model_shape[0]:
+                stated = saved | {field: value for field, value in stated.items() if value is not None}
+        shape = image_shape(stated.get("input_shape") or model_shape)
+        if shape != model_shape and not (reader.resizes and shape[0] == model_shape[0]):
+            raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
+        half = (0.5,) * model_shape[0]
+        mean, std = (tuple(stated.get(field) or half) for field in ("mean", "std"))
+        return Origin(name, arguments, shape, mean, std, stated.get("preprocessing") or {})
+
+    def create(self, origin: Origin) -> nn.Module:
+        """Creates the class from its configuration."""
+        if origin.architecture not in READERS:
+            raise UnknownName("class of transformers", origin.architecture, READERS)
+        kind = _transformers(origin.architecture)
+        return kind(kind.config_class.from_dict(dict(origin.arguments)))
+
+    def restore_buffers_(self, source: nn.Module) -> None:
+        for module in source.modules():
+            unsaved = [name for name in module._non_persistent_buffers_set if module.get_buffer(name).is_meta]
+            if unsaved:
+                # Modules of transformers compute such buffers in __init__, from the configuration alone.
+                with torch.device("cpu"):
+                    computed = type(module)(module.config)
+                for name in unsaved:
+                    module._buffers[name] = computed.get_buffer(name)
+
+    def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
+        return reader_of(source).input.num_patches(self.body(source).config, input_shape)
+
+    def head_macs(self, adopted: Adopted, tokens: int) -> int:
+        if isinstance(adopted, HuggingFaceModel) and reader_of(adopted.source).answer == "depth":
+            return adopted.dense_head_macs
+        return super().head_macs(adopted, tokens)
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """Returns the norm after the last layer; an identity where a model has none."""
+        named = dict(self.body(source).named_modules())
+        return named.get(reader_of(source).norm) or nn.Identity()
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        super()._install_(adopted, attention)
+        reader, source = reader_of(adopted.source), adopted.source
+        source.save_pretrained = _refuse_save  # type: ignore[assignment]
+        for name, module in list(source.named_modules()):
+            if type(module).__name__ == f"{reader.word}RelativePositionBias":
+                source.set_submodule(name, WindowBias(module).train(module.training))
+        for layer in self.layers(source):
+            adapter: Any = layer.get_submodule(reader.attention)
+            adapter.returns_weights = reader.returns_weights
+            # Towers (CLIP, SigLIP) have layers whose mask is a required argument.
+            mask = inspect.signature(layer.forward).parameters.get("attention_mask")
+            if mask is not None and mask.default is inspect.Parameter.empty:
+                layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
+
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        return tuple(self.body(source).get_submodule(reader_of(source).layers).children())
+
+    def body(self, source: nn.Module) -> nn.Module:
+        return reader_of(source).body_of(source)
+
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+        reader, body = reader_of(source), self.body(source)
+        config: Any = body.config
+        linears: list[Any] = [attention.get_submodule(name) for name in reader.projections]
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        heads = config.num_attention_heads
+        names = "use_relative_position_bias", "use_shared_relative_position_bias"
+        # transformers rotates halves of a row (`rotate_half`).
+        return assembled(
+            weights,
+            biases,
+            heads,
+            (weights[0].shape[0] // heads) ** -0.5,
+            rotary=HALVES if hasattr(body, "rope_embeddings") else None,
+            pair_bias=any(getattr(config, name, False) for name in names),
+        )
+
+    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+        """Returns the bias that an attention module computes itself (Data2Vec); BEiT's layers pass theirs as a mask."""
+        return dict(attention.named_modules()).get("attention.relative_position_bias")
+
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
+        if self.output_kind(model) not in ("logits", "multilabel"):
+            return ()
+        config: Any = self._adopted(model).source.config
+        names = tuple(config.id2label[index] for index in sorted(config.id2label))
+        return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
+
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
+        return next((name for name in NORMS_BEFORE if hasattr(layer, name)), None)
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        # [1, tokens, width], or [width] for the class embedding of CLIP.
+        parameters = self.body(source).get_submodule("embeddings").named_parameters(recurse=False)
+        return sum(token.shape[1] if token.ndim == 3 else 1 for name, token in parameters if name in PREFIX)
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        return self.prefix_tokens(source) > 0
+
+    def pooling(self, source: nn.Module) -> str:
+        """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
+        return reader_of(source).pooling_of(source.config)
+
+
+def _refuse_save(*_: object, **__: object) -> None:
+    raise NotSupported(
+        "save_pretrained of the part `source` would write a folder that transformers opens with random attention. Save "
+        "the whole model: model.save_pretrained(folder) or attnrx.save(model, folder), and open it with "
+        "attnrx.load(folder)."
+    )
+
+
+def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Adds the mask that the layers of a tower require, so that all blocks can be called with tokens alone."""
+    return args, kwargs if len(args) > 1 else {"attention_mask": None, **kwargs}
+
+
+_without_mask.by_image = True  # type: ignore[attr-defined]
+
+
+def _no_rotation(embedding: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("a layer without rotary positions has no rotation")
+
+
+def _dropouts(attention: nn.Module) -> Iterator[Refusal]:
+    """Yields a refusal for dropout inside attention, whose rate is an attribute or that of a module."""
+    parts: list[Any] = list(attention.modules())
+    rates = [getattr(part, name, 0.0) for part in parts for name in ("attention_dropout", "dropout", "dropout_prob")]
+    rates += [part.p for part in parts if isinstance(part, nn.Dropout)]
+    if any(isinstance(rate, float) and rate for rate in rates):
+        config = next(part.config for part in parts if hasattr(part, "config"))
+        names = "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"
+        zeros = [f"{name}=0.0" for name in names if getattr(config, name, 0)]
+        yield Refusal(f"dropout inside attention (load it with {', '.join(zeros)})")
+
+
+def _class_of(config: Any) -> Any:
+    """Returns the class that a configuration was saved with, or the automatic class of image classifiers."""
+    saved = next(iter(config.architectures or ()), "")
+    name = VISION_PARTS.get(saved, saved)
+    return _transformers(name if name in READERS else "AutoModelForImageClassification")
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("transformers"), name)
+    except ModuleNotFoundError as error:
+        raise NotSupported(
+            f"models of Hugging Face need the package transformers ({error}): pip install transformers."
+        ) from error
+
+
+def _image_processor(source: Path | str, **options: Any) -> Any:
+    """Returns the image processor saved with a model, or None."""
+    try:
+        with local_copies_if_unreachable(source):
+            return _transformers("AutoImageProcessor").from_pretrained(source, **options)
+    # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
+    except (OSError, ValueError, ImportError, KeyError, TypeError):
+        return None
+
+
+def _resizes(source: nn.Module) -> bool:
+    """Returns whether the model accepts images of another size."""
+    name = type(source).__name__
+    return name in READERS and READERS[name].resizes
+
+
+# The settings of an image processor that decide what it computes.
+PROCESSOR_SETTINGS = (
+    "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_convert_rgb", "do_pad", "keep_aspect_ratio"
+)  # fmt: skip
+RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
+
+
+def _processor(source: Path | str, resizes: bool, **options: Any) -> dict[str, Any]:
+    """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none."""
+    processor = _image_processor(source, **options)
+    if processor is None:
+        return {}
+    values: dict[str, Any] = {name: getattr(processor, name, None) for name in PROCESSOR_SETTINGS}
+    settings: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    for name in {"size", "crop_size"} & settings.keys():  # objects with all names of sizes, of which most are None
+        settings[name] = {key: side for key, side in dict(settings[name]).items() if side is not None}
+    if "resample" in settings:
+        settings["resample"] = int(settings["resample"])
+    # One pair of numbers for rescaling and normalization: pixels are divided by 255, so these are on that scale.
+    rescales = getattr(processor, "do_rescale", True)
+    scale = 255 * float(getattr(processor, "rescale_factor", 1 / 255)) if rescales else 255.0
+    normalizes = getattr(processor, "do_normalize", True) and getattr(processor, "image_mean", None) is not None
+    statistics: Any = (processor.image_mean, processor.image_std) if normalizes else ((0.0,) * 3, (1.0,) * 3)
+    mean, std = (tuple(value / scale for value in values) for values in statistics)
+    facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
+    # What enters the model: the crop where the processor crops, else the resized image.
+    size = settings.get("crop_size" if settings.get("do_center_crop") else "size", {})
+    if resizes and {"height", "width"} <= size.keys():
+        facts["input_shape"] = (len(mean), size["height"], size["width"])
+    return facts
+
+
+def _geometry(shape: tuple[int, int, int], settings: Mapping[str, Any]) -> ImageGeometry | None:
+    size, channels = settings.get("size", {}), shape[0]
+    if not settings or channels not in (1, 3) or settings.get("do_pad") or settings.get("keep_aspect_ratio"):
+        return None
+    if not settings.get("do_resize", True):
+        resize, target = "none", shape[1:]
+    elif size.keys() == {"shortest_edge"}:
+        resize, target = "shortest_edge", (size["shortest_edge"],) * 2
+    elif size.keys() == {"height", "width"}:
+        resize, target = "exact", (size["height"], size["width"])
+    else:
+        return None
+    alpha = "white" if settings.get("do_convert_rgb") else "drop"
+    filter_ = RESAMPLES[settings.get("resample", 2)]
+    return ImageGeometry(shape[1:], channels, resize, target, filter_, center="floor", alpha=alpha)

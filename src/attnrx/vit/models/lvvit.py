@@ -1,0 +1,279 @@
+"""LV-ViT (Jiang et al., 2021, All Tokens Matter): a convolutional stem, and a second classifier for the patches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.serialization.storage import read_tensors, require_finite_tensors
+from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
+from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
+from attnrx.vit.models.chunked_forward import require_images
+from attnrx.vit.models.timm_family import read_checkpoint
+from attnrx.vit.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import TokenLayout
+
+PATCH_SHARE = 0.5
+"""Weight of the maximum over the patch logits; the class token's logits have weight 1, as published."""
+
+# The sizes that the authors' code names lvvit_t, lvvit_s and lvvit_m.
+SIZES: dict[str, dict[str, Any]] = {
+    "t": {"width": 240, "depth": 12, "heads": 4},
+    "s": {"width": 384, "depth": 16, "heads": 6, "divisor": 2.0},
+    "m": {"width": 512, "depth": 20, "heads": 8, "divisor": 2.0},
+}
+
+# Published module -> the modules of attnrx that hold it, by rows if several; {} is a layer index.
+PARTS = {
+    "patch_embed.proj": ("stem.projection",),
+    **{f"patch_embed.conv{number}": (f"stem.convolutions.{number - 1}",) for number in (1, 2, 3)},
+    **{f"patch_embed.bn{number}": (f"stem.norms.{number - 1}",) for number in (1, 2, 3)},
+    "blocks.{}.norm1": ("layers.{}.attention_norm",),
+    "blocks.{}.norm2": ("layers.{}.mlp_norm",),
+    "blocks.{}.attn.qkv": tuple(f"layers.{{}}.attention.{part}" for part in ("scores.query", "scores.key", "value")),
+    "blocks.{}.attn.proj": ("layers.{}.attention.output",),
+    "blocks.{}.mlp.fc1": ("layers.{}.mlp.fc1",),
+    "blocks.{}.mlp.fc2": ("layers.{}.mlp.fc2",),
+    "norm": ("norm",),
+    "head": ("classifier",),
+    "aux_head": ("patch_classifier",),
+}
+
+
+@dataclass(frozen=True)
+class LVViTConfig(TransformerConfig):
+    """The shape of the model and its input format.
+
+    The output of attention and MLP is divided by `divisor` before the residual sum (the residual scaling of the paper,
+    `skip_lam` in its code). With `classifies_patches` (token labelling) a second classifier computes logits for every
+    patch.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    classes: int = 1000
+    mlp_ratio: float = 3.0
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # of ImageNet, as is the std
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    stem_channels: int = 64
+    divisor: int | float = 1.0
+    classifies_patches: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.patch_size % 2 or self.stem_channels < 1:
+            raise InvalidInput(
+                f"patch_size {self.patch_size} with {self.stem_channels} stem channels: the stem halves the image, "
+                "so patch_size must be even; stem_channels must be 1 or more."
+            )
+        if not self.divisor > 0:
+            raise InvalidInput(f"divisor={self.divisor}: give a positive number.")
+
+    @classmethod
+    def uniform(
+        cls, form: str = "dense", *, width: int = 384, depth: int = 16, heads: int = 6, **facts: Any
+    ) -> "LVViTConfig":
+        """Returns the uncompressed model of `depth` equal layers, with no bias in queries, keys and values, as
+        published.
+        """
+        # The ImageNet normalization of the class is for three channels.
+        if facts.get("channels", 3) != 3:
+            facts = {"mean": (0.5,) * facts["channels"], "std": (0.5,) * facts["channels"], **facts}
+        spec = replace(AttentionSpec.full(form, width, heads), biases=("output",))
+        return cls(attention=(spec,) * depth, **facts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image: the class token and the patches."""
+        return 1 + self.patches
+
+    def patch_costs(self) -> PartCosts:
+        """Returns the costs of the stem: three convolutions at half the image size with their BatchNorms, and the
+        projection.
+        """
+        # A convolution is a linear map of the pixels under its kernel, applied once per output pixel.
+        channels, pixels = self.stem_channels, (self.image_size // 2) ** 2
+        kernels = (self.channels * 7**2, channels * 3**2, channels * 3**2)
+        convolutions = (linear_costs(inputs, channels, pixels, bias=False) + norm_costs(channels) for inputs in kernels)
+        projection = linear_costs(channels * (self.patch_size // 2) ** 2, self.width, self.patches)
+        return sum(convolutions, start=projection)
+
+    def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
+        """Returns the costs without building the model, optionally with other specs and tokens in its layers.
+
+        Patches are classified after the last layer, so pruned tokens reduce the MACs of the classifier too.
+        """
+        costs = super().costs(attention, tokens)
+        costs = replace(costs, embeddings=PartCosts((1 + self.tokens) * self.width))  # class token and positions
+        if not self.classifies_patches:
+            return costs
+        return replace(
+            costs,
+            classifier=costs.classifier + PartCosts((self.width + 1) * self.classes),
+            # One classifier runs on the class token, the other on every patch: as many as tokens, together.
+            classifier_macs=costs.layers[-1].tokens * costs.classifier_macs,
+        )
+
+
+class Stem(nn.Module):
+    """Four convolutions from an image to its patches: 7 x 7 with stride 2, two of 3 x 3, and the projection.
+
+    The first three have no bias and are followed by BatchNorm and ReLU. The projection uses half the patch size,
+    because the stem halves the image.
+    """
+
+    def __init__(self, config: LVViTConfig):
+        super().__init__()
+        channels, half = config.stem_channels, config.patch_size // 2
+        self.convolutions = nn.ModuleList(
+            (
+                nn.Conv2d(config.channels, channels, 7, 2, 3, bias=False),
+                nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+                nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+            )
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in self.convolutions)
+        self.projection = nn.Conv2d(channels, config.width, half, half)
+
+    def forward(self, images: ImageBatch) -> Float[Tensor, "batch patches token_width"]:
+        """Returns the patches, row by row."""
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            images = nn.functional.relu(norm(convolution(images)))
+        return self.projection(images).flatten(2).transpose(1, 2)
+
+
+class DividedLayer(Layer):
+    """A pre-norm block whose attention and MLP outputs are divided by a constant before the residual sum."""
+
+    def __init__(self, config: LVViTConfig, index: int):
+        super().__init__(config, index)
+        self.divisor = config.divisor
+
+    def forward(self, tokens: TokenBatch) -> TokenBatch:
+        tokens = tokens + self.attention(self.attention_norm(tokens)) / self.divisor
+        return tokens + self.mlp(self.mlp_norm(tokens)) / self.divisor
+
+
+class LVViT(Transformer[LVViTConfig]):
+    """Stem, class token, learned position embeddings, layers, and a classifier each for the class token and the
+    patches.
+
+    In training mode the BatchNorms of the stem use statistics of the batch, so gradient accumulation is not exactly
+    equal to one large batch. The paper's augmentation that mixes patches (MixToken) is not part of the model.
+    """
+
+    def __init__(self, config: LVViTConfig):
+        super().__init__(config)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width))
+        self.positions = nn.Parameter(torch.zeros(1, config.tokens, config.width))
+        self.stem = Stem(config)
+        self.layers = nn.ModuleList(DividedLayer(config, index) for index in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+        self.classifier = nn.Linear(config.width, config.classes)
+        self.patch_classifier = nn.Linear(config.width, config.classes) if config.classifies_patches else None
+
+    def logits(self, images: ImageBatch) -> Logits:
+        """Returns the logits of the class token plus half of the maximum over the patches, class by class."""
+        logits, patches = self.answers(images)
+        return logits if patches is None else logits + PATCH_SHARE * patches.amax(1)
+
+    def answers(self, images: ImageBatch) -> tuple[Logits, Float[Tensor, "batch patches classes"] | None]:
+        """Returns the logits of the class token and of the remaining patches, for training with token labels.
+
+        Where tokens are pruned by a mask, the logits of a pruned patch equal those of a remaining one.
+        """
+        require_images(images, self.config.input_shape, "this model")
+        patches = self.stem(images)
+        tokens = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.positions
+        for layer in self.layers:
+            tokens = layer(tokens)
+        # [batch, 1 + remaining patches, width]; the hook of a token policy overwrites masked patches after the norm.
+        tokens = self.norm(tokens)
+        logits = self.classifier(tokens[:, 0])
+        return logits, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])
+
+
+class LVViTFamily(OwnFamily[LVViTConfig]):
+    """`lvvit:t`, `lvvit:s` and `lvvit:m`."""
+
+    name = "lvvit"
+    model_type = LVViT
+    config_type = LVViTConfig
+
+    def load(self, size: str, weights: Path | str, **changes: Any) -> LVViT:
+        """Creates a model with the weights of a published file (safetensors, or a torch checkpoint), in evaluation
+        mode.
+
+        `changes` override fields of its configuration, e.g. `image_size=384` for weights trained at that size.
+
+        Raises:
+            CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart; it is
+                named.
+        """
+        config = lvvit_config(size, **changes)
+        with torch.device("meta"):  # all weights come from the file
+            model = LVViT(config)
+        path = Path(weights)
+        tensors = read_tensors(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+        require_finite_tensors(tensors, str(path))
+        named = renamed(tensors, model, f"the weights in {path} do not fit lvvit:{size}")
+        model.load_state_dict(named, strict=True, assign=True)
+        return model.requires_grad_(True).eval()
+
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        return self._own(model).get_submodule("stem")
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        """Returns the layout: a class token before the patches; max pooling where the patches are classified too."""
+        config = self._own(model).config
+        pooled = "max" if config.classifies_patches else "class"
+        return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
+
+
+def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
+    """Returns the configuration `lvvit:SIZE`; `changes` override fields of LVViTConfig, form, width, depth or heads."""
+    if size not in SIZES:
+        raise UnknownName("size of LV-ViT", size, SIZES)
+    return LVViTConfig.uniform(**{**SIZES[size], **changes})
+
+
+def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
+    """Returns published tensors under the names of attnrx; every tensor on either side must have a counterpart."""
+    state_dict, names = model.state_dict(), published_names(model)
+    missing, unknown = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
+    if missing or unknown:
+        raise CheckpointError(f"{problem}: missing are {_listed(missing)}; not known are {_listed(unknown)}.")
+    state: dict[str, Tensor] = {}
+    for published, targets in names.items():
+        expected, tensor = [state_dict[target] for target in targets], tensors[published]
+        # Several targets are stacked by rows in the published tensor; num_batches_tracked of a BatchNorm is a scalar.
+        shape = (sum(len(part) for part in expected), *expected[0].shape[1:]) if expected[0].ndim else ()
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{problem}: {published} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
+        split = tensor.split([len(part) for part in expected]) if len(targets) > 1 else (tensor,)
+        # Cloned, because the slices of a fused projection share one storage.
+        state |= {target: part.clone() for target, part in zip(targets, split, strict=True)}
+    return state
+
+
+def published_names(model: LVViT) -> dict[str, tuple[str, ...]]:
+    """Returns, for every published tensor, the names of the attnrx parameters that it holds."""
+    parameters = model.state_dict().keys()
+    names: dict[str, tuple[str, ...]] = {"cls_token": ("class_token",), "pos_embed": ("positions",)}
+    for layer in range(model.config.depth):
+        for published, targets in PARTS.items():
+            for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+                paths = tuple(f"{target.format(layer)}.{kind}" for target in targets)
+                if paths[0] in parameters:  # a module has only some of the kinds
+                    names[f"{published.format(layer)}.{kind}"] = paths
+    return names
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}" if names else "none"

@@ -1,0 +1,146 @@
+"""The family of users' own modules, which a reader describes and a factory creates."""
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.arguments import described, described_error
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
+from attnrx.support.serialization.config import from_dict, to_dict
+from attnrx.vit.models.adopted import Adopted, Origin, image_shape
+from attnrx.vit.models.reader import Reader, ReaderFamily
+
+Factory = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How a module is read and created anew: `factory(**reader.arguments)` returns it with any weights.
+
+    `name` is "module:class" of its class, by which a saved model finds it again.
+    """
+
+    reader: Reader
+    factory: Factory
+    name: str
+
+
+class ModuleModel(Adopted):
+    """A user's own Vision Transformer with attnrx attention."""
+
+
+class ModuleFamily(ReaderFamily):
+    """Any Vision Transformer with a `Reader`; its class is created again when a model is loaded.
+
+    A saved model holds the name of the class and never code. The class must have been imported when such a model is
+    loaded; otherwise the `factory` is used. Nothing is imported or called by a name in a file.
+    """
+
+    shapes_are_stated = True
+
+    name = library = "module"
+    model_type = ModuleModel
+
+    def __init__(self, factory: Factory | None = None):
+        self.factory = factory
+
+    def read(self, model: nn.Module, reader: Reader) -> Adopted:
+        """Adopts a model whose parts the reader names."""
+        if not isinstance(reader, Reader):
+            raise InvalidInput(f"reader={reader!r:.80}: give an attnrx.Reader with the paths of the model's parts.")
+        kind = type(model)
+        blueprint = Blueprint(reader, self.factory or kind, f"{kind.__module__}:{kind.__qualname__}")
+        return self.adopt(_with_blueprint(copy.copy(model), blueprint))  # a shallow copy: the model stays as it is
+
+    def adopts(self, model: nn.Module) -> bool:
+        return "attnrx_blueprint" in vars(model)
+
+    def reader(self, source: nn.Module) -> Reader:
+        return _blueprint(source).reader
+
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        raise NotSupported("a module of your own has no name: build it, and call attnrx.load(model, reader=...).")
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        blueprint = _blueprint(model)
+        reader = blueprint.reader
+        # A round trip: it fails for what JSON cannot hold, and turns tuples into lists, as loading will.
+        try:
+            described = json.loads(json.dumps(to_dict(reader)))
+        except (TypeError, InvalidInput) as error:
+            raise NotSupported(f"the arguments of {blueprint.name} cannot be saved as JSON ({error}).") from error
+        shape = image_shape(stated.get("input_shape") or reader.input_shape)
+        return Origin(blueprint.name, {"reader": described}, shape, reader.mean, reader.std)
+
+    def create(self, origin: Origin) -> nn.Module:
+        reader: Reader = from_dict(origin.arguments["reader"], (Reader,), "reader")
+        factory, arguments = self.factory or _imported(origin.architecture), dict(reader.arguments)
+        try:
+            model = factory(**arguments)
+        except TypeError as error:
+            raise InvalidInput(
+                f"{origin.architecture} could not be created again with {arguments}: {error}. Give its arguments, "
+                "attnrx.Reader(arguments={...}, ...), or a factory that needs none: attnrx.load(..., factory=...)."
+            ) from error
+        except AttnrxError:
+            raise
+        except Exception as error:
+            raise UserCodeError(
+                f"the factory of {origin.architecture} raised {type(error).__name__}: {described_error(error)}"
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise InvalidInput(
+                f"the factory of {origin.architecture} returned {described(model)}: give one that returns the model."
+            )
+        unsaved = list(_unsaved(model))
+        # On the meta device nothing is computed, so the module is created once more, on the CPU.
+        if unsaved:  # buffers that are not in the weights are computed by the module itself
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                computed = factory(**arguments)
+            for owner, name in unsaved:
+                model.get_submodule(owner)._buffers[name] = computed.get_submodule(owner)._buffers[name]
+        return _with_blueprint(model, Blueprint(reader, factory, origin.architecture))
+
+    def library_model(self, model: nn.Module) -> nn.Module:
+        adopted = self._adopted(model)
+        return ModuleFamily(_blueprint(adopted.source).factory).create(adopted.origin)
+
+
+def _with_blueprint(model: nn.Module, blueprint: Blueprint) -> nn.Module:
+    # In __dict__, which shallow and deep copies of the model have too.
+    model.__dict__["attnrx_blueprint"] = blueprint
+    return model
+
+
+def _blueprint(source: nn.Module) -> Blueprint:
+    return source.__dict__["attnrx_blueprint"]
+
+
+def _imported(name: str) -> Factory:
+    """Returns an imported class of modules by its name "module:class"."""
+    # Only modules that are imported already: a name from a file must not run the code of a module.
+    module, _, path = name.partition(":")
+    target: Any = sys.modules.get(module)
+    for part in path.split("."):
+        target = getattr(target, part, None)
+    if not (isinstance(target, type) and issubclass(target, nn.Module)):
+        raise NotSupported(
+            f"the class {name} of this model has not been imported: import it first, or give a function that creates "
+            "it, attnrx.load(folder, factory=...)."
+        )
+    return target
+
+
+def _unsaved(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields the buffers on the meta device that are not saved with the weights: their module's path and name."""
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_meta:
+                yield path, name

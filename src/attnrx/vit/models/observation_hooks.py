@@ -1,0 +1,159 @@
+"""Hooks that observe a model during its forward passes: attention layers, MLPs, blocks, heads; and their names."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention, Eager, Observed, using
+from attnrx.vit.models.family import Family
+from attnrx.vit.observation import Observation
+
+
+@contextmanager
+def observing(model: nn.Module, family: Family, observe: Callable[[int, Observation], None]) -> Iterator[None]:
+    """Calls `observe(layer, observation)` for every layer of every forward pass inside the context."""
+    # A backend and not a hook on the layer: the maps exist only inside it, and fused kernels never have them in memory.
+    # It also takes over the capture of a token reducer, whose backend it replaces.
+    layers = family.attention(model)
+    backends = [
+        Observed(
+            partial(observe, index),
+            _output_projection(layer),
+            layer.backend if isinstance(layer.backend, AttentionCapture) else None,
+        )
+        for index, layer in enumerate(layers)
+    ]
+    with using(layers, backends):
+        yield
+
+
+def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim width"]:
+    heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.value_dims, 1))
+    # The columns of the output projection by head, padded as `Observed` pads the values.
+    return layer.output.spread((v_head_dim,) * heads).detach().T.unflatten(0, (heads, v_head_dim))
+
+
+@contextmanager
+def observing_mlp(
+    model: nn.Module, family: Family, observe: Callable[[int, int, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Calls `observe(layer, which, inputs, outputs)` for both maps of every MLP in every forward pass inside the
+    context.
+    """
+
+    # These hooks make `FusedMLP` call its maps one by one, and a batch pass whole (`chunked_forward`).
+    def pass_on(index: tuple[int, int], module: nn.Module, args: tuple[Tensor, ...], outputs: Tensor) -> None:
+        observe(*index, args[0].detach(), outputs.detach())
+
+    with ExitStack() as hooks:
+        for layer, pair in enumerate(family.mlp(model)):
+            for which, linear in enumerate(pair):
+                hooks.enter_context(linear.register_forward_hook(partial(pass_on, (layer, which))))
+        yield
+
+
+@contextmanager
+def recording_blocks(model: nn.Module, family: Family) -> Iterator[list[Tensor]]:
+    """Collects the output of every block in each forward pass; the caller clears the list."""
+    outputs: list[Tensor] = []
+
+    def record(module: nn.Module, args: object, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as hooks:
+        for name in block_names(model, family):
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(record))
+        yield outputs
+
+
+def head_features(model: nn.Module, heads: Sequence[nn.Linear], images: ImageBatch) -> Float[Tensor, "batch features"]:
+    """Runs the model and returns the inputs of its heads, concatenated where there are several."""
+    state: dict[nn.Module, Tensor] = {}
+    with ExitStack() as hooks:
+        for head in heads:
+            # By head, because the order of their calls may differ from that of `heads`.
+            hooks.enter_context(head.register_forward_pre_hook(lambda head, args: state.update({head: args[0]})))
+        model(images)
+    return torch.cat([state[head] for head in heads], dim=-1)
+
+
+@contextmanager
+def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
+    """Runs every layer on the eager backend, without padding, so that an operation counter finds the MACs of the specs.
+
+    Token reducers receive uniform attention maps here: the logits are not those of the model, but the costs are,
+    because they do not depend on which tokens are pruned.
+    """
+    layers = family.attention(model)
+    with ExitStack() as hooks:
+        # `Eager` captures nothing, so reducers receive their statistics from a hook after the layer.
+        for layer in layers:
+            if isinstance(layer.backend, AttentionCapture) and layer.backend.wanted:
+                hooks.enter_context(layer.register_forward_hook(partial(_capture_uniform, layer.backend)))
+        hooks.enter_context(using(layers, [Eager()] * len(layers)))
+        yield
+
+
+def _capture_uniform(capture: AttentionCapture, layer: Attention, args: tuple[Any, ...], output: Tensor) -> None:
+    spec, (batch, count) = layer.spec, output.shape[:2]
+    uniform = output.new_full((batch, len(spec.heads), count, count), 1 / count)
+    keys = output.new_ones(batch, count, max((*spec.ranks, 1)))
+    capture.receive(CapturedAttention(uniform, uniform[:, :, 0], keys, uniform[:, :, 0]))
+
+
+@contextmanager
+def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Sets evaluation mode and disables gradients; restores the mode of every module at the end."""
+    models = tuple(models)
+    # By module: a model in training may have frozen parts in evaluation mode, which model.train() would change.
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        with torch.no_grad():
+            for model in models:
+                model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
+    """Returns the path of the block around every attention layer: the layer's path up to its last number, or up to its
+    last name that ends with a number.
+    """
+    paths = {id(module): name for name, module in model.named_modules()}
+    names = []
+    for layer in family.attention(model):
+        parts = paths[id(layer)].split(".")
+        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        # Some libraries number their blocks in the name, e.g. encoder_layer_0.
+        numbers = numbers or [position for position, part in enumerate(parts) if part[-1:].isdigit()]
+        if not numbers:
+            raise NotSupported(
+                f"the attention layer {'.'.join(parts)!r} is in no numbered block, so its block cannot be named."
+            )
+        names.append(".".join(parts[: numbers[-1] + 1]))
+    return tuple(names)
+
+
+def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
+    """Returns the block index of every parameter, in the order of the forward pass.
+
+    0 stands for parameters before the blocks (patches, position embeddings, tokens), 1 to L for the blocks, L + 1 for
+    parameters after them.
+    """
+    blocks = block_names(model, family)
+    # Outside the blocks only the order of registration distinguishes the parts before them from those after them.
+    indices: dict[str, int] = {}
+    last_block = 0
+    for name, _ in model.named_parameters():
+        index = next((number for number, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
+        last_block = max(last_block, index or 0)
+        indices[name] = index or (0 if not last_block else len(blocks) + 1)
+    return indices

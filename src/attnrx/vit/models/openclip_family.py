@@ -1,0 +1,166 @@
+"""The family of open_clip's image towers."""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.vit.models.adopted import Adopted, Origin, image_shape
+from attnrx.vit.models.adopted_family import ModelPaths
+from attnrx.vit.models.reader import Reader, ReaderFamily
+from attnrx.vit.models.unsupported_features import Refusal, without_reader
+
+# The mean and standard deviation of CLIP's images (OPENAI_DATASET_MEAN and _STD of open_clip).
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# The activations and norms of the towers, by the names of their classes.
+ACTIVATIONS = ("GELU", "QuickGELU")
+NORMS = ("LayerNorm", "LayerNormFp32")
+
+
+class OpenClipModel(Adopted):
+    """An image tower of open_clip with attnrx attention; it returns the projected embedding."""
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        # With output_tokens=True a tower returns the embedding and the tokens.
+        output = self.source(images)
+        return output[0] if isinstance(output, tuple) else output
+
+
+class OpenClipFamily(ReaderFamily):
+    """`open_clip:NAME` with fresh weights, e.g. `open_clip:ViT-B-32`, and the module `visual` of such a model."""
+
+    name = "open_clip"
+    library = "open_clip"
+    model_type = OpenClipModel
+
+    def reader(self, source: nn.Module) -> Reader:
+        tower: Any = source
+        pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
+        # The mean before the last norm.
+        pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
+        return Reader(
+            input_shape=(3, *tower.image_size),
+            blocks="transformer.resblocks",
+            norm_before="ln_1",
+            maps=("c_fc", "c_proj"),
+            patches="conv1",
+            norm="ln_post",
+            head=None,  # the projection is a parameter (`head_macs`)
+            pooling=pooling,
+        )
+
+    def has(self, name: str) -> bool:
+        return name in _open_clip("").list_models()
+
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        """Returns the image tower alone; `arguments` override fields of its configuration."""
+        library, models = _open_clip(""), _open_clip(".model")
+        if name not in library.list_models():
+            raise UnknownName("open_clip model", name, library.list_models())
+        config = library.get_model_config(name)
+        fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            # Private, but without the text tower that the public constructors create as well.
+            return models._build_vision_tower(config["embed_dim"], fields, quick_gelu)
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields towers of other libraries, attentional pooling, and other blocks than ResidualAttentionBlock."""
+        name = type(model).__name__
+        if hasattr(model, "trunk"):
+            yield Refusal("a tower around a model of timm", "Adopt that model: attnrx.load(model.visual.trunk).")
+            return
+        if hasattr(model, "visual"):
+            yield Refusal("a model of two towers", "Adopt the image tower: attnrx.load(model.visual).")
+            return
+        if name != "VisionTransformer":
+            yield Refusal(without_reader(model), "Of open_clip, attnrx adopts VisionTransformer.")
+            return
+        tower: Any = model
+        if tower.attn_pool is not None:
+            yield Refusal("attentional pooling (attn_pool)")
+        for block in self.layers(model):
+            if type(block).__name__ != "ResidualAttentionBlock":
+                yield Refusal(f"the block {type(block).__name__} has no reader")
+                return
+        kinds = type(tower.transformer.resblocks[0].mlp.gelu).__name__, type(tower.ln_post).__name__
+        if kinds[0] not in ACTIVATIONS or kinds[1] not in NORMS:
+            yield Refusal(f"the activation {kinds[0]} or the norm {kinds[1]} of another library")
+        yield from super().refusals(model)
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Reads the arguments of the class from the model; mean and std are those of CLIP, unless stated."""
+        tower: Any = model
+        block = tower.transformer.resblocks[0]
+        # LayerScale is an identity where it is absent; its initial value is not stored, and is replaced by the weights.
+        scale = getattr(block.ls_1, "gamma", None)
+        arguments = {
+            "image_size": list(tower.image_size),
+            "patch_size": list(tower.patch_size),
+            "width": tower.transformer.width,
+            "layers": tower.transformer.layers,
+            "heads": block.attn.num_heads,
+            "mlp_ratio": block.mlp.c_fc.out_features / block.mlp.c_fc.in_features,
+            "ls_init_value": None if scale is None else 1.0,
+            "output_dim": tower.output_dim,
+            "no_ln_pre": isinstance(tower.ln_pre, nn.Identity),
+            "pool_type": tower.pool_type,
+            "final_ln_after_pool": tower.final_ln_after_pool,
+            "act_layer": type(block.mlp.gelu).__name__,
+            "norm_layer": type(tower.ln_post).__name__,
+        }
+        model_shape = self.reader(model).input_shape
+        shape = image_shape(stated.get("input_shape") or model_shape)
+        if shape != model_shape:
+            raise InvalidInput(f"this tower takes images of {model_shape}, not of {shape}.")
+        # open_clip.create_model stores it on the tower.
+        found = getattr(tower, "preprocess_cfg", None) or {}
+        mean, std = (tuple(stated.get(name) or found.get(name) or own) for name, own in (("mean", MEAN), ("std", STD)))
+        settings = {name: found[name] for name in ("interpolation", "resize_mode", "fill_color") if name in found}
+        return Origin("VisionTransformer", arguments, shape, mean, std, settings)
+
+    def geometry(self, model: nn.Module) -> ImageGeometry:
+        """Returns what open_clip's transform for inference does."""
+        settings = self._adopted(model).origin.preprocessing
+        channels, *size = self.input_shape(model)
+        proportional = "shortest_edge" if size[0] == size[1] else "cover"
+        resize = {"squash": "exact", "longest": "contain"}.get(settings.get("resize_mode", "shortest"), proportional)
+        fill = (settings.get("fill_color", 0),) if resize == "contain" else (0,)
+        filter_ = settings.get("interpolation", "bicubic")
+        return ImageGeometry(tuple(size), channels, resize, tuple(size), filter_, fill=fill)  # type: ignore[arg-type]
+
+    def create(self, origin: Origin) -> nn.Module:
+        if origin.architecture != "VisionTransformer":
+            raise UnknownName("class of open_clip", origin.architecture, ("VisionTransformer",))
+        # A saved model has names of classes; only those listed here are looked up in the library.
+        towers, arguments = _open_clip(".transformer"), dict(origin.arguments)
+        for field, names in (("act_layer", ACTIVATIONS), ("norm_layer", NORMS)):
+            name = arguments[field]
+            if name not in names:
+                raise UnknownName(f"{field} of open_clip", name, names)
+            arguments[field] = nn.GELU if name == "GELU" else getattr(towers, name)
+        return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        # The norm after the pooling runs on one token, which matters for the costs.
+        paths = super().paths(source)
+        return replace(paths, pooled=(paths.norm,)) if source.final_ln_after_pool else paths
+
+    def head_macs(self, adopted: Adopted, tokens: int) -> int:
+        """Returns the MACs of the projection, which is a parameter and no module."""
+        projection: Any = adopted.source.proj
+        return 0 if projection is None else projection.numel()
+
+
+def _open_clip(module: str) -> Any:
+    try:
+        return importlib.import_module(f"open_clip{module}")
+    except ModuleNotFoundError as error:
+        raise NotSupported(
+            f"models of open_clip need the package open_clip_torch ({error}): pip install open_clip_torch."
+        ) from error

@@ -1,0 +1,323 @@
+"""Reads a Vision Transformer by the paths of its parts: the base of torchvision's, open_clip's and users' models."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Tensor, TokenBatch
+from attnrx.vit.attention import Attention
+from attnrx.vit.models.adopted import Adapter, Adopted, RotationCache, assembled
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features
+
+
+def _are(values: Any, kind: type | tuple[type, ...], *counts: int) -> bool:
+    """Returns whether these are several values of a kind, as many as one of `counts`; a list too, as JSON has no
+    tuples.
+    """
+    has_kind = isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)
+    return has_kind and (not counts or len(values) in counts)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_path_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_PATH, _NUMBERS = "the path of a module", "one number per channel, e.g. (0.5, 0.5, 0.5)"
+# Of the fields of a Reader: which values are valid, and what an error requests in place of others.
+FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "input_shape": (lambda value: _are(value, int, 3), "channels, height and width, e.g. (3, 224, 224)"),
+    **dict.fromkeys(("blocks", "attention", "mlp", "patches", "norm"), (_is_path, _PATH)),
+    **dict.fromkeys(("norm_before", "head"), (_is_path_or_none, f"{_PATH}, or None")),
+    "projections": (lambda value: _are(value, str, 2, 4), "(query_key_value, output) or (query, key, value, output)"),
+    "heads": (
+        lambda value: isinstance(value, str) or (isinstance(value, int) and value > 0),
+        "a number of 1 or more, or the name of an attribute",
+    ),
+    "scale": (
+        lambda value: value is None or (isinstance(value, int | float) and value > 0),
+        "a positive number, or None for head_dim ** -0.5",
+    ),
+    "maps": (
+        lambda value: value is None or _are(value, str, 2),
+        "the paths of two linear maps, or None for another kind of MLP",
+    ),
+    "prefix_tokens": (lambda value: isinstance(value, int) and value >= 0, "a number of 0 or more"),
+    "mean": (lambda value: _are(value, (int, float)), _NUMBERS),
+    "std": (lambda value: _are(value, (int, float)), _NUMBERS),
+}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Where the parts of a Vision Transformer are, by their paths.
+
+    `blocks` is the list of blocks. In a block are `attention`, `norm_before` (the norm before the attention; None if
+    there is none) and `mlp`, which holds its two linear maps `maps` (None: another kind of MLP, which is not
+    compressed). In the attention are `projections`: one map to query, key and value, and the output map; or the four
+    maps; `nn.MultiheadAttention` needs none. `heads` is the number of heads, or the attribute of the attention that
+    holds it; `scale` multiplies the scores, by default head_dim ** -0.5. `returns_weights`: whether the attention
+    returns a pair, whose second element is None here.
+
+    `patches` is the convolution that makes the patch tokens, `norm` the norm after the last block, `head` the module
+    after it (None if there is none). `prefix_tokens` are before the patches, the class token first. `pooling` is what
+    the head receives: "class", "mean" (of the patches, after the norm), or another name, for which tokens are not
+    pruned. `mean` and `std` are those of the image normalization, one value per channel. `arguments` are those with
+    which the class, or the factory, creates the model again: JSON values.
+    """
+
+    input_shape: tuple[int, int, int]
+    blocks: str = "blocks"
+    attention: str = "attn"
+    projections: tuple[str, ...] = ("qkv", "proj")
+    heads: int | str = "num_heads"
+    scale: float | None = None
+    returns_weights: bool = False
+    norm_before: str | None = "norm1"
+    mlp: str = "mlp"
+    maps: tuple[str, str] | None = ("fc1", "fc2")
+    patches: str = "patch_embed.proj"
+    norm: str = "norm"
+    head: str | None = "head"
+    prefix_tokens: int = 1
+    pooling: str = "class"
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, (is_valid, expected) in FIELDS.items():
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise InvalidInput(f"{name}={value!r}: give {expected}.")
+        if self.pooling == "class" and self.prefix_tokens < 1:
+            raise InvalidInput(
+                f"prefix_tokens={self.prefix_tokens} with pooling='class': give the number of tokens before the "
+                "patches, the class token among them, or another pooling, e.g. 'mean'."
+            )
+
+    def required(self) -> tuple[str, ...]:
+        """Returns the paths, in the model, of modules that it must have."""
+        return (self.patches, self.norm, self.blocks, *(() if self.head is None else (self.head,)))
+
+
+class ReaderAttention(Adapter):
+    """attnrx attention in the place of an attention module that is called with tokens, or as nn.MultiheadAttention."""
+
+    returns_weights = False
+
+    def forward(
+        self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
+    ) -> TokenBatch | tuple[TokenBatch, None]:
+        """Returns the attention output; raises NotSupported for masks and for keys or values of other tokens."""
+        # Blocks around nn.MultiheadAttention call it with (x, x, x).
+        if any(side is not None and side is not tokens for side in (key, value)):
+            raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
+        masks = [name for name in ("attn_mask", "key_padding_mask", "mask") if options.get(name) is not None]
+        if masks or options.get("is_causal"):
+            raise NotSupported(f"attention masks ({', '.join(masks) or 'is_causal'}) are not supported.")
+        mixed = self.mixed(tokens)
+        return (mixed, None) if self.returns_weights else mixed
+
+
+class ReaderFamily(AdoptedFamily):
+    """Models that a `Reader` describes; a subclass returns it, and how such a model is created."""
+
+    adapter_type = ReaderAttention
+
+    @abstractmethod
+    def reader(self, source: nn.Module) -> Reader:
+        """Returns where the parts of a model are."""
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields paths that the model lacks, and attention that is not read."""
+        yield from features(model)
+        reader, named = self.reader(model), dict(model.named_modules())
+        lacking = [path for path in reader.required() if path not in named]
+        if lacking:
+            yield Refusal(f"it has no module {', '.join(lacking)}")
+            return
+        if not isinstance(named[reader.patches], nn.Conv2d):
+            kind = type(named[reader.patches]).__name__
+            yield Refusal(f"{reader.patches} is a {kind}, not the convolution that makes the patch tokens")
+        if not self.layers(model):
+            yield Refusal(f"{reader.blocks} has no blocks")
+        for index, block in enumerate(self.layers(model)):
+            inside = dict(block.named_modules())
+            maps = () if reader.maps is None else tuple(f"{reader.mlp}.{name}" for name in reader.maps)
+            norms = () if reader.norm_before is None else (reader.norm_before,)
+            missing = [path for path in (reader.attention, *norms, reader.mlp, *maps) if path not in inside]
+            if missing:
+                yield Refusal(f"block {index} ({type(block).__name__}) has no module {', '.join(missing)}")
+                continue
+            yield from _unread(inside[reader.attention], reader)
+            yield from changed_linears(block, maps)
+
+    def adopt(self, model: nn.Module, *args: Any, **stated: Any) -> Adopted:
+        adopted = super().adopt(model, *args, **stated)
+        # Equal logits do not prove `prefix_tokens`, which a user states: the number is compared with a forward pass.
+        counts: list[int] = []
+        images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
+        block = self.layers(adopted.source)[0]
+        with evaluating((adopted,)), block.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1])):
+            adopted(images)
+        prefix, patches = self.prefix_tokens(adopted.source), self.positions(adopted)
+        if counts != [prefix + patches]:
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
+                f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
+            )
+        if self.has_plain_units(adopted):
+            self._require_separate_units(adopted)
+        return adopted
+
+    def _require_separate_units(self, adopted: Adopted) -> None:
+        """Raises NotSupported unless every hidden unit of an MLP depends on one row of its first map only."""
+        # Of two images. In every MLP the second image gets the first one's outputs of the first map, with every other
+        # unit changed: in the input of the second map the other units must be equal, whatever the blocks before
+        # computed. A gate, a softmax or maps in the other order are found so.
+        reader, separate = self.reader(adopted.source), [False] * len(self.mlp(adopted))
+
+        def change(first: nn.Module, args: object, output: Tensor) -> Tensor:
+            # In halves, because an MLP may join the images and their tokens to one axis.
+            base = output.chunk(2)[0]
+            changed = base.clone()
+            changed[..., ::2] += 1 + 4 * base.abs().max()
+            return torch.cat([base, changed])
+
+        def compare(index: int, units: int, second: nn.Module, args: tuple[Tensor, ...]) -> None:
+            base, changed = args[0].chunk(2)
+            difference = (changed - base).abs()
+            of_changed, of_others = difference[..., ::2].amax(), difference[..., 1::2].amax()
+            is_separate = bool(of_changed > 0) and bool(of_others <= 1e-3 * of_changed)
+            separate[index] = args[0].shape[-1] == units and is_separate
+
+        image = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
+        with evaluating((adopted,)), ExitStack() as hooks:
+            for index, (first, second) in enumerate(self.mlp(adopted)):
+                linear: Any = first
+                hooks.enter_context(linear.register_forward_hook(change))
+                hooks.enter_context(second.register_forward_pre_hook(partial(compare, index, linear.out_features)))
+            adopted(image.expand(2, -1, -1, -1))
+        if not all(separate):
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: in block {separate.index(False)} more than an "
+                f"activation is between the maps {reader.maps} of the MLP, or their order is another one. State "
+                "maps=None in the reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
+            )
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        reader = self.reader(source)
+        layers = self.layers(source)
+        # Whatever class the blocks have here is an MLP: the reader states its path and its maps.
+        kinds = {type(layer.get_submodule(reader.mlp)).__name__ for layer in layers if reader.maps is not None}
+        first, second = reader.maps or ("", "")
+        # A head may be an MLP: its last linear map is the classifier.
+        head = () if reader.head is None else (reader.head,)
+        linears = [
+            f"{name}.{path}".strip(".")
+            for name in head
+            for path, module in source.get_submodule(name).named_modules()
+            if isinstance(module, nn.Linear)
+        ]
+        return ModelPaths(
+            attention=reader.attention,
+            patches=reader.patches,
+            norm=reader.norm,
+            mlps=tuple(kinds),
+            heads=(reader.norm, *head),
+            classifiers=tuple(linears[-1:]),
+            mlp=(reader.mlp,),
+            maps=(f"{reader.mlp}.{first}", f"{reader.mlp}.{second}"),
+        )
+
+    def output_kind(self, model: nn.Module) -> str:
+        return "logits" if self.heads(model) else "embedding"
+
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        return tuple(source.get_submodule(self.reader(source).blocks).children())
+
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+        reader, module = self.reader(source), attention
+        if isinstance(module, nn.MultiheadAttention):  # its fused projection is a parameter, not a module
+            weights, biases = (
+                [module.in_proj_weight, module.out_proj.weight],
+                [module.in_proj_bias, module.out_proj.bias],
+            )
+        else:
+            linears: list[Any] = [module.get_submodule(name) for name in reader.projections]
+            weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        if len(weights) == 2:  # the rows of a fused projection: all queries, all keys, all values
+            weights = [*weights[0].chunk(3), weights[1]]
+            biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
+        heads = _heads(module, reader)
+        return assembled(weights, biases, heads, reader.scale or (weights[0].shape[0] // heads) ** -0.5)
+
+    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        adapter = super().adapter(replacement, attention, rotations, prefix)
+        assert isinstance(adapter, ReaderAttention)
+        # It returns a pair also where its weights are not requested.
+        adapter.returns_weights = isinstance(attention, nn.MultiheadAttention)
+        return adapter
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        super()._install_(adopted, attention)
+        for adapter in self._adapters(adopted):
+            assert isinstance(adapter, ReaderAttention)
+            # As nn.MultiheadAttention, or as the reader states.
+            adapter.returns_weights |= self.reader(adopted.source).returns_weights
+
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
+        return self.reader(source).norm_before
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        return self.reader(source).prefix_tokens
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        return self.prefix_tokens(source) > 0
+
+    def pooling(self, source: nn.Module) -> str:
+        return self.reader(source).pooling
+
+
+def _heads(attention: nn.Module, reader: Reader) -> int:
+    name = "num_heads" if isinstance(attention, nn.MultiheadAttention) else reader.heads
+    return name if isinstance(name, int) else int(getattr(attention, name))
+
+
+def _unread(attention: nn.Module, reader: Reader) -> Iterator[Refusal]:
+    """Yields why an attention module cannot be read."""
+    kind = type(attention).__name__
+    if isinstance(attention, nn.MultiheadAttention):
+        if not attention.batch_first:
+            yield Refusal("an nn.MultiheadAttention with batch_first=False", "Create it with batch_first=True.")
+        # `in_proj_weight` is absent where keys or values have other widths; the other options append keys of no token.
+        if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+            yield Refusal("an nn.MultiheadAttention with other widths of keys and values, or with added keys")
+        if attention.dropout:
+            yield Refusal("dropout inside attention (create it with dropout=0)")
+        return
+    inside = dict(attention.named_modules())
+    missing = [name for name in reader.projections if name not in inside]
+    if missing:
+        yield Refusal(
+            f"the attention {kind} has no module {', '.join(missing)}", "State its projections in the reader."
+        )
+        return
+    yield from changed_linears(attention, reader.projections)
+    if isinstance(reader.heads, str) and not hasattr(attention, reader.heads):
+        yield Refusal(f"the attention {kind} has no attribute {reader.heads}", "State heads=NUMBER in the reader.")
+    if any(isinstance(part, nn.Dropout) and part.p for part in attention.modules()):
+        yield Refusal("dropout inside attention (create it without)")

@@ -1,0 +1,532 @@
+"""The family of timm's Vision Transformers with one list of blocks, adopted by structure with attnrx attention."""
+
+import copy
+import importlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.serialization.hub import local_copies_if_unreachable
+from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
+from attnrx.vit.attention import Attention
+from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.models.adopted import (
+    HALVES,
+    INTERLEAVED,
+    Adapter,
+    Adopted,
+    Origin,
+    RotationCache,
+    assembled,
+    image_shape,
+)
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.vit.models.unsupported_features import (
+    ATTENTION_FEATURES,
+    NOT_PLAIN,
+    Refusal,
+    changed_linears,
+    features,
+    without_reader,
+)
+
+# Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
+BLOCKS: dict[str, str] = {
+    "ParallelScalingBlock": "attention and MLP in parallel with common projections",
+    "ParallelThingsBlock": "several parallel attention modules in one layer",
+    "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
+}
+NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
+POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
+# The parts of an attention module that are read: submodules, and parameters of its own.
+ATTENTION_PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "proj", "q_norm", "k_norm", "norm", "rel_pos"}
+ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table"}
+INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm": "norm"}
+# Where the classes of layers are that a model may be created with, and the name under which they are saved.
+LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
+CLASSIFIERS = ("head", "head_dist")
+PATHS = ModelPaths(
+    attention="attn",
+    patches="patch_embed.proj",
+    norm="norm",
+    mlps=("Mlp",),
+    heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS),
+    classifiers=CLASSIFIERS,
+    pooled=("fc_norm",),
+)
+# Arguments of timm's factory that read files or access the hub.
+FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
+
+
+class TimmModel(Adopted):
+    """A Vision Transformer of timm with attnrx attention, with the attributes that timm's training and validation loops
+    use.
+    """
+
+    refused_methods: ClassVar[Mapping[str, str]] = {
+        "set_input_size": "create the model with img_size=..., and adopt that.",
+        "prune_intermediate_layers": "create the model with depth=..., and adopt that.",
+        "load_pretrained": "load the weights into the model of timm, and adopt that.",
+    }
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any]:
+        """The pretrained configuration with the model's input format, which `resolve_model_data_config` reads."""
+        config = dict(getattr(self.source, "pretrained_cfg", None) or {})
+        # The origin has precedence: the file of timm may state another image size or normalization than was adopted.
+        input_format = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
+        return {**config, **self.origin.preprocessing, **input_format, "num_classes": self.num_classes}
+
+    default_cfg = pretrained_cfg  # its older name in timm
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.source.num_classes)  # type: ignore[arg-type]
+
+    def forward_features(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
+        """Returns the features of all tokens after the last norm, as timm does: [batch, prefix + patches, width].
+
+        Pruned and merged patches are restored (`attnrx.models.TokenRestoration`).
+        """
+        return self.all_tokens(images)
+
+    def forward_head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
+        """Returns the logits of all tokens, or the pooled features."""
+        return self.source.forward_head(tokens, pre_logits)  # type: ignore[operator]
+
+    def forward_intermediates(
+        self,
+        images: ImageBatch,
+        indices: int | Sequence[int] | None = None,
+        *,
+        stop_early: bool = False,
+        intermediates_only: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Returns features after several blocks, as timm does, with all its options.
+
+        Pruned and merged patches are restored. `indices` are the last n blocks, or a list of blocks; None: all.
+        """
+        source: Any = self.source
+        blocks, last = _timm("models._features").feature_take_indices(len(source.blocks), indices)
+        if not intermediates_only:  # timm then returns the features after the last block that it runs, too
+            blocks = [*blocks, last if stop_early else len(source.blocks) - 1]
+        with self.forward_pass(blocks):
+            return source.forward_intermediates(
+                images, indices, stop_early=stop_early, intermediates_only=intermediates_only, **options
+            )
+
+    def get_intermediate_layers(self, images: ImageBatch, n: int | Sequence[int] = 1, **options: Any) -> Any:
+        """Returns features after several blocks, as timm does, in the form of DINO."""
+        source: Any = self.source
+        with self.forward_pass(_timm("models._features").feature_take_indices(len(source.blocks), n)[0]):
+            return source.get_intermediate_layers(images, n, **options)
+
+    def _last_tokens(self, images: Tensor) -> Tensor:
+        source: Any = self.source
+        with self.forward_pass((len(source.blocks) - 1,)):
+            return source.forward_features(images)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the classifier by a fresh one, as timm does; this is saved with the model."""
+        source: Any = self.source
+        source.reset_classifier(num_classes, *(() if global_pool is None else (global_pool,)))
+        arguments = {**self.origin.arguments, "num_classes": num_classes}
+        if global_pool is not None:
+            arguments["global_pool"] = global_pool
+            self.last = None  # the new pooling may use all tokens
+        self.origin = replace(self.origin, arguments=arguments)
+
+
+class TableBias(nn.Module):
+    """A relative position bias: one row of a table for each pair of tokens (Liu et al., 2021; Bao et al., 2022)."""
+
+    def __init__(self, table: nn.Parameter, index: Int[Tensor, "..."]):
+        super().__init__()
+        self.relative_position_bias_table = table
+        self.index = index  # no buffer: timm's is not saved with the weights either
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
+        table = self.relative_position_bias_table
+        return self._kept((), (table,), lambda: self._pairs(table))
+
+    def _pairs(self, table: Tensor) -> Tensor:
+        # [pairs, heads] to [1, heads, tokens, tokens]; contiguous once here, instead of at every use.
+        count = math.isqrt(self.index.numel())
+        return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
+
+
+class LibraryBias(nn.Module):
+    """A bias per pair that a module of timm computes, e.g. by an MLP of the positions."""
+
+    def __init__(self, source: nn.Module):
+        super().__init__()
+        self.source = source
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
+        source: Any = self.source
+        # Its MLP may have a dropout, so the bias depends on the mode.
+        return self._kept(self.training, tuple(source.parameters()), source.get_bias)
+
+
+class TimmAttention(Adapter):
+    """attnrx attention with the call signatures of timm's blocks; classifiers never use its two mask arguments."""
+
+    layout: str = INTERLEAVED
+
+    def forward(
+        self,
+        x: TokenBatch,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        shared_rel_pos_bias: Tensor | None = None,
+        shared_rel_pos: Tensor | None = None,
+    ) -> TokenBatch:
+        if attn_mask is not None or is_causal:
+            raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
+        # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; the sum of all is added.
+        positions = None
+        if rope is not None or self.attention.spec.pair_bias:
+            positions = self.positions(rope, self._rotation, shared_rel_pos_bias, shared_rel_pos)
+        return self.mixed(x, positions)
+
+    def _rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines of timm's concatenated table, [(images, heads,) patches, sines and cosines]."""
+        table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
+        pairs = table.shape[-1] // 4
+        # A pair has its angle twice: side by side, or in both halves of a row.
+        one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
+        sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
+        return cos, sin
+
+
+class TimmFamily(AdoptedFamily):
+    """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any Vision Transformer of timm with one list of blocks."""
+
+    name = library = "timm"
+    model_type = TimmModel
+    adapter_type = TimmAttention
+
+    def load(
+        self, name: str, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
+    ) -> Adopted:
+        """Creates a model by its timm name and adopts it, in evaluation mode.
+
+        The weights come from a file (safetensors or a torch checkpoint, with timm's names), are downloaded by timm, or
+        are initialized from seed 0 with `pretrained=False`. `arguments` are passed to timm, e.g. `num_classes=10`,
+        `img_size=160`.
+        """
+        if weights is not None and pretrained:
+            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
+        with torch.device("meta"):
+            self.require_supported(_create(name, arguments))  # before anything is downloaded or read
+        model = _create(name, arguments, pretrained=weights is None and pretrained is not False)
+        if weights is not None:
+            state = read_checkpoint(Path(weights))
+            try:
+                # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
+                state = importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
+                model.load_state_dict(state, strict=True)
+            except Exception as error:  # timm's conversion and torch raise errors of many types
+                raise CheckpointError(f"the weights in {weights} do not fit timm:{name} ({error}).") from error
+        return self.adopt(model).eval()
+
+    def has(self, name: str) -> bool:
+        return bool(_timm("models").is_model(name.partition(".")[0]))
+
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        return _create(name, arguments)
+
+    def geometry(self, model: nn.Module) -> ImageGeometry:
+        """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
+        settings = _timm("data").resolve_model_data_config(model)
+        channels, *size = self.input_shape(model)
+        target = tuple(math.floor(side / settings["crop_pct"]) for side in size)
+        resize, fill = "shortest_edge" if target[0] == target[1] else "cover", (0,)
+        if settings["crop_mode"] == "squash":
+            resize = "exact"
+        elif settings["crop_mode"] == "border":
+            resize, fill = "contain", tuple(round(255 * level) for level in settings["mean"])
+        return ImageGeometry(tuple(size), channels, resize, target, settings["interpolation"], fill=fill)  # type: ignore[arg-type]
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields the parts of the model that are not read: blocks, attention, and unsupported features."""
+        yield from features(model)
+        blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
+        if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not hasattr(model, "num_prefix_tokens"):
+            yield Refusal(without_reader(model), NO_BLOCKS)
+            return
+        if type(embedding).__name__ != "PatchEmbed":
+            yield Refusal(f"the patch embedding {type(embedding).__name__} is not a PatchEmbed")
+        for block in blocks:
+            attention, kind = getattr(block, "attn", None), type(block).__name__
+            if kind in BLOCKS or not isinstance(attention, nn.Module):
+                yield Refusal(BLOCKS.get(kind, f"the block {kind} has no attention module attn"))
+            else:
+                yield from _unread(attention)
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
+        facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+        if "architecture" not in facts:
+            raise NotSupported(
+                f"this {type(model).__name__} has no pretrained_cfg with an architecture. Create it with "
+                "timm.create_model, which stores its arguments on the model, and load the weights into that."
+            )
+        name = facts["architecture"]
+        # get_model_args omits the drop rates, which belong to the model when it is trained further.
+        arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
+        try:
+            arguments = json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
+        except TypeError as error:
+            raise NotSupported(
+                f"{name} was created with an argument that cannot be saved ({error}). Layers can be classes of "
+                "torch.nn and timm.layers, with keywords (functools.partial), and activations and norms names, e.g. "
+                "act_layer='gelu'. For a class of your own give attnrx.load(model, reader=attnrx.Reader(...))."
+            ) from error
+        # Read from the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
+        embedding: Any = model.patch_embed
+        native_shape = image_shape((embedding.proj.in_channels, *embedding.img_size))
+        shape = image_shape(stated.get("input_shape") or native_shape)
+        if shape != native_shape and not getattr(model, "dynamic_img_size", False):
+            raise InvalidInput(f"{name} was created for images of {native_shape}: create it with img_size={shape[1:]}.")
+        mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
+        own = tuple(facts["mean"])
+        if mean == own and len(own) != shape[0]:  # timm keeps the statistics of the pretrained images
+            raise InvalidInput(
+                f"{name} was created for images of {shape[0]} channels, and its pretrained_cfg has mean={own}: state "
+                f"the statistics of your images before loading it, e.g. model.pretrained_cfg.update(mean="
+                f"{(0.5,) * shape[0]}, std={(0.5,) * shape[0]})."
+            )
+        data = _timm("data").resolve_data_config(pretrained_cfg=facts)
+        settings = {field: data[field] for field in ("crop_pct", "crop_mode", "interpolation")}
+        return Origin(name, arguments, shape, mean, std, settings)
+
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
+        data = _timm("data")
+        subset = data.infer_imagenet_subset(self._adopted(model).source)
+        info = None if subset is None else data.ImageNetInfo(subset)
+        return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
+
+    def create(self, origin: Origin) -> nn.Module:
+        """Calls timm's entrypoint with model arguments only."""
+        # A config.json may come from anywhere: loading it must not read other files or connect to a hub.
+        forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
+        if ":" in origin.architecture or forbidden:
+            raise InvalidInput(
+                f"timm:{origin.architecture} with {', '.join(forbidden) or 'the address of a hub'}: a saved model may "
+                "have only a timm name and arguments of the model."
+            )
+        return _create(origin.architecture, {key: _layer(value) for key, value in origin.arguments.items()})
+
+    def restore_buffers_(self, source: nn.Module) -> None:
+        for module in source.modules():
+            # Tables of rotary embeddings and indices of biases: timm recomputes them by a method of the module. It runs
+            # on a copy, because the parameters of the module itself stay on the meta device until the weights are
+            # assigned.
+            unsaved = [name for name in module._non_persistent_buffers_set if _is_meta(module._buffers[name])]
+            if unsaved and hasattr(module, "init_non_persistent_buffers"):
+                with torch.device("cpu"):
+                    copied: Any = copy.deepcopy(module).to_empty(device="cpu")
+                    copied.init_non_persistent_buffers()
+                for name in unsaved:
+                    module._buffers[name] = copied._buffers[name]
+
+    def paths(self, source: nn.Module) -> ModelPaths:
+        return PATHS
+
+    def output_kind(self, model: nn.Module) -> str:
+        # With num_classes=0 timm's head is an identity.
+        return "logits" if self.heads(model) else "embedding"
+
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        return tuple(source.get_submodule("blocks").children())
+
+    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+        """Splits the fused projection into query, key and value; keys and values of grouped heads are repeated."""
+        module: Any = attention
+        if getattr(module, "qkv", None) is not None:
+            weights = list(module.qkv.weight.chunk(3))
+            biases = [None] * 3 if module.qkv.bias is None else list(module.qkv.bias.chunk(3))
+            if getattr(module, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
+                biases = [module.q_bias, None, module.v_bias]
+        else:
+            linears = [module.q_proj, module.k_proj, module.v_proj]
+            groups = getattr(module, "num_kv_groups", 1)
+            weights = [linear.weight for linear in linears]
+            biases = [linear.bias for linear in linears]
+            # Repetition is exact, and gives every head rows of its own, as a spec describes them.
+            for side in (1, 2) if groups > 1 else ():
+                weights[side] = _repeated(weights[side], module.num_kv_heads, groups)
+                biases[side] = None if biases[side] is None else _repeated(biases[side], module.num_kv_heads, groups)
+        rotary = _layout(module) if getattr(source, "rope", None) is not None else None
+        # A bias that all layers share belongs to the model, which passes it to every block.
+        shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
+        norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(module, path)) is not None}
+        return assembled(
+            (*weights, module.proj.weight),
+            (*biases, module.proj.bias),
+            module.num_heads,
+            module.scale,
+            rotary=rotary,
+            pair_bias=shared is not None or self.pair_bias(module) is not None,
+            inner_norms=norms,
+        )
+
+    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
+        adapter = super().adapter(replacement, attention, rotations, prefix)
+        assert isinstance(adapter, TimmAttention)
+        adapter.layout = _layout(attention)
+        return adapter
+
+    def inner_norm(self, attention: nn.Module, name: str) -> nn.Module:
+        return attention.get_submodule(INNER_NORM_PATHS[name])
+
+    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+        table = getattr(attention, "relative_position_bias_table", None)
+        if table is not None:
+            return TableBias(table, attention.relative_position_index)  # type: ignore[arg-type]
+        module = getattr(attention, "rel_pos", None)
+        if module is None:
+            return None
+        table = getattr(module, "relative_position_bias_table", None)
+        return LibraryBias(module) if table is None else TableBias(table, module.relative_position_index)
+
+    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
+        """Returns the first norm, unless the block is post-norm."""
+        return None if type(layer).__name__ in POST_NORM else "norm1"
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        return int(source.num_prefix_tokens)  # type: ignore[arg-type]
+
+    def tokens_of_head(self, source: nn.Module, tokens: int) -> int:
+        excludes = getattr(source, "pool_include_prefix", True) is False  # the attention pooling of VisionTransformer
+        return tokens - self.prefix_tokens(source) if excludes else tokens
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        return getattr(source, "cls_token", None) is not None
+
+    def pooling(self, source: nn.Module) -> str:
+        if getattr(source, "pool_include_prefix", False):
+            return f"{source.global_pool} with the tokens before the patches"
+        return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
+
+
+def _described_layer(value: Any) -> Any:
+    """Returns a class of torch.nn or timm.layers, or a partial function of one, as JSON; other values unchanged."""
+    kind: Any = value
+    keywords: Mapping[str, Any] = {}
+    if isinstance(value, partial) and not value.args:
+        kind, keywords = value.func, value.keywords
+    for module in LAYER_MODULES if isinstance(kind, type) else ():
+        if getattr(importlib.import_module(module), kind.__name__, None) is kind:
+            return {LAYER: f"{module}:{kind.__name__}", "keywords": dict(keywords)}
+    return value
+
+
+def _layer(value: Any) -> Any:
+    """Returns the class or the partial function that `_described_layer` described; other values unchanged."""
+    if not isinstance(value, Mapping) or value.keys() != {LAYER, "keywords"}:
+        return value
+    module, _, name = str(value[LAYER]).partition(":")
+    # Only classes of these modules: a config.json may come from anywhere.
+    kind = getattr(importlib.import_module(module), name, None) if module in LAYER_MODULES else None
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise InvalidInput(f"{LAYER} {value[LAYER]!r:.80} is no class of layers of {' or '.join(LAYER_MODULES)}.")
+    return partial(kind, **value["keywords"]) if value["keywords"] else kind
+
+
+def _is_meta(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.is_meta
+
+
+def _layout(attention: nn.Module) -> str:
+    return HALVES if getattr(attention, "rotate_half", False) else INTERLEAVED
+
+
+def _norm(attention: nn.Module, path: str) -> nn.Module | None:
+    norm = getattr(attention, path, None)
+    return None if isinstance(norm, nn.Identity) else norm
+
+
+def _repeated(rows: Tensor, heads: int, groups: int) -> Tensor:
+    """Repeats the rows of every head once for each head of its group."""
+    return rows.unflatten(0, (heads, -1)).repeat_interleave(groups, dim=0).flatten(0, 1)
+
+
+def _unread(attention: nn.Module) -> Iterator[Refusal]:
+    """Yields the parts of an attention module that are not read."""
+    name = type(attention).__name__
+    # What has parameters and is not read changes the output. Everything else (a scale, an option of the forward pass)
+    # is found by the comparison of logits.
+    submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
+    parameters = {part for part, _ in attention.named_parameters(recurse=False)}
+    unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
+    refused_features = {feature for feature, parts in ATTENTION_FEATURES.items() if set(parts) & set(unread)}
+    if unread and not refused_features:  # `features` refuses these by name already
+        yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
+    is_fused = getattr(attention, "qkv", None) is not None
+    projections = ("qkv", "proj") if is_fused else ("q_proj", "k_proj", "v_proj", "proj")
+    if not all(isinstance(getattr(attention, part, None), nn.Module) for part in projections):
+        yield Refusal(f"the attention {name} has no projections {', '.join(projections)}")
+        return
+    yield from changed_linears(attention, projections)
+    drops = (getattr(attention, part, None) for part in ("attn_drop", "proj_drop"))
+    if any(isinstance(drop, nn.Dropout) and drop.p for drop in drops):
+        yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
+
+
+def _timm(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"timm.{module}")
+    except ModuleNotFoundError as error:
+        raise NotSupported(f"models of timm need the package timm ({error}): pip install timm.") from error
+
+
+def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
+    timm = _timm("models")
+    architecture = name.partition(".")[0]  # without the tag of pretrained weights
+    if ":" not in name and not timm.is_model(architecture):
+        raise UnknownName("timm model", name, timm.list_models())
+    with local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable:
+        try:
+            with torch.random.fork_rng(devices=[]):  # timm draws weights from the global generator
+                torch.manual_seed(0)
+                return timm.create_model(name, pretrained=pretrained, **arguments)
+        except Exception as error:  # timm raises AssertionError, and its downloads errors of several packages
+            if pretrained:
+                reason = unreachable or f"{type(error).__name__}: {error}"
+                raise CheckpointError(
+                    f"timm could not load the weights of {name} ({reason}). Give a file with weights=..., or "
+                    "pretrained=False for fresh weights."
+                ) from error
+            raise InvalidInput(f"timm cannot create {name} with {dict(arguments)}: {error}") from error
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Reads a weight file with timm, which loads tensors only and finds the state dict under the usual keys."""
+    load = _timm("models").load_state_dict
+    try:
+        tensors = dict(load(str(path)))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not a file with weights.") from error
+    except Exception as error:  # the error for a file without weights depends on its format
+        raise CheckpointError(f"{path} cannot be read as weights ({error}).") from error
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{path} holds values that are not tensors, so it is not a file with weights.")
+    return tensors

@@ -1,0 +1,263 @@
+"""Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
+
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.serialization.config import to_dict
+from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention
+from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
+from attnrx.vit.models.family import Family
+from attnrx.vit.models.observation_hooks import block_names, evaluating
+from attnrx.vit.models.token_reduction import TokenReduction, TokenRun
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import LAST_LAYER, MOMENTS, Shape, TokenPolicy
+
+
+def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
+    """Returns the model properties that reducers need; `heads` is the number of heads of the original model."""
+    specs = [layer.spec for layer in family.attention(model)]
+    stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
+    return Shape(specs[0].width, heads or stored, family.token_layout(model), depth=len(specs))
+
+
+def attach_tokens_(
+    model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress", heads: int | None = None
+) -> TokenReduction:
+    """Attaches a policy to the model, in place, and returns the reduction; its predictors, if any, are fresh.
+
+    `heads` is the number of heads of the original model, where some may have been removed from every layer.
+    """
+    layers = family.attention(model)
+    if reduction_of(model) is not None:
+        raise InvalidInput("this model already has a token policy; attach a policy to the original.")
+    shape = shape_of(model, family, heads)
+    layout = shape.layout
+    policy = policy.on(layout, len(layers))
+    weight = next(model.parameters())
+    reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
+    model.tokens = reduction
+    if policy.counts(layout.patches)[-1] == layout.patches:
+        return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
+    # Hooks, not subclasses: the policy is attached to the blocks of any library, and their own forward methods run on
+    # the tokens that are left.
+    _hook_blocks_([model.get_submodule(name) for name in block_names(model, family)], reduction)
+    # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
+    # the restoration off (`Adopted.forward_pass`).
+    if family.exposes_tokens:
+        reduction.restored_blocks = range(len(layers))
+    _first_(family.patch_embedding(model), reduction.begin)
+    for index, layer in enumerate(layers, 1):
+        _capture_(layer, index, reduction)
+        layer.kept_patches = reduction.kept_patches
+    if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
+        family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
+    return reduction.train(model.training)
+
+
+def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> None:
+    """Registers the hooks of stages, of scores and of restoration, which run in the reverse order on an input."""
+    policy = reduction.policy
+    # Each hook is put before the existing ones, so on the input of a block `enter` replaces restored tokens by the
+    # present ones first, then their scores are added, then the stage decides. `policy.layers` counts from 1.
+    for stage, layer in enumerate(policy.layers):
+        _first_(blocks[layer - 1], partial(reduction.decide, stage))
+    if "accumulated" in policy.reducer.needs:
+        for block in blocks[1 : policy.layers[-1]]:  # the input of a block is the output of the one before
+            _first_(block, reduction.score_layer)
+    for index, block in enumerate(blocks):
+        _first_(block, reduction.enter)
+        _after_(block, partial(reduction.leave, index))
+
+
+class _TokenHook:
+    """Replaces the tokens that enter a module by `run(tokens)`, unless that is None.
+
+    It treats the images of a batch independently, so that a batch may be chunked.
+    """
+
+    by_image = True
+
+    def __init__(self, run: Callable[[Tensor], Tensor | None]):
+        self.run = run
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        # timm passes tokens by position, transformers by name.
+        tokens = self.run(args[0] if args else kwargs["hidden_states"])
+        if tokens is None:
+            return None
+        return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": tokens})
+
+
+class _OutputHook:
+    """Replaces the tokens that a block returns by `run(tokens)`, unless that is None."""
+
+    by_image = True
+
+    def __init__(self, run: Callable[[Tensor], Tensor | None]):
+        self.run = run
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        # Some layers of transformers return a tuple.
+        tokens = self.run(output[0] if isinstance(output, tuple) else output)
+        if tokens is None:
+            return None
+        return (tokens, *output[1:]) if isinstance(output, tuple) else tokens
+
+
+class _Pooled:
+    by_image = True
+
+    def __init__(self, reduction: TokenReduction):
+        self.reduction = reduction
+
+    def __call__(self, module: nn.Module, args: tuple, tokens: Tensor) -> Tensor:
+        return self.reduction.pooled(tokens)
+
+
+def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
+    """Registers a hook on the module's input that runs before the existing ones."""
+    # Not prepend=True: torch 2.11 compiles hooks in the order of their insertion, not in that of the OrderedDict.
+    later = dict(module._forward_pre_hooks)
+    module._forward_pre_hooks.clear()
+    module.register_forward_pre_hook(_TokenHook(run), with_kwargs=True)
+    module._forward_pre_hooks.update(later)
+
+
+def _after_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
+    """Registers a hook on the module's output that runs before the existing ones."""
+    later = dict(module._forward_hooks)
+    module._forward_hooks.clear()
+    module.register_forward_hook(_OutputHook(run))
+    module._forward_hooks.update(later)
+
+
+def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
+    """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
+    policy = reduction.policy
+    # A stage runs on the input of a layer, so its statistics are those of the layer before.
+    needs = set(policy.reducer.needs)
+    quantities = needs & LAST_LAYER if index + 1 in policy.layers else set()
+    if index < policy.layers[-1]:  # statistics over the layers are sums until the last stage
+        quantities |= {"attention"} if needs & MOMENTS else set()
+        quantities |= {"class_attention"} if "class_attention_sum" in needs else set()
+    statistics = tuple(sorted(quantities))
+    # Before the first stage all sizes are 1, and any backend computes the layer.
+    uses_sizes = reduction.counts_sizes or policy.reducer.learned
+    if statistics or (uses_sizes and index >= policy.layers[0]):
+        receive = partial(reduction.add_capture, layer.spec.heads, decides=index + 1 in policy.layers)
+        layer.backend = AttentionCapture(reduction.sizes, receive, statistics, reduction.clamps)
+        if statistics and not layer.spec.heads:
+            layer.register_forward_hook(partial(_capture_no_heads, layer.backend))
+
+
+def described_tokens(model: nn.Module) -> dict[str, Any] | None:
+    """Returns the policy of a model as JSON-ready values; None where it has none."""
+    reduction = reduction_of(model)
+    if reduction is None:
+        return None
+    return {"policy": to_dict(reduction.policy), "by": reduction.by, "heads": reduction.shape.heads}
+
+
+def reduction_of(model: nn.Module) -> TokenReduction | None:
+    """Returns the token reduction of a model; None where it has none."""
+    # A model of another library may have an attribute of this name.
+    reduction = getattr(model, "tokens", None)
+    return reduction if isinstance(reduction, TokenReduction) else None
+
+
+def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
+    """Returns a context for one forward pass, at whose end the statistics of the model's tokens are removed."""
+    reduction = reduction_of(model)
+    if reduction is None:
+        return nullcontext()
+    if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+        # It has no stable sort, and writes some files whose outputs differ.
+        raise NotSupported(
+            "torch.onnx.export(dynamo=False) cannot write a model that prunes or merges tokens: use dynamo=True, or "
+            "attnrx.export(model, path), which compares the file with the model."
+        )
+    return reduction.forward_pass(restored_blocks)
+
+
+def recording_tokens(model: nn.Module) -> AbstractContextManager[list[TokenRun]]:
+    """Returns a context that collects the statistics of the model's tokens, one run per forward pass of this thread.
+
+    The list stays empty where the model has no token policy, or one that keeps every patch.
+    """
+    reduction = reduction_of(model)
+    return nullcontext([]) if reduction is None else reduction.recording()
+
+
+def token_run(model: nn.Module, images: ImageBatch) -> TokenRun:
+    """Runs the model on the images in evaluation mode, and returns the statistics of its tokens."""
+    with evaluating((model,)), recording_tokens(model) as runs:
+        model(images)
+    return runs[-1] if runs else TokenRun()
+
+
+def require_all_tokens(model: nn.Module, verb: str) -> None:
+    """Raises NotSupported for a model that prunes or merges tokens; `verb` names the requested operation."""
+    reduction = reduction_of(model)
+    if reduction is not None:
+        raise NotSupported(
+            f"this model prunes or merges tokens ({reduction.policy}), so its layers have different tokens: "
+            f"{verb} the original, and apply the token policy last."
+        )
+
+
+def costs_of_tokens(
+    model: nn.Module, family: Family, policy: TokenPolicy | None, specs: Sequence[AttentionSpec], tokens: int
+) -> TokenCosts:
+    """Returns the token costs of `policy`, or else of the policy attached to the model, for layers with these specs.
+
+    `tokens` is the number of tokens per layer without a policy.
+    """
+    attached = reduction_of(model)
+    if policy is not None:
+        require_all_tokens(model, "compute the costs of a policy on")
+        return token_costs(policy, shape_of(model, family), specs)
+    if attached is not None:
+        return token_costs(attached.policy, attached.shape, specs, attached.by)
+    return TokenCosts((tokens,) * len(specs))
+
+
+def costs_by_image(model: nn.Module, family: Family, images: ImageBatch) -> list[ModelCosts]:
+    """Returns the costs of the model for every image; they differ with a policy by image only."""
+    reduction = reduction_of(model)
+    if reduction is None or not reduction.policy.by_image:
+        return [family.costs(model)] * len(images)
+    return costs_of_run(model, family, token_run(model, images))
+
+
+def costs_of_run(model: nn.Module, family: Family, run: TokenRun) -> list[ModelCosts]:
+    """Returns the costs of the model, which has a policy by image, for every image of a recorded forward pass."""
+    reduction = reduction_of(model)
+    assert reduction is not None
+    stages = torch.stack([(indices >= 0).sum(1) for indices in run.trail], dim=1).tolist()
+    policy, patches = reduction.policy, reduction.shape.layout.patches
+    # The costs follow from the attached policy: it is replaced by one with the counts of an image, which many share.
+    costs: dict[tuple[int, ...], ModelCosts] = {}
+    try:
+        for counts in map(tuple, stages):
+            if counts not in costs:
+                keep = tuple(count / patches for count in counts)
+                reduction.policy = replace(policy, keep=keep)
+                costs[counts] = family.costs(model)
+    finally:
+        reduction.policy = policy
+    return [costs[tuple(counts)] for counts in stages]
+
+
+def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    """Reports a capture for a layer without heads, whose backend does not run."""
+    batch, count = output.shape[:2]
+    maps = output.new_zeros(batch, 0, count, count)
+    capture.receive(CapturedAttention(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))

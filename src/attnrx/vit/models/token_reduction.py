@@ -1,0 +1,608 @@
+"""Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
+from attnrx.vit.attention import CapturedAttention
+from attnrx.vit.kernels.native_merging import Merged, can_merge
+from attnrx.vit.maps import REALIZATIONS
+from attnrx.vit.models.call_state import CallState
+from attnrx.vit.models.token_restoration import RestorableStage, TokenRestoration
+from attnrx.vit.tokens import (
+    MOMENTS,
+    MapMoments,
+    Part,
+    Reduction,
+    Shape,
+    TokenPolicy,
+    TokenState,
+    destinations_of,
+    image_keys,
+    sampled_keep,
+)
+from attnrx.vit.tokens.reducer import KeepDrop, stable_order
+
+
+class TokenRun:
+    """Token statistics of one batch in one forward pass.
+
+    `sizes` is None until a token is pruned. `patch_indices` holds the index of every patch token in the image, -1 for
+    tokens added by a stage; `trail` holds those indices after each stage. `restorations` has one for
+    every chunk of the batch, if features of all patches are requested, which are those after `restored_blocks`.
+    `image_keys` are hashes of the images, for reducers that need them. In training, `sampled` holds the mask sampled at
+    each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `keep_scores` holds the log-probabilities from
+    which it was sampled, and `drawn` the stages: one that keeps every patch samples none.
+    """
+
+    def __init__(self, restored_blocks: Container[int] = ()):
+        self.restored_blocks = restored_blocks
+        self.sizes: Float[Tensor, "batch tokens"] | None = None
+        self.patch_indices: Int[Tensor, "batch patches"] | None = None
+        self.moments: MapMoments | None = None
+        self.accumulated: Float[Tensor, "batch patches"] | None = None
+        self.accumulated_layers = 0
+        self.image_keys: Int[Tensor, " batch"] | None = None
+        self.captures: list[CapturedAttention] = []
+        self.trail: list[Int[Tensor, "batch kept"]] = []
+        self.restorations: list[TokenRestoration] = []
+        self.sampled: list[Float[Tensor, "batch patches"]] = []
+        self.keep_scores: list[KeepDrop] = []
+        self.drawn: list[int] = []
+        self.is_past_blocks = False
+
+    @property
+    def restoration(self) -> TokenRestoration | None:
+        """The restoration of the last chunk; None where features of all patches are not requested."""
+        return self.restorations[-1] if self.restorations else None
+
+    @property
+    def representatives(self) -> Int[Tensor, "batch patches"] | None:
+        """The index, among the patch tokens after the last stage, of the one that represents each patch of the image.
+
+        -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
+        """
+        per_chunk = [restoration.representatives for restoration in self.restorations]
+        indices = [chunk for chunk in per_chunk if chunk is not None]
+        return torch.cat(indices) if indices else None
+
+    @classmethod
+    def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
+        """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
+        joined = cls(runs[0].restored_blocks)
+        # With a policy by image every chunk is padded to its own largest number of patches.
+        sizes = [run.sizes for run in runs if run.sizes is not None]
+        indices = [run.patch_indices for run in runs if run.patch_indices is not None]
+        joined.sizes = _padded_rows(sizes, 0) if sizes else None
+        joined.patch_indices = _padded_rows(indices, -1) if indices else None
+        joined.restorations = [restoration for run in runs for restoration in run.restorations]
+        joined.trail = [_padded_rows(stage, -1) for stage in zip(*(run.trail for run in runs), strict=True)]
+        return joined
+
+
+class _ReductionCall(CallState):
+    """The run of the forward pass in progress, and the lists that record the runs of passes, innermost last.
+
+    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does.
+    """
+
+    def __init__(self) -> None:  # called in every thread
+        self.run: TokenRun | None = None
+        self.is_inside = False
+        self.restored_blocks: Container[int] | None = None
+        self.records: list[list[TokenRun]] = []
+
+
+class TokenReduction(nn.Module):
+    """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
+
+    A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
+    learned reducer always masks: it samples which patches are kept, at `temperature`, in any number. With
+    `straight_through` the tokens have a gradient with respect to the samples; `clamps_scores` bounds it for dropped
+    patches (`sized_softmax`).
+
+    `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
+
+    The statistics of a pass exist during the pass; `recording` keeps them for the caller. A method of a library that is
+    called on the inner model and ends before the last block leaves them to the next pass of the same thread.
+    """
+
+    def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
+        super().__init__()
+        if by not in REALIZATIONS:
+            raise InvalidInput(f"by={by!r}: choose from {', '.join(REALIZATIONS)}.")
+        self.policy, self.shape, self.by = policy, shape, by
+        # The kernel of merging removes tokens; a mask keeps every shape.
+        self.native = policy.reducer.native if by == "compress" else None
+        self.counts = policy.counts(shape.layout.patches)
+        predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
+        self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
+        self.call = _ReductionCall()
+        self.temperature = 1.0
+        self.straight_through = True
+        self.clamps_scores = True
+        self.restored_blocks: Container[int] = ()
+        self._calibrated: list[float] | None = None
+
+    def use_policy_(self, policy: TokenPolicy) -> None:
+        """Replaces the policy by one with the same reducer and layers, and other numbers of tokens."""
+        if (policy.reducer, policy.layers) != (self.policy.reducer, self.policy.layers):
+            raise InvalidInput(f"{policy} in place of {self.policy}: give the same reducer and the same layers.")
+        self.policy, self.counts = policy, policy.counts(self.shape.layout.patches)
+
+    @contextmanager
+    def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
+        """Removes the statistics of the forward pass in the context at its end, also after an exception.
+
+        With `restored_blocks` the tokens of all patches are restored after these blocks only.
+        """
+        call = self.call
+        # Restored afterwards, because a hook of a user may run the model inside a forward pass.
+        before = call.run, call.is_inside, call.restored_blocks
+        call.is_inside = True
+        if restored_blocks is not None:
+            call.restored_blocks = restored_blocks
+        try:
+            yield
+            if call.run is not before[0]:
+                self._end()
+        finally:
+            call.run, call.is_inside, call.restored_blocks = before
+
+    @contextmanager
+    def continuing(self, run: TokenRun) -> Iterator[None]:
+        """Runs blocks alone in the context, as in a forward pass with this run."""
+        with self.forward_pass():
+            self.call.run = run
+            yield
+
+    @contextmanager
+    def recording(self) -> Iterator[list[TokenRun]]:
+        """Collects the statistics of every forward pass of this thread in the context; a chunked batch is one pass.
+
+        Of nested contexts the innermost one collects.
+        """
+        records = self.call.records
+        runs: list[TokenRun] = []
+        records.append(runs)
+        try:
+            yield runs
+        finally:
+            records.pop()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a `recording` context collects the forward passes of this thread."""
+        return bool(self.call.records)
+
+    def record(self, run: TokenRun) -> None:
+        """Adds a run to the innermost `recording` context, if there is one."""
+        if self.call.records:
+            self.call.records[-1].append(run)
+
+    def _end(self) -> None:
+        run, self.call.run = self.call.run, None
+        if run is not None:
+            self.record(run)
+
+    def _end_outside(self) -> None:
+        """Ends the run after the last hook of a pass that no context ends: a method called on the inner model."""
+        if not self.call.is_inside:
+            self._end()
+
+    @property
+    def _run(self) -> TokenRun:
+        """The run of the forward pass in progress; for a module that is called alone, one that is not kept."""
+        run = self.call.run
+        return TokenRun() if run is None else run
+
+    @property
+    def samples_patches(self) -> bool:
+        """Whether stages sample the kept patches, with a gradient."""
+        return self.training and self.policy.reducer.learned
+
+    @property
+    def first_layer(self) -> int:
+        """The layer (counted from 1) before which the first patch is pruned."""
+        patches = self.shape.layout.patches
+        return next(layer for layer, count in zip(self.policy.layers, self.counts, strict=True) if count < patches)
+
+    def sampled_shares(self, run: TokenRun) -> tuple[float, ...]:
+        """Returns the share of the image's patches that the policy keeps after each stage that sampled in a run."""
+        return tuple(self.policy.keep[stage] for stage in run.drawn)
+
+    @property
+    def counts_sizes(self) -> bool:
+        """Whether attention needs the sizes of the tokens."""
+        return self.by == "mask" or self.policy.reducer.proportional or self.samples_patches
+
+    def sizes(self) -> Float[Tensor, "batch tokens"] | None:
+        """Returns the token sizes for proportional attention; None where all sizes count as 1."""
+        return self._run.sizes if self.counts_sizes else None
+
+    def keeps_places(self, run: TokenRun, block: int) -> bool:
+        """Whether the tokens after a block had every patch of the image at its place in a run."""
+        restored = run.restoration is not None and block in run.restored_blocks
+        return restored or self.by == "mask" or self.samples_patches
+
+    def clamps(self) -> bool:
+        return self.clamps_scores
+
+    def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
+        """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""
+        return self._run.patch_indices
+
+    def predictor(self, stage: int) -> nn.Module:
+        """Returns the predictor of a stage, or the one of all stages."""
+        return self.stages[0 if self.policy.reducer.one_predictor else stage]
+
+    def begin(self, images: ImageBatch) -> None:
+        """Starts a batch, or a chunk of one."""
+        blocks = self.call.restored_blocks
+        run = self.call.run = TokenRun(self.restored_blocks if blocks is None else blocks)
+        # In training every patch stays in its place, so none has to be restored.
+        if run.restored_blocks and not self.samples_patches:
+            run.restorations.append(TokenRestoration(self.shape.layout.prefix))
+        if "image_keys" in self.policy.reducer.needs:
+            run.image_keys = image_keys(images)
+
+    def enter(self, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
+        """Returns the present tokens for a block that is called with restored ones; else None."""
+        restoration = self._run.restoration
+        return None if restoration is None else restoration.enter()
+
+    def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
+        """Returns the tokens of all patches after a block, if it is one of `restored_blocks`; else None."""
+        run, restored = self._run, None
+        if run.restoration is not None and block in run.restored_blocks:
+            restored = run.restoration.leave(tokens, block + 1)
+        run.is_past_blocks = block + 1 == self.shape.depth
+        # Restored tokens are pooled unchanged, and so is a class token: `pooled` needs no run.
+        if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.restoration is not None):
+            self._end_outside()
+        return restored
+
+    def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
+        """Adds the patch scores of one layer, for all images or for those of `part`."""
+        run, scores = self._run, scores[:, self.shape.layout.prefix :]
+        # A count, not `is None`: the buffer of the first layer exists already when its second chunk arrives.
+        before = run.accumulated if run.accumulated_layers else None
+        if part is None:
+            run.accumulated = self.policy.reducer.accumulate(before, scores)
+        else:
+            if run.accumulated is None:
+                run.accumulated = scores.new_empty(part.batch, scores.shape[1])
+            part_before = None if before is None else before[part.images]
+            run.accumulated[part.images] = self.policy.reducer.accumulate(part_before, scores)
+        run.accumulated_layers += part is None or part.is_last
+
+    def score_layer(self, tokens: TokenBatch) -> None:
+        """Adds the patch scores that the reducer computes from the output of a layer."""
+        self.accumulate(self.policy.reducer.layer_score(tokens))
+
+    def add_capture(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
+        """Adds the captured attention of a layer with these heads of the original model, for all images or some.
+
+        A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
+        its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
+        the next stage `decides` by it.
+        """
+        if heads != tuple(range(self.shape.heads)):
+            sizes = self.sizes()
+            sizes = sizes if sizes is None or captured.part is None else sizes[captured.part.images]
+            captured = replace(
+                captured,
+                attention=_at_all_heads(captured.attention, heads, self.shape.heads, sizes),
+                class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
+                value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
+            )
+        # Full maps are large: only those that the next stage uses are stored, others go into sums below.
+        if decides:
+            first = captured.part is None or captured.part.start == 0  # a new layer replaces the one before
+            run = self._run
+            run.captures = [captured] if first else [*run.captures, captured]
+        needs = self.policy.reducer.needs
+        if not MOMENTS.isdisjoint(needs) and captured.attention is not None:
+            self._add_to_moments(captured.attention, captured.part)
+        if "class_attention_sum" in needs and captured.class_attention is not None:
+            self.accumulate(captured.class_attention.mean(1), captured.part)
+
+    def _add_to_moments(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None) -> None:
+        run, variance = self._run, "attention_variance" in self.policy.reducer.needs
+        # Chunks are written into sums of the whole batch; a whole batch needs no copy of the first maps.
+        if part is not None:
+            run.moments = run.moments or MapMoments.room(attention, part.batch, variance)
+            run.moments.write_(attention, part)
+        elif run.moments is None:
+            run.moments = MapMoments.of(attention, variance)
+        else:
+            run.moments = run.moments.then(attention)
+
+    def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
+        """Runs the reducer at one stage, and returns the tokens for the next layer."""
+        if self.call.run is None:
+            raise InvalidInput(
+                f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "
+                "the blocks before it: call the model, or a method of it that computes its patches."
+            )
+        # Three ways to reduce: by image to a threshold, by the C++ kernel, or by the reducer; a learned one samples in
+        # training. All of them update the statistics of the run to the tokens that are left.
+        prefix, run = self.shape.layout.prefix, self._run
+        sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
+        patches, count = self.shape.layout.patches, self.counts[stage]
+        if run.patch_indices is None:
+            if tokens.shape[1] - prefix != patches:
+                raise InvalidInput(
+                    f"an image has {tokens.shape[1] - prefix} patches, and {self.policy} was attached for {patches}: "
+                    "give images of the model's input size, or adopt the model for this size and attach the policy "
+                    "to it."
+                )
+            run.patch_indices = torch.arange(patches, device=tokens.device).expand(tokens.shape[0], -1)
+        if count >= patches and not self.policy.by_image:  # no token is pruned, so the tokens must not change at all
+            run.trail.append(run.patch_indices)
+            return tokens
+        captured = CapturedAttention.joined(run.captures)
+        state = TokenState(
+            tokens,
+            prefix,
+            sizes,
+            run.patch_indices,
+            captured.class_attention,
+            captured.attention,
+            run.moments,
+            captured.keys,
+            run.accumulated,
+            run.image_keys,
+            captured.value_norms,
+            stage,
+            self.policy.layers[stage],
+            self.shape.depth,
+            unmasked=self.by == "compress" and not self.samples_patches and not self.policy.by_image,
+            tracked=run.restoration is not None,
+        )
+        if self.policy.by_image:
+            return self._reduce_by_image(state)
+        if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
+            return self._merged(state, self.native(state, count))
+        return self._draw(stage, state) if self.samples_patches else self._reduce(state, count)
+
+    def _merged(self, state: TokenState, merged: Merged) -> Tensor:
+        """Returns the tokens that the C++ kernel merged, and updates the statistics of the run."""
+        run = self._run
+        tokens, run.sizes, run.patch_indices, destinations = merged
+        self._track(RestorableStage(state.layer, state.patches, tokens[:, state.prefix :], destinations))
+        run.trail.append(run.patch_indices)
+        return tokens
+
+    def _reduce_by_image(self, state: TokenState) -> Tensor:
+        """Reduces every image by the threshold of the stage."""
+        if self._calibrated is not None:
+            reduction = self.policy.reducer.reduce_by_cost(state, partial(self._calibrate, state))
+        elif self.policy.must_be_calibrated:
+            raise InvalidInput(f"{self.policy} has no thresholds yet; realize it with calibration images.")
+        else:
+            limit, native = self.policy.thresholds[state.stage], self.policy.reducer.native_by_cost
+            if self.native is not None and native is not None and can_merge(state.tokens, state.patches.shape[1]):
+                return self._merged(state, native(state, limit))
+            reduction = self.policy.reducer.reduce_by_cost(state, lambda costs: limit)
+        tokens = self._applied(state, reduction)
+        # Images that merged more are padded with tokens of size 0, which stand for no patch.
+        run = self._run
+        assert run.sizes is not None and run.patch_indices is not None
+        run.patch_indices = run.patch_indices.masked_fill(run.sizes[:, state.prefix :] == 0, -1)
+        run.trail[-1] = run.patch_indices
+        return tokens
+
+    def _calibrate(self, state: TokenState, costs: Float[Tensor, "batch steps"]) -> float:
+        """Returns the threshold that merges as many patches as the policy prunes on average, and stores it."""
+        assert self._calibrated is not None
+        pruned = float(state.present_mask.sum(1).mean()) - self.policy.keep[state.stage] * self.shape.layout.patches
+        # Over all images: the cheapest merges of the whole calibration set are done, wherever they are. The threshold
+        # is halfway between the last of them and the next, so that rounding does not change how many are merged.
+        finite = costs[costs.isfinite()].double().sort().values
+        number = round(pruned * len(costs))
+        if number > len(finite):
+            raise InvalidInput(
+                f"{self.policy}: the stage before layer {state.layer} would merge {pruned:.1f} patches of an image on "
+                f"average, and by image a stage merges at most every second one, here {len(finite) / len(costs):.1f}; "
+                "give more stages, or keep more."
+            )
+        # No cost is below 0. Where all pairs are merged, the largest cost of the calibration images is.
+        after = finite[number] if number < len(finite) else 1.01 * finite[-1]
+        # Six digits, because the text of the policy states the threshold.
+        limit = float(f"{float((finite[number - 1] + after) / 2):.6g}") if number else 0.0
+        self._calibrated.append(limit)
+        return limit
+
+    @contextmanager
+    def calibrating(self) -> Iterator[list[float]]:
+        """Finds the thresholds of a policy by image in one forward pass of all calibration images.
+
+        Yields the list to which the pass appends them; afterwards the policy has them.
+        """
+        self._calibrated = thresholds = []
+        try:
+            yield thresholds
+        finally:
+            self._calibrated = None
+        self.policy = replace(self.policy, num_pruned=None, thresholds=tuple(thresholds))
+
+    def _reduce(self, state: TokenState, count: int) -> Tensor:
+        """Reduces the tokens to `count` patches."""
+        return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(state.stage)))
+
+    def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
+        """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
+        run = self._run
+        apply = compressed_state if self.by == "compress" else masked_state
+        reduced = apply(state, reduction)
+        run.sizes, run.patch_indices = reduced.sizes, reduced.patch_indices
+        run.moments, run.accumulated = reduced.moments, reduced.accumulated
+        if run.restoration is not None:
+            parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
+            destinations = reduction.destinations
+            if destinations is None:  # a reducer that selects: a kept patch represents itself, a pruned one has none
+                destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
+            prunes = reduction.destinations is None
+            remaining = torch.cat(parts, dim=1)
+            self._track(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, reduced.positions))
+        remaining = reduced.patch_indices
+        # The trail of a mask is that of the smaller model: only the patches that remain.
+        if self.by == "mask":
+            number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
+            # A stable sort keeps the order of the remaining patches.
+            present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
+            remaining = remaining.gather(1, stable_order(present_mask)[:, :number])
+        run.trail.append(remaining)
+        return reduced.tokens
+
+    def _track(self, stage: RestorableStage) -> None:
+        restoration = self._run.restoration
+        if restoration is not None:
+            restoration.stages.append(stage)
+
+    def _draw(self, stage: int, state: TokenState) -> Tensor:
+        """Samples the kept patches; every token keeps its index, with size 1 or 0."""
+        reducer, run, prefix = self.policy.reducer, self._run, state.prefix
+        scores = reducer.keep_scores(state, self.predictor(stage))
+        keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
+        run.sampled.append(keep)
+        run.keep_scores.append(scores)
+        run.drawn.append(stage)
+        if not self.straight_through:  # a policy gradient uses the log-probabilities instead
+            keep = keep.detach()
+        sampled, sizes = reducer.sampled(state, keep, scores), keep
+        # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.
+        if sampled.added is not None:
+            sizes = keep.scatter(1, sampled.added, 1.0)
+            run.patch_indices, run.moments, run.accumulated = replaced_state(state, sampled.added)
+        run.sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
+        return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
+
+    def pooled(self, tokens: TokenBatch) -> Tensor:
+        """Returns the tokens that are pooled, changed so that pruned tokens do not count.
+
+        For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
+        pruned patches are overwritten by the first remaining one, which does not change it.
+        """
+        run = self._run
+        if run.is_past_blocks:  # a method of a library may call the norm after several blocks
+            self._end_outside()
+        # Restored tokens are those of all patches, so every one counts.
+        if run.sizes is None or run.restoration is not None:
+            return tokens
+        prefix = self.shape.layout.prefix
+        patches, sizes = tokens[:, prefix:], run.sizes[:, prefix:]
+        if self.shape.layout.pooled == "mean":
+            # The module after the norm divides by the number of tokens; the weights sum to that number. A merged token
+            # counts as many patches as it represents where attention does the same (a proportional reducer).
+            counts = sizes if self.policy.reducer.proportional or self.samples_patches else (sizes > 0).to(sizes.dtype)
+            patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
+        else:
+            remains = sizes > 0
+            # argmax takes no booleans.
+            first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
+            patches = torch.where(remains[..., None], patches, patches.gather(1, first))
+        return torch.cat([tokens[:, :prefix], patches], dim=1)
+
+
+def _padded_rows(parts: Sequence[Tensor], value: int) -> Tensor:
+    """Concatenates rows of images that may have different lengths; the rest of shorter rows is `value`."""
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, longest - part.shape[1]), value=value) for part in parts])
+
+
+def _at_all_heads(
+    values: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
+) -> Tensor | None:
+    """Returns the statistic of all `count` heads: `values` of `heads` at their indices; the others are zero, or
+    attend uniformly over the keys.
+    """
+    if values is None:
+        return None
+    statistic = values.new_zeros(values.shape[0], count, *values.shape[2:])
+    if attends:
+        # Scores of zero: every key has a weight in proportion to its size, in rows of class attention and in full maps.
+        weights = values.new_ones(values.shape[0], values.shape[-1]) if sizes is None else sizes.to(values.dtype)
+        shares = weights / weights.sum(-1, keepdim=True)
+        statistic = statistic + shares.view(values.shape[0], *(1,) * (values.ndim - 2), -1)
+    statistic[:, list(heads)] = values
+    return statistic
+
+
+class ReducedState(NamedTuple):
+    """The tokens after a stage, with what later stages read of them.
+
+    `positions` are those of the kept and the extra tokens among the patch tokens; None where these are all of them.
+    """
+
+    tokens: TokenBatch
+    sizes: Float[Tensor, "batch tokens"]
+    patch_indices: Int[Tensor, "batch patches"]
+    moments: MapMoments | None
+    accumulated: Float[Tensor, "batch patches"] | None
+    positions: Int[Tensor, "batch remaining"] | None
+
+
+def compressed_state(state: TokenState, reduction: Reduction) -> ReducedState:
+    """Returns the remaining tokens, their sizes, their patch indices, and the statistics gathered for them."""
+    kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
+    tokens = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
+    sizes, indices = remaining_sizes(state, reduction), state.patch_indices.gather(1, kept)
+    if extra is not None:
+        indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
+    # Later stages use these statistics, so their rows and columns must follow the tokens. Maps include the prefix
+    # tokens; patch indices and accumulated scores do not. A new token has no past: sums of zero, and the patch -1.
+    moments = state.moments
+    if moments is not None:
+        first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
+        moments = moments.at(torch.cat([first, prefix + kept], dim=1))
+        moments = moments if extra is None else moments.with_new(extra.shape[1])
+    accumulated = state.accumulated
+    if accumulated is not None:
+        accumulated = nn.functional.pad(accumulated.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
+    sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
+    return ReducedState(torch.cat(tokens, dim=1), sizes, indices, moments, accumulated, positions=None)
+
+
+def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
+    """Writes kept tokens at their indices and extra tokens at pruned indices; all other patches get size 0."""
+    kept, extra, indices = reduction.kept, reduction.extra, state.patch_indices
+    moments, accumulated = state.moments, state.accumulated
+    targets, values = kept, reduction.tokens
+    if extra is not None:
+        # The first patches that this stage prunes: 1 where a patch was present and is not kept.
+        pruned_mask = state.present_mask.scatter(1, kept, 0.0)
+        free = stable_order(pruned_mask)[:, : extra.shape[1]]
+        targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
+        indices, moments, accumulated = replaced_state(state, free)
+    # Not in place: in training the tokens are needed for gradients, and a restoration stores those before the stage.
+    patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
+    sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
+    tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
+    sizes = torch.cat([state.sizes[:, : state.prefix], sizes], dim=1)
+    return ReducedState(tokens, sizes, indices, moments, accumulated, positions=targets)
+
+
+def replaced_state(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
+    """Returns patch indices and statistics after new tokens were written at the patches `added`."""
+    moments, accumulated = state.moments, state.accumulated
+    return (
+        state.patch_indices.scatter(1, added, -1),
+        None if moments is None else moments.without(state.prefix + added),
+        None if accumulated is None else accumulated.scatter(1, added, 0.0),
+    )
+
+
+def remaining_sizes(state: TokenState, reduction: Reduction) -> Tensor:
+    if reduction.sizes is not None:
+        return reduction.sizes
+    sizes = state.sizes[:, state.prefix :].gather(1, reduction.kept)
+    return sizes if reduction.extra is None else torch.cat([sizes, torch.ones_like(reduction.extra[..., 0])], dim=1)

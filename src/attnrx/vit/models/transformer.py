@@ -1,0 +1,308 @@
+"""The base classes of attnrx models: configuration with costs, layers, initialization, and the family."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.serialization.config import from_dict, to_dict
+from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
+from attnrx.vit.attention import Attention
+from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs
+from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.maps import LINEAR_MAPS
+from attnrx.vit.models.chunked_forward import chunked_forward, require_images
+from attnrx.vit.models.family import Family, MLPRanks
+from attnrx.vit.models.fused_mlp import FusedMLP
+from attnrx.vit.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.vit.models.token_hooks import costs_of_tokens, forward_pass
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import TokenPolicy
+
+Model = TypeVar("Model", bound=nn.Module)
+Config = TypeVar("Config", bound="TransformerConfig")
+
+MOST_PATCHES = 65_536  # 4,096 x 4,096 pixels in patches of 16
+
+
+@dataclass(frozen=True)
+class TransformerConfig(ABC):
+    """The shape of the model and its input format; the defaults are those of the SVDA paper for CIFAR-10.
+
+    `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
+    ranks of the two maps of every MLP (None: one matrix), or is empty, and `hidden_units` the number of its hidden
+    units if some were removed. `mean` and `std` are the image normalization
+    that the model was trained with, `geometry` how pictures were fitted to its input; None if that is not known.
+    """
+
+    attention: tuple[AttentionSpec, ...]
+    image_size: int = 32
+    patch_size: int = 4
+    channels: int = 3
+    classes: int = 10
+    mlp_ratio: float = 4.0
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    mlp_ranks: MLPRanks = ()
+    hidden_units: tuple[int, ...] = ()
+    geometry: ImageGeometry | None = None
+
+    def __post_init__(self):
+        if not self.attention:
+            raise InvalidInput("a transformer needs at least one layer; give one AttentionSpec per layer.")
+        self._require_ranges()
+        if self.image_size % self.patch_size:
+            raise InvalidInput(f"patch_size {self.patch_size} does not divide image_size {self.image_size}.")
+        if self.mlp_ranks and len(self.mlp_ranks) != self.depth:
+            raise InvalidInput(f"{len(self.mlp_ranks)} pairs of MLP ranks for {self.depth} layers: give one each.")
+        if self.hidden_units and len(self.hidden_units) != self.depth:
+            raise InvalidInput(f"{len(self.hidden_units)} hidden_units for {self.depth} layers: give one each.")
+        if self.geometry is not None and self.geometry.shape != (self.channels, self.image_size, self.image_size):
+            raise InvalidInput(
+                f"geometry for images of {self.geometry.shape} (channels, height, width): the model takes "
+                f"{(self.channels, self.image_size, self.image_size)}."
+            )
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise InvalidInput(
+                f"{len(self.mean)} means and {len(self.std)} stds for {self.channels} channels: give one each."
+            )
+
+    def _require_ranges(self) -> None:
+        for name in ("image_size", "patch_size", "channels", "classes"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        if not 0 < self.mlp_ratio < math.inf or not all(0 < value < math.inf for value in self.std):
+            raise InvalidInput(f"mlp_ratio {self.mlp_ratio} and std {self.std} must be positive and finite.")
+        if self.patches > MOST_PATCHES:
+            raise InvalidInput(
+                f"image_size {self.image_size} with patch_size {self.patch_size} gives {self.patches:,} patches; at "
+                f"most {MOST_PATCHES:,} are supported."
+            )
+
+    @property
+    def width(self) -> int:
+        return self.attention[0].width
+
+    @property
+    def depth(self) -> int:
+        return len(self.attention)
+
+    @property
+    def hidden(self) -> int:
+        return int(self.width * self.mlp_ratio)
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return self.channels, self.image_size, self.image_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image: its patches, and the class token where the model has one."""
+        return self.patches
+
+    def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
+        """Returns the ranks of the two maps of one layer's MLP; None where the map is one matrix."""
+        return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
+
+    def hidden_of(self, layer: int) -> int:
+        """Returns the number of hidden units of one layer's MLP."""
+        return self.hidden_units[layer] if self.hidden_units else self.hidden
+
+    def with_layer(self: Config, index: int, spec: AttentionSpec) -> Config:
+        return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
+
+    def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
+        """Returns the costs without building the model, optionally with other specs and tokens in its layers.
+
+        This gives the costs of a prescription before it is realized.
+        """
+        attention = self.attention if attention is None else attention
+        if len(attention) != self.depth:
+            raise InvalidInput(f"{len(attention)} attention specs for {self.depth} layers: give one for each layer.")
+        tokens = tokens or TokenCosts((self.tokens,) * self.depth)
+        return ModelCosts(
+            patches=self.patch_costs(),
+            layers=tuple(
+                layer_costs(spec, num_tokens, self.hidden_of(index), self.mlp_rank(index))
+                for index, (spec, num_tokens) in enumerate(zip(attention, tokens.tokens, strict=True))
+            ),
+            # The classifier takes one pooled token, so its MACs do not depend on the number of tokens.
+            classifier=norm_costs(self.width) + PartCosts((self.width + 1) * self.classes),
+            classifier_macs=self.width * self.classes,
+            predictors=tokens.predictors,
+            predictor_norm_features=tokens.norm_features,
+        )
+
+    @abstractmethod
+    def patch_costs(self) -> PartCosts:
+        """Returns the costs of the patch embedding."""
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer block; its MLP is two linear maps, or their low-rank forms, with a GELU between them."""
+
+    def __init__(self, config: TransformerConfig, index: int):
+        super().__init__()
+        spec, (first, second) = config.attention[index], config.mlp_rank(index)
+        hidden = config.hidden_of(index)
+        self.attention_norm = nn.LayerNorm(spec.width)
+        self.attention = Attention(spec)
+        self.mlp_norm = nn.LayerNorm(spec.width)
+        self.mlp = FusedMLP(_linear(spec.width, hidden, first), nn.GELU(), _linear(hidden, spec.width, second))
+
+    def forward(self, tokens: TokenBatch) -> TokenBatch:
+        tokens = tokens + self.attention(self.attention_norm(tokens))
+        return tokens + self.mlp(self.mlp_norm(tokens))
+
+
+def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
+    return PackedLinear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
+
+
+class Transformer(nn.Module, Generic[Config]):
+    """The base of attnrx models: layers, a final norm, a classifier, and the configuration that describes them."""
+
+    layers: nn.ModuleList
+    norm: nn.LayerNorm
+    classifier: nn.Linear
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config: Config = config
+        # A submodule, so that learned predictors of a token policy are trained and saved with the model.
+        self.tokens: nn.Module | None = None
+
+    def forward(self, images: ImageBatch) -> Logits:
+        """Returns the logits."""
+        require_images(images, self.config.input_shape, "this model")
+        # The hidden layer of an MLP is the largest activation.
+        return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
+
+    def logits(self, images: ImageBatch) -> Logits:
+        """Returns the logits of images of the right shape."""
+        raise NotImplementedError
+
+
+def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
+    """Initializes the weights: truncated normal of standard deviation 0.02, biases zero, every strength `strength`.
+
+    A score is bounded by max|strength| / sqrt(head_dim) (Theorem 1), so at strength 1 attention is almost uniform at
+    first.
+    """
+    if not (math.isfinite(strength) and strength > 0):
+        raise InvalidInput(f"strength={strength}: the initial strength must be a positive finite number.")
+    # A generator of its own: weights depend on the seed only, and the global state does not change.
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("strength"):
+            nn.init.constant_(parameter, strength)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif "norm" in name:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
+    return model
+
+
+class OwnFamily(Family, Generic[Config]):
+    """A family of attnrx models, which are described by their configuration."""
+
+    model_type: type[Transformer[Config]]
+    config_type: type[Config]
+
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, self.model_type)
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        return tuple(layer.attention for layer in self._own(model).layers)  # type: ignore[misc]
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        transformer = self._own(model)
+        transformer.layers[layer].attention = attention
+        # Costs and saved files are made from the configuration, which must describe the layers as they are.
+        transformer.config = transformer.config.with_layer(layer, attention.spec)
+
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        return tuple((layer.mlp.fc1, layer.mlp.fc2) for layer in self._own(model).layers)  # type: ignore[union-attr]
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        transformer = self._own(model)
+        config = transformer.config
+        transformer.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
+        ranks = [list(config.mlp_rank(index)) for index in range(config.depth)]
+        ranks[layer][which] = rank_of(linear)
+        # Either map states the number of units: the outputs of the first, the inputs of the second.
+        units = [config.hidden_of(index) for index in range(config.depth)]
+        units[layer] = linear.in_features if which else linear.out_features  # type: ignore[assignment]
+        transformer.config = replace(
+            config,
+            mlp_ranks=tuple((first, second) for first, second in ranks),
+            # Empty where no unit was removed, so that equal models have equal configurations.
+            hidden_units=() if set(units) == {config.hidden} else tuple(units),
+        )
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        return to_dict(self._own(model).config)
+
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        return self.model_type(from_dict(description, (self.config_type, AttentionSpec, ImageGeometry)))
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._own(model).config.input_shape
+
+    def geometry(self, model: nn.Module) -> ImageGeometry | None:
+        return self._own(model).config.geometry
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        config = self._own(model).config
+        return config.mean, config.std
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
+        tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
+    ) -> ModelCosts:
+        config = self._own(model).config
+        token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
+        # Another configuration instead of another model: a prescription is costed without being realized.
+        config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
+        config = config if hidden is None else replace(config, hidden_units=hidden)
+        return config.costs(attention, token_costs)
+
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        """Returns the output of the last norm."""
+        transformer, outputs = self._own(model), []
+        require_images(images, transformer.config.input_shape, "this model")
+        # A hook, because `logits` of the subclasses return no tokens. Without chunks, so that it runs once.
+        hook = transformer.norm.register_forward_hook(lambda norm, args, tokens: outputs.append(tokens))
+        try:
+            with forward_pass(model, (transformer.config.depth - 1,)):
+                transformer.logits(images)
+        finally:
+            hook.remove()
+        return outputs[0][:, self.token_layout(model).prefix :]
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        return self._own(model).norm
+
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        return (self._own(model).classifier,)
+
+    def _own(self, model: nn.Module) -> Transformer[Config]:
+        if not isinstance(model, self.model_type):
+            raise InvalidInput(f"{type(model).__name__} is not an attnrx {self.model_type.__name__}.")
+        return model

@@ -1,0 +1,84 @@
+"""The boundary of a public function that works on models: what it requires of them, and what it leaves unchanged."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from attnrx.vit.models.adopted import Adopted
+from attnrx.vit.models.foreign_code import require_plain_weights, require_unchanged
+from attnrx.vit.models.transformer import Transformer
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Makes a function on models a verb: it checks the code that was added to them, runs in the ordinary modes of
+    autograd whatever the caller's are, and leaves the state of models and random generators as it was.
+
+    Raises:
+        NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
+    """
+
+    @wraps(function)
+    def bounded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+        with ordinary_modes(), restored_state(models):
+            for model in models:
+                _require_own_code(model)
+            return function(*args, **kwargs)
+
+    return bounded
+
+
+def _require_own_code(model: nn.Module) -> None:
+    if isinstance(model, Adopted):
+        shape = model.origin.input_shape
+    elif isinstance(model, Transformer):
+        shape = model.config.channels, model.config.image_size, model.config.image_size
+    else:
+        return
+    require_plain_weights(model)
+    require_unchanged(model, model, shape)
+
+
+@contextmanager
+def ordinary_modes() -> Iterator[None]:
+    """Leaves inference mode and autocast inside the context, and enables gradients."""
+    # Weights made in inference mode cannot be trained, and autocast would change what is measured.
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(mode=False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Restores the mode of every part of the models, `requires_grad` and `grad` of their parameters, and the global
+    random states of torch, numpy and `random`.
+    """
+    modes = [(part, part.training) for model in models for part in model.modules()]
+    gradients = [(weight, weight.requires_grad, weight.grad) for model in models for weight in model.parameters()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for part, training in modes:
+            part.training = training
+        for weight, requires_grad, gradient in gradients:
+            if weight.requires_grad != requires_grad:
+                weight.requires_grad_(requires_grad)
+            if weight.grad is not gradient:
+                weight.grad = gradient

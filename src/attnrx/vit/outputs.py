@@ -1,0 +1,324 @@
+"""The kinds of outputs (logits of classes or labels, numbers, embeddings), and how those of two models are compared."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.models import FAMILIES, STATED_OUTPUTS
+
+# Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
+# so that the number is fixed: results on different numbers of images can be compared.
+GROUP = 64
+
+
+class OutputKind(ABC):
+    """How outputs are compared: a divergence per image, and a decision per image that both models make.
+
+    `noun`, `distance`, `decision` and `accuracy` are the words of findings, `columns` those of tables for accuracy and
+    divergence, `returns` those of errors; `unit` is that of the divergence, and `doubt` a divergence at which a
+    decision may change. Without `has_decisions` there is no decision, and so neither agreement nor accuracy.
+    """
+
+    name: ClassVar[str]
+    noun: ClassVar[str]
+    distance: ClassVar[str]
+    decision: ClassVar[str]
+    accuracy: ClassVar[str]
+    columns: ClassVar[tuple[str, str]]
+    returns: ClassVar[str]
+    unit: ClassVar[str]
+    doubt: ClassVar[float]
+    has_decisions: ClassVar[bool] = True
+    note: ClassVar[str] = ""
+    """A note that is added to the evidence of such models."""
+
+    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
+        """Returns the outputs of a batch in float64 on the CPU, in the form in which they are stored."""
+        return outputs.double().cpu()
+
+    @abstractmethod
+    def divergence(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        """Returns the divergence of `other` from `base` per image."""
+
+    @abstractmethod
+    def softened(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        """Returns a divergence per image that varies less between images; plans are searched by it."""
+
+    @abstractmethod
+    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images *labels"]:
+        """Returns the decision per image: a number, or one number per label."""
+
+    def labels(
+        self, decisions: Int[Tensor, "images *labels"], labels: Int[Tensor, "images *labels"]
+    ) -> Int[Tensor, "images *labels"]:
+        """Returns the label that follows from each decision, given the true labels of all images."""
+        return decisions
+
+    def agreement(
+        self, decisions: Int[Tensor, "images *labels"], others: Int[Tensor, "images *labels"]
+    ) -> Float[Tensor, "images"]:
+        """Returns the share of equal decisions per image."""
+        return (
+            (decisions == others).double().flatten(1).mean(1) if decisions.ndim > 1 else (decisions == others).double()
+        )
+
+    def correct(
+        self, decisions: Int[Tensor, "images *labels"], labels: Int[Tensor, "images *labels"]
+    ) -> Bool[Tensor, "images"]:
+        """Returns whether the label that follows from the decision is the true one; of several labels, all of them."""
+        hits = self.labels(decisions, labels) == labels
+        return hits.flatten(1).all(1) if hits.ndim > 1 else hits
+
+    @abstractmethod
+    def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
+        """Returns the log-probability of an answer drawn from the outputs, summed over the images.
+
+        The second moment of its gradient is the Fisher information, the curvature of the divergence.
+        """
+
+
+class Logits(OutputKind):
+    """Class logits: the Kullback-Leibler divergence in nats, and the class."""
+
+    name, noun, unit, doubt = "logits", "logit", "nats", 0.25
+    distance, decision, accuracy = "KL divergence", "prediction", "top-1 accuracy"
+    columns, returns = ("top-1", "KL"), "logits of classes"
+
+    def num_classes(self, width: int) -> int:
+        """Returns the number of classes that a model with `width` outputs distinguishes."""
+        return width
+
+    def class_logits(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch classes"]:
+        """Returns one logit per class, whose softmax are the predicted probabilities."""
+        return outputs
+
+    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
+        # Normalized once: the comparisons below take logits as well as log-probabilities, which log_softmax does not
+        # change.
+        return torch.log_softmax(outputs.double(), dim=-1).cpu()
+
+    def divergence(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        return divergence(self.class_logits(base), self.class_logits(other))
+
+    def softened(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        return softened_divergence(self.class_logits(base), self.class_logits(other))
+
+    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
+        return self.class_logits(outputs).argmax(-1)
+
+    def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
+        logits = self.class_logits(outputs)
+        classes = torch.multinomial(logits.detach().float().softmax(-1).cpu(), 1, generator=generator)
+        return logits.log_softmax(-1).gather(1, classes.to(outputs.device)).sum()
+
+
+class BinaryLogit(Logits):
+    """One logit per image: that of class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
+
+    The divergence is that of the two Bernoulli distributions, and an eighth of the squared difference of the logits its
+    softened limit. Nothing in a model distinguishes a classifier with one logit from a regression model, unless it is
+    stated (`load(..., outputs="regression")`).
+    """
+
+    name = "binary_logit"
+    note = (
+        "the model has one output, which is taken as the logit of class 1 against class 0, with the decision at zero; "
+        'if it is the value of a regression, load the model with outputs="regression".'
+    )
+
+    def num_classes(self, width: int) -> int:
+        return 2
+
+    def class_logits(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch two"]:
+        # A softmax of (0, z) has the probabilities 1 - sigmoid(z) and sigmoid(z). Of z alone it would be constant.
+        return torch.cat([torch.zeros_like(outputs), outputs], dim=-1)
+
+    def prepared(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch one"]:
+        return outputs.double().cpu()
+
+
+class Multilabel(OutputKind):
+    """One logit per label, each with a sigmoid of its own; a label is predicted above zero.
+
+    The divergence is that of the Bernoulli distributions, summed over the labels, and an eighth of the squared
+    differences its softened limit. Agreement is the share of equal label decisions; an answer is correct if all are.
+    """
+
+    name, noun, unit, doubt = "multilabel", "logit", "nats", 0.25
+    distance, decision, accuracy = "KL divergence", "label", "exact-match accuracy"
+    columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
+
+    def divergence(
+        self, base: Float[Tensor, "images labels"], other: Float[Tensor, "images labels"]
+    ) -> Float[Tensor, "images"]:
+        base, other = base.double(), other.double()
+        total = torch.zeros(len(base), dtype=torch.float64, device=base.device)
+        for sign in (1, -1):  # the label is present, or absent
+            before, after = (nn.functional.logsigmoid(sign * logits) for logits in (base, other))
+            total = total + (before.exp() * (before - after)).sum(-1)
+        return total
+
+    def softened(
+        self, base: Float[Tensor, "images labels"], other: Float[Tensor, "images labels"]
+    ) -> Float[Tensor, "images"]:
+        return (base.double() - other.double()).square().sum(-1) / 8
+
+    def decisions(self, outputs: Float[Tensor, "images labels"]) -> Int[Tensor, "images labels"]:
+        return (outputs > 0).long()
+
+    def drawn(self, outputs: Float[Tensor, "batch labels"], generator: torch.Generator) -> Float[Tensor, ""]:
+        present = torch.bernoulli(outputs.detach().float().sigmoid().cpu(), generator=generator).to(outputs.device)
+        return nn.functional.logsigmoid(torch.where(present > 0, outputs, -outputs)).sum()
+
+
+class Regression(OutputKind):
+    """Numbers: the squared error relative to the variance of the reference's outputs over the images, per output.
+
+    The divergence is the mean over the outputs, so that outputs of different units count the same: over all images it
+    is the share of the variance that is lost. There is no decision.
+    """
+
+    name, noun, unit, doubt = "regression", "output", "", 0.05
+    distance, decision, accuracy = "squared error relative to the variance", "", ""
+    columns, returns = ("", "squared error"), "numbers of a regression"
+    has_decisions = False
+
+    def divergence(
+        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
+    ) -> Float[Tensor, "images"]:
+        base, other = base.double(), other.double()
+        return ((base - other).square() / self._scale(base)).mean(-1)
+
+    def softened(
+        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
+    ) -> Float[Tensor, "images"]:
+        return self.divergence(base, other)
+
+    def decisions(self, outputs: Float[Tensor, "images numbers"]) -> Int[Tensor, "images"]:
+        raise InvalidInput("the numbers of a regression make no decision: there is neither agreement nor accuracy.")
+
+    def drawn(self, outputs: Float[Tensor, "batch numbers"], generator: torch.Generator) -> Float[Tensor, ""]:
+        noise = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
+        return (noise * outputs / self._scale(outputs.detach().double()).sqrt().to(outputs.dtype)).sum()
+
+    def _scale(self, base: Float[Tensor, "images numbers"]) -> Float[Tensor, "numbers"]:
+        variance, square = base.var(0, correction=0), base.square().mean(0)
+        # Equal outputs, or those of one image, have no variance.
+        return torch.where(variance > 1e-12 * square, variance, torch.where(square > 0, square, 1.0))
+
+
+class Embeddings(OutputKind):
+    """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
+
+    The label that follows is that of the neighbour, so that accuracy is that of the 1-nearest-neighbour classifier.
+    """
+
+    name, noun, unit, doubt = "embedding", "embedding", "", 0.05
+    distance, decision = "cosine distance", "nearest neighbour"
+    accuracy, columns = "1-nearest-neighbour accuracy", ("1-NN", "cosine distance")
+    returns = "embeddings"
+
+    def divergence(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        return 1 - torch.cosine_similarity(base.double(), other.double(), dim=-1)
+
+    def softened(
+        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
+    ) -> Float[Tensor, "images"]:
+        """Returns half of the squared distance of the embeddings, relative to the mean squared norm of the base."""
+        base, other = base.double(), other.double()
+        return (base - other).square().sum(-1) / (2 * base.square().sum(-1).mean())
+
+    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
+        return nearest_neighbours(outputs, 1)[:, 0]
+
+    def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+        return labels[decisions]
+
+    def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
+        # Embeddings are compared by their angle, so their lengths do not count.
+        direction = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
+        return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
+
+
+def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int[Tensor, "images k"]:
+    """Returns the `k` nearest neighbours of every image by cosine similarity, among `GROUP` consecutive images.
+
+    In a last group of fewer images, neighbours are repeated.
+    """
+    # Groups of consecutive images: memory is linear in their number, and the task as hard for any number of them.
+    unit, neighbours = nn.functional.normalize(outputs.double(), dim=-1), [torch.zeros(0, k, dtype=torch.long)]
+    for start in range(0, len(unit), GROUP):
+        group = unit[start : start + GROUP]
+        similarity = group @ group.T
+        similarity.fill_diagonal_(-torch.inf)  # an image is no neighbour of its own; a lone last one is
+        # Stable: equal similarities, e.g. of repeated images, have the same order in both models.
+        order = similarity.argsort(dim=-1, descending=True, stable=True)[:, : max(1, len(group) - 1)]
+        neighbours.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
+    return torch.cat(neighbours)
+
+
+KINDS: dict[str, OutputKind] = {
+    kind.name: kind for kind in (Logits(), BinaryLogit(), Multilabel(), Regression(), Embeddings())
+}
+
+
+def output_kind_of(model: nn.Module) -> OutputKind:
+    """Returns how the outputs of a model are compared: as stated when it was loaded, else as its family knows; those of
+    a model that no family knows are logits.
+    """
+    # Not `family_of`, which raises: checks also take modules of no family.
+    family = next((family for family in FAMILIES if family.matches(model)), None)
+    name = getattr(model, STATED_OUTPUTS, None)
+    if name is None:
+        name = "logits" if family is None else family.output_kind(model)
+    heads = () if family is None else family.heads(model)
+    return KINDS["binary_logit" if name == "logits" and heads and heads[0].out_features == 1 else name]
+
+
+# What a user states -> the kind.
+STATEMENTS = {"classes": "logits", "multilabel": "multilabel", "regression": "regression", "embedding": "embedding"}
+
+
+def state_outputs_(model: nn.Module, outputs: str) -> None:
+    """States what the outputs of a model are, one of STATEMENTS; copies and saved folders of the model keep it.
+
+    Raises:
+        UnknownName: It is not one of STATEMENTS.
+    """
+    if outputs not in STATEMENTS:
+        raise UnknownName("kind of outputs", outputs, STATEMENTS)
+    setattr(model, STATED_OUTPUTS, STATEMENTS[outputs])
+
+
+def divergence(
+    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
+) -> Float[Tensor, "images"]:
+    """Returns the Kullback-Leibler divergence KL(base || other) of the predicted probabilities per image, in nats."""
+    log_base, log_other = base.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (log_base.exp() * (log_base - log_other)).sum(-1)
+
+
+def softened_divergence(
+    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
+) -> Float[Tensor, "images"]:
+    """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
+
+    It is half the variance over the classes of the difference of the logits. All classes contribute, so that it varies
+    much less between images than the divergence, which few images dominate.
+    """
+    # A variance ignores constants, so that logits and log-probabilities give the same.
+    return (base.double() - other.double()).var(-1, correction=0) / 2

@@ -1,0 +1,282 @@
+"""The static shape of one attention layer: plain data from which a layer is built, costed and reloaded."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from attnrx.support.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class FormTraits:
+    """The properties of a form of attention on which costs, rules, backends and realizations depend.
+
+    `norms` are its normalizations of query and key rows, the default first. `mixes_blocks`: the shared directions are
+    in blocks, and a matrix mixes the score maps of the blocks. `attention/forms.py` computes the scores of the form
+    of the same name.
+    """
+
+    has_strengths: bool
+    shares_directions: bool
+    norms: tuple[str, ...]
+    rotates: bool = False
+    mixes_blocks: bool = False
+
+
+# `shared` is CP SlimAtt, `mixed` is IrrAtt (`AttentionSpec`).
+FORMS: Mapping[str, FormTraits] = {
+    "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
+    "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
+    "shared": FormTraits(has_strengths=True, shares_directions=True, norms=("none",)),
+    "rotary": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), rotates=True),
+    "mixed": FormTraits(has_strengths=False, shares_directions=True, norms=("none",), mixes_blocks=True),
+}
+NORMS = tuple(sorted({norm for traits in FORMS.values() for norm in traits.norms}))
+BIASES = ("query", "key", "value", "output")
+INNER_NORMS = ("query_norm", "key_norm", "output_norm")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The numbers of directions and value dimensions of every head of a layer.
+
+    `ranks` are the numbers of score directions per stored head, `heads` the indices of these heads in the original
+    model. `norms` is the normalization of the query and key rows: "none" (dense, shared and mixed), "kept" (the norm
+    over the kept directions) or "original" (the norm over all `original_rank` directions, which the projections then
+    still compute). In the shared form (CP SlimAtt) all heads share the directions and have separate strengths. In the
+    mixed form (IrrAtt) the shared directions are in blocks of `blocks[b]` neighbouring ones; a block may be empty.
+    `value_ranks` are the value dimensions per stored head (default: head_dim), `biases` the projections with a bias.
+    `scale` is stored: it does not depend on the rank.
+
+    In the rotary form the last 2 len(pairs[h]) rows of a head are the real and then the imaginary parts of the pairs
+    that are rotated, with `pairs[h]` their indices among the frequencies of the original head (default: all of them);
+    the rows before them are ordinary directions. `pair_bias`: whether a bias per pair of tokens is added to the scores.
+    `inner_norms` are the modules of the original library that the layer applies: to the query and the key of every
+    head, and to the concatenated outputs of the heads before the output projection.
+    """
+
+    form: str
+    width: int
+    head_dim: int
+    ranks: tuple[int, ...]
+    heads: tuple[int, ...]
+    scale: float
+    original_rank: int
+    norms: str = "none"
+    value_ranks: tuple[int, ...] | None = None
+    biases: tuple[str, ...] = BIASES
+    blocks: tuple[int, ...] | None = None
+    pairs: tuple[tuple[int, ...], ...] | None = None
+    pair_bias: bool = False
+    inner_norms: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        # Defaults that depend on other fields; the class is frozen.
+        if self.rotates and self.pairs is None:
+            object.__setattr__(self, "pairs", (tuple(range(self.original_rank // 2)),) * len(self.heads))
+        if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
+            object.__setattr__(self, "value_ranks", None)  # canonical form, so that equal layers compare equal
+        if self.form not in FORMS:
+            raise InvalidInput(f"form={self.form!r}: choose from {', '.join(FORMS)}.")
+        if self.norms not in FORMS[self.form].norms:
+            raise InvalidInput(
+                f"form={self.form!r} with norms={self.norms!r}: this form has {' or '.join(FORMS[self.form].norms)}."
+            )
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise InvalidInput(f"scale {self.scale} must be positive and finite.")
+        if self.width < 1 or self.head_dim < 1 or self.original_rank < 1:
+            raise InvalidInput(
+                f"width {self.width}, head_dim {self.head_dim}, rank {self.original_rank} must be positive."
+            )
+        if any(bias not in BIASES for bias in self.biases):
+            raise InvalidInput(f"biases={self.biases}: choose from {BIASES}.")
+        # The form is valid from here on: the properties that the following checks use read its traits.
+        self._check_heads()
+        self._check_pairs()
+        self._check_extensions()
+
+    def _check_heads(self) -> None:
+        if not len(self.ranks) == len(self.heads) == len(self.value_dims) == len(set(self.heads)):
+            raise InvalidInput(
+                f"{len(self.ranks)} ranks and {len(self.value_dims)} value ranks for the heads {self.heads}: give one "
+                "of each for each distinct head."
+            )
+        if any(head < 0 for head in self.heads):
+            raise InvalidInput(f"heads {self.heads} are numbers of heads of the original model, from 0.")
+        if any(not 0 <= rank <= self.original_rank for rank in self.ranks):
+            raise InvalidInput(f"ranks {self.ranks} must lie in 0..{self.original_rank}.")
+        if any(not 0 <= rank <= self.head_dim for rank in self.value_dims):
+            raise InvalidInput(f"value ranks {self.value_dims} must lie in 0..{self.head_dim}.")
+        # A head that does not use a shared direction has strength zero there; the projection computes it for all.
+        if self.shares_directions and len(set(self.ranks)) > 1:
+            raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
+        if self.mixes_blocks != (self.blocks is not None):
+            raise InvalidInput(f"form={self.form!r} with blocks={self.blocks}: the mixed form alone has blocks.")
+        shared = max(self.ranks, default=0)
+        if self.blocks is not None and not (min(self.blocks, default=-1) >= 0 and sum(self.blocks) == shared > 0):
+            raise InvalidInput(
+                f"blocks {self.blocks} must divide the directions of the heads among them, one or more; ranks "
+                f"{self.ranks} given."
+            )
+
+    def _check_pairs(self) -> None:
+        if self.rotates != (self.pairs is not None):
+            raise InvalidInput(f"form={self.form!r} with pairs={self.pairs}: the rotary form alone has pairs.")
+        if self.pairs is None:
+            return
+        if len(self.pairs) != len(self.heads):
+            raise InvalidInput(f"pairs of {len(self.pairs)} heads for {len(self.heads)} heads: give one tuple each.")
+        frequencies = range(self.original_rank // 2)
+        for rank, pairs in zip(self.ranks, self.pairs, strict=True):
+            # A pair is two rows, its real and its imaginary part.
+            if 2 * len(pairs) > rank or len(set(pairs)) < len(pairs) or any(pair not in frequencies for pair in pairs):
+                raise InvalidInput(f"pairs {pairs} are no distinct pairs of a head with rank {rank}.")
+
+    def _check_extensions(self) -> None:
+        # A head of rank 0 is computed as a mean of the values, without a softmax to which a bias could be added.
+        if self.pair_bias and not all(self.ranks):
+            raise InvalidInput("a head with a bias per pair of tokens keeps one direction or more: it is not uniform.")
+        if any(name not in INNER_NORMS for name in self.inner_norms):
+            raise InvalidInput(f"inner_norms={self.inner_norms}: choose from {INNER_NORMS}.")
+        if self.fixes_scores and any(rank != self.original_rank for rank in self.ranks):
+            raise InvalidInput(f"ranks {self.ranks}: norms of query and key need all {self.original_rank} directions.")
+        if self.fixes_values and (self.value_ranks is not None or self.heads != tuple(range(len(self.heads)))):
+            raise InvalidInput(
+                f"heads {self.heads} with value ranks {self.value_ranks}: a norm over the outputs of all heads needs "
+                "every head in its place and all its value dimensions, and heads are stored by their ranks. Give the "
+                "heads of a layer one rank, e.g. qk=uniform_rank:0.5 in place of total_rank, or realize a mask."
+            )
+
+    @classmethod
+    def full(cls, form: str, width: int, heads: int) -> "AttentionSpec":
+        """Returns the spec of an uncompressed layer: every head has width / heads directions."""
+        if heads < 1 or width % heads:
+            raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
+        head_dim = width // heads
+        ranks, indices, norms = (head_dim,) * heads, tuple(range(heads)), FORMS[form].norms[0]
+        # The scale follows the original head dimension and is stored: compression must not change the temperature.
+        spec = cls("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
+        # One block per head is multi-head attention: every head uses its own block only.
+        if FORMS[form].mixes_blocks:
+            return spec.with_shared_directions(width, ranks)
+        return replace(spec, form=form, norms=norms)
+
+    @property
+    def has_strengths(self) -> bool:
+        """Whether every direction has a learned strength in every head that uses it."""
+        return FORMS[self.form].has_strengths
+
+    @property
+    def shares_directions(self) -> bool:
+        """Whether all heads share one set of directions."""
+        return FORMS[self.form].shares_directions
+
+    @property
+    def mixes_blocks(self) -> bool:
+        """Whether the shared directions are in blocks whose score maps are mixed for every head."""
+        return FORMS[self.form].mixes_blocks
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether the rows of query and key are normalized."""
+        return self.norms != "none"
+
+    @property
+    def rotates(self) -> bool:
+        """Whether pairs of rows are rotated by angles that depend on the position of the token."""
+        return FORMS[self.form].rotates
+
+    @property
+    def fixes_scores(self) -> bool:
+        """Whether a norm over all directions of query or key prevents that directions are removed."""
+        return "query_norm" in self.inner_norms or "key_norm" in self.inner_norms
+
+    @property
+    def fixes_values(self) -> bool:
+        """Whether a norm over the outputs of all heads prevents that heads or value dimensions are removed."""
+        return "output_norm" in self.inner_norms
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are dot products of the projected rows and nothing else."""
+        return self.form == "dense" and not self.pair_bias and not self.fixes_scores
+
+    @property
+    def keeps_original_norms(self) -> bool:
+        """Whether the norms are those over all original directions."""
+        return self.norms == "original"
+
+    @property
+    def value_dims(self) -> tuple[int, ...]:
+        """The value dimensions of each stored head."""
+        return (self.head_dim,) * len(self.heads) if self.value_ranks is None else self.value_ranks
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of the query projection per owner of directions.
+
+        These are the ranks of the heads, or all rows if the original norms are needed; shared directions have one
+        owner. Those in blocks are given by block.
+        """
+        if self.blocks is not None:
+            return self.blocks
+        if self.shares_directions:
+            return self.ranks[:1]
+        if self.keeps_original_norms:
+            # A head without directions attends uniformly, and needs no norms.
+            return tuple(self.original_rank if rank else 0 for rank in self.ranks)
+        return self.ranks
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every head still has all its directions and value dimensions."""
+        has_all_heads = self.heads == tuple(range(len(self.heads)))
+        has_all_directions = all(rank == self.original_rank for rank in self.ranks)
+        return has_all_heads and has_all_directions and all(rank == self.head_dim for rank in self.value_dims)
+
+    def has_bias(self, projection: str) -> bool:
+        """Whether the projection "query", "key", "value" or "output" has a bias."""
+        return projection in self.biases
+
+    def with_shared_directions(self, rank: int, blocks: tuple[int, ...] | None = None) -> "AttentionSpec":
+        """Returns the layer whose heads share `rank` directions, in the shared form or, with `blocks`, the mixed one.
+
+        Its original rank is the number of directions of all heads. Without any direction it has the shared form.
+        """
+        # Of a layer that is shared already, the original rank is that of all heads together.
+        blocks, whole = blocks if rank and self.heads else None, self.original_rank
+        form = "shared" if blocks is None else "mixed"
+        return replace(
+            self,
+            form=form,
+            ranks=(rank,) * len(self.heads),
+            original_rank=whole if self.shares_directions else whole * len(self.heads),
+            norms="none",
+            blocks=blocks,
+        )
+
+    def with_ranks(
+        self,
+        ranks: Sequence[int],
+        heads: Sequence[int],
+        norms: str,
+        pairs: Sequence[tuple[int, ...]] | None = None,
+    ) -> "AttentionSpec":
+        """Returns the layer with other ranks, heads (a subset of its own) and norms; scale and value ranks are kept.
+
+        The rotary form keeps these `pairs`, or else the first ones of each head that fit its rank.
+        """
+        # By number of the head in the original model, because the heads of a compressed layer are reordered.
+        value_dim_of = dict(zip(self.heads, self.value_dims, strict=True))
+        value_ranks = tuple(value_dim_of[head] for head in heads)
+        if self.pairs is not None and pairs is None:
+            pairs_of_heads = dict(zip(self.heads, self.pairs, strict=True))
+            pairs = [pairs_of_heads[head][: rank // 2] for head, rank in zip(heads, ranks, strict=True)]
+        return replace(
+            self,
+            ranks=tuple(ranks),
+            heads=tuple(heads),
+            norms=norms,
+            value_ranks=value_ranks,
+            pairs=None if pairs is None else tuple(pairs),
+        )

@@ -1,0 +1,157 @@
+"""Token pruning and merging: reducers that select, before some layers, which tokens the next layers process."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.serialization.config import from_dict
+from attnrx.vit.tokens.ats import ATS
+from attnrx.vit.tokens.attention_average import AttentionAverage, AttentionReceived
+from attnrx.vit.tokens.class_attention import ClassAttention
+from attnrx.vit.tokens.dtps import DTPS
+from attnrx.vit.tokens.dynamicvit import DynamicViT
+from attnrx.vit.tokens.evit import EViT
+from attnrx.vit.tokens.evo_vit import EvoViT
+from attnrx.vit.tokens.halting_scores import HaltingScores
+from attnrx.vit.tokens.head_selector import HeadSelector
+from attnrx.vit.tokens.merging import gathered_rows
+from attnrx.vit.tokens.pitome import PiToMe
+from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
+from attnrx.vit.tokens.random import Random, image_keys
+from attnrx.vit.tokens.reducer import (
+    ALL_LAYERS,
+    LAST_LAYER,
+    MOMENTS,
+    Predicting,
+    Reducer,
+    Reduction,
+    SampledTokens,
+    Selecting,
+    Shape,
+    destinations_of,
+    sampled_keep,
+)
+from attnrx.vit.tokens.soft import Packaging, Soft
+from attnrx.vit.tokens.spot import Spot, attention_features
+from attnrx.vit.tokens.spvit import SPViT
+from attnrx.vit.tokens.state import CACHED, MapMoments, Part, TokenLayout, TokenState, chunks_of, images_of
+from attnrx.vit.tokens.tome import ToMe
+from attnrx.vit.tokens.ward import Ward
+from attnrx.vit.tokens.zero_tprune import ZeroTPrune
+
+# Every reducer by its name in text.
+REDUCERS: Mapping[str, type[Reducer]] = {
+    "random": Random,
+    "class_attention": ClassAttention,
+    "attention_average": AttentionAverage,
+    "attention_received": AttentionReceived,
+    "evit": EViT,
+    "tome": ToMe,
+    "ward": Ward,
+    "dynamicvit": DynamicViT,
+    "spot": Spot,
+    "zero_tprune": ZeroTPrune,
+    "halting_scores": HaltingScores,
+    "head_selector": HeadSelector,
+    "spvit": SPViT,
+    "dtps": DTPS,
+    "pitome": PiToMe,
+    "ats": ATS,
+    "evo_vit": EvoViT,
+}
+# Stated once, here: `str(reducer)` writes the name that `parse_reducer` reads.
+for _name, _kind in REDUCERS.items():
+    _kind.name = _name
+# Separate from REDUCERS, from which the reference of the package is generated (docs/making/parts.py).
+_REGISTERED: dict[str, type[Reducer]] = {}
+
+__all__ = [
+    "ALL_LAYERS",
+    "ATS",
+    "CACHED",
+    "DTPS",
+    "LAST_LAYER",
+    "MOMENTS",
+    "REDUCERS",
+    "AttentionAverage",
+    "AttentionReceived",
+    "ClassAttention",
+    "DynamicViT",
+    "EViT",
+    "EvoViT",
+    "HaltingScores",
+    "HeadSelector",
+    "MapMoments",
+    "Packaging",
+    "Part",
+    "PiToMe",
+    "Predicting",
+    "Random",
+    "Reducer",
+    "Reduction",
+    "SPViT",
+    "SampledTokens",
+    "Selecting",
+    "Shape",
+    "Soft",
+    "Spot",
+    "ToMe",
+    "TokenLayout",
+    "TokenPolicy",
+    "TokenState",
+    "Ward",
+    "ZeroTPrune",
+    "attention_features",
+    "chunks_of",
+    "destinations_of",
+    "gathered_rows",
+    "image_keys",
+    "images_of",
+    "known_reducers",
+    "parse_policy",
+    "parse_reducer",
+    "policy_from_dict",
+    "register_reducer",
+    "sampled_keep",
+]
+
+
+def register_reducer(name: str, kind: type[Reducer]) -> None:
+    """Makes a reducer of your own known under a name, in texts of policies and in saved models.
+
+    A model that was saved with it can be loaded after the same call only.
+
+    Raises:
+        InvalidInput: Another reducer has this name.
+    """
+    if known_reducers().get(name, kind) is not kind:
+        raise InvalidInput(f"the token reducer {name} exists already; choose another name.")
+    kind.name = name
+    _REGISTERED[name] = kind
+
+
+def known_reducers() -> Mapping[str, type[Reducer]]:
+    """Returns the reducers of this package and the registered ones, by name."""
+    return {**REDUCERS, **_REGISTERED}
+
+
+def parse_policy(text: str) -> TokenPolicy:
+    """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`, or NAME:N@every.
+
+    One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
+    patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.
+    """
+    return PolicyReader(text, known_reducers()).read_policy()
+
+
+def parse_reducer(text: str) -> Reducer:
+    """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`."""
+    reader = PolicyReader(text, known_reducers())
+    reducer = reader.read_reducer()
+    reader.expect("end", "the end; a reducer is given here without stages")
+    return reducer
+
+
+def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
+    """Builds a policy from the record in a model or a prescription."""
+    return from_dict(record, (TokenPolicy, *known_reducers().values()))

@@ -1,0 +1,38 @@
+"""Attention average: class attention over all previous layers, SPOT's heuristic without a predictor."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from attnrx.vit.tokens.reducer import PerPatch, Selecting
+from attnrx.vit.tokens.state import TokenState
+
+
+@dataclass(frozen=True)
+class AttentionAverage(Selecting):
+    """Keeps the patches of the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
+
+    Computes one row of every map, and stores one number per patch: the sum, which gives the same order as the mean.
+    """
+
+    needs = ("class_attention", "class_attention_sum")
+
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        assert state.accumulated is not None
+        # A token that an earlier stage fused starts at 0, so here it counts the layers since that stage only.
+        return state.accumulated
+
+
+@dataclass(frozen=True)
+class AttentionReceived(Selecting):
+    """Keeps the patches that receive the most attention from all tokens in the previous layer; needs no class token."""
+
+    needs = ("attention",)
+
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        """Returns the sum over the remaining tokens, averaged over the heads."""
+        assert state.attention is not None
+        # Masked tokens receive no attention, but their own rows of the map still sum to 1 and must not count.
+        present_mask = (state.sizes > 0).to(state.attention.dtype)
+        received = (state.attention * present_mask[:, None, :, None]).sum(2)  # over the queries: [batch, heads, tokens]
+        return received[:, :, state.prefix :].mean(1)

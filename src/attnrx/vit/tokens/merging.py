@@ -1,0 +1,238 @@
+"""Token merging by bipartite matching, in rounds."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.tokens.reducer import Reducer, Reduction, Shape, stable_order
+from attnrx.vit.tokens.state import TokenState
+
+Tables = dict[str, Float[Tensor, "batch _ _"]]
+Indices = Int[Tensor, "batch _"]
+Side = slice | Indices  # one of the two sets of a round: a slice, which is a view and faster, or patch indices
+
+ALTERNATING = slice(0, None, 2), slice(1, None, 2)
+
+
+@dataclass(frozen=True)
+class Merging(Reducer):
+    """Merges by bipartite soft matching (ToMe, Bolya et al., 2023), for any similarity and any two sets.
+
+    Patches are divided into two sets, alternately unless `split` is overridden. Every patch of the first set is matched
+    with the most similar patch of the second, and the most similar pairs are merged into means weighted by size. Later
+    attention is proportional. A round merges at most one of the sets; more rounds follow where more must be merged.
+
+    The similarity is the cosine of the mean keys over the heads, unless `tables`, `features` and `closeness` are
+    overridden, with `needs` and `compared_width`.
+    """
+
+    proportional: ClassVar[bool] = True
+    needs = ("keys",)
+
+    def compared_width(self, shape: Shape) -> int:
+        """Returns the number of features by which two patches are compared."""
+        return shape.directions
+
+    def tables(self, state: TokenState) -> Tables:
+        """Returns the tensors that are merged: the "patches", and the tensors by which patches are compared."""
+        assert state.keys is not None
+        return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
+
+    def first_tables(self, tables: Tables) -> Tables:
+        """Returns the tables of the first round, with further ones that are merged along."""
+        return tables
+
+    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
+        """Returns the features by which patches are compared in one round, one row per patch."""
+        return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
+
+    def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
+        """Returns the similarity of every patch of the first set to every one of the second."""
+        return first["keys"] @ second["keys"].transpose(1, 2)
+
+    def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
+        """Divides the patches of one round, of which at most `most` are merged; others are in neither set."""
+        return ALTERNATING
+
+    def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
+        """Returns the patches for the next layer.
+
+        Only patches at `merged` (indices over all images, possibly repeated) have changed; None: any may have changed.
+        """
+        return tables["patches"]
+
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """Returns the MACs of comparing the two sets in every round."""
+        total = 0
+        while patches > count:
+            second = patches // 2
+            total += (patches - second) * second * self.compared_width(shape)
+            patches -= min(patches - second, patches - count)
+        return total
+
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
+        """Merges until `count` patches remain."""
+        # The tables shrink from round to round. `kept` are the patch tokens of the state that the rows stand for, and
+        # `destinations` the row of every patch. Masked patches are removed first: they are in neither set of a round.
+        tables, sizes, kept = self.tables(state), state.sizes[:, state.prefix :], None
+        if not state.unmasked:
+            kept = indices_of(state.present_mask > 0, state.num_present)
+            tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
+            sizes = sizes.gather(1, kept)
+        tables, num_rows, merged = self.first_tables(tables), sizes.shape[1], None
+        present_indices = kept
+        destinations = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1) if state.tracked else None
+        while (patches := sizes.shape[1]) > count:
+            merging = self._round(state, tables, sizes, patches - count)
+            tables = {name: merging.of(table) for name, table in tables.items()}
+            # After several rounds, any patch may have changed.
+            merged = merging.into if patches == num_rows else None
+            sizes, kept = merging.sizes, merging.stay if kept is None else kept.gather(1, merging.stay)
+            destinations = None if destinations is None else merging.destinations.gather(1, destinations)
+        if kept is None:
+            kept = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1)
+        if destinations is not None and present_indices is not None:  # pruned patches have none
+            destinations = torch.full_like(state.patch_indices, -1).scatter(1, present_indices, destinations)
+        return Reduction(kept, self.finished(tables, merged), sizes=sizes, destinations=destinations)
+
+    def reduce_by_cost(
+        self, state: TokenState, threshold_of: Callable[[Float[Tensor, "batch first"]], float]
+    ) -> Reduction:
+        """Merges every patch of the first set that costs less than the threshold, in one round.
+
+        The cost of a merge is the negative closeness. The present patches of an image are moved to the front, so that
+        its two sets do not depend on the other images of the batch.
+        """
+        present_mask = state.present_mask > 0
+        kept = indices_of(present_mask, int(present_mask.sum(1).max()))
+        tables = self.first_tables({name: gathered_rows(table, kept) for name, table in self.tables(state).items()})
+        sizes = state.sizes[:, state.prefix :].gather(1, kept)
+
+        def unchanged() -> Reduction:
+            patches = gathered_rows(state.patches, kept)
+            return Reduction(kept, patches, sizes=sizes, destinations=_inverse(kept, present_mask))
+
+        if kept.shape[1] < 2:  # the second set is empty
+            return unchanged()
+        first, second = ALTERNATING
+        features = self.features(tables, sizes)
+        rows = [{name: table[:, side] for name, table in features.items()} for side in ALTERNATING]
+        # Images with fewer patches have surplus rows of size 0: never goals, and sources of infinite cost.
+        closeness = self.closeness(*rows).masked_fill((sizes[:, second] == 0)[:, None], -math.inf)
+        closest, nearest = closeness.max(-1)
+        costs = (-closest).masked_fill(sizes[:, first] == 0, math.inf)
+        merges = costs < threshold_of(costs)  # strict: a threshold of 0 merges nothing, not even equal patches
+        if not bool(merges.any()):
+            return unchanged()
+        goals = 2 * nearest + 1  # the second set of ALTERNATING has the odd positions
+        source_sizes = sizes[:, first] * merges
+        merged_sizes = sizes.scatter_add(1, goals, source_sizes)
+        # Clamped for pairs of which none is merged; their share is 0.
+        shares = (source_sizes / merged_sizes.gather(1, goals).clamp_min(1e-12))[..., None]
+        # Goals are in the second set, so the size of a merged source becomes exactly 0.
+        merged_sizes[:, first] -= source_sizes
+        for name, table in tables.items():
+            # As in `Round`: changes add up, so several sources can have one goal.
+            change = (table[:, first] - gathered_rows(table, goals)) * shares
+            tables[name] = table.scatter_add(1, goals[..., None].expand_as(change), change)
+        remains = merged_sizes > 0
+        stay = indices_of(remains, int(remains.sum(1).max()))
+        # [batch, patches]: the index after the merge of every remaining patch; of a merged one, that of its goal.
+        positions = remains.cumsum(1) - 1
+        positions[:, first] = torch.where(merges, positions.gather(1, goals), positions[:, first])
+        tables = {name: gathered_rows(table, stay) for name, table in tables.items()}
+        changed = (merged_sizes != sizes).gather(1, stay)
+        new_sizes = merged_sizes.gather(1, stay)
+        patches = self.finished(tables, (changed & (new_sizes > 0)).flatten().nonzero()[:, 0])
+        destinations = torch.full_like(state.patch_indices, -1)
+        destinations = destinations.scatter(1, kept, positions.masked_fill(sizes == 0, -1))
+        return Reduction(kept.gather(1, stay), patches, sizes=new_sizes, destinations=destinations)
+
+    def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
+        features = self.features(tables, sizes)
+        first, second = self.split(state, features, most)
+        rows = [{name: _rows_of(table, side) for name, table in features.items()} for side in (first, second)]
+        similarity, nearest = self.closeness(*rows).max(-1)
+        # Stable: of equal similarities the first patch is merged, on every device.
+        sources = stable_order(similarity)[:, :most]
+        return Round(sizes, _indices_in(first, sources), _indices_in(second, nearest.gather(1, sources)))
+
+
+class Round:
+    """One round: patches at `sources` are merged into those at `goals`; `stay` are the indices of the remaining
+    patches.
+
+    Only goals change: weighted differences are added to them. `into` are their indices after the round, over all
+    images. The number of tensor operations is kept small, because launch overhead dominates for small batches.
+    """
+
+    def __init__(self, sizes: Float[Tensor, "batch patches"], sources: Indices, goals: Indices):
+        patches = sizes.shape[1]
+        num_left = patches - sources.shape[1]
+        source_sizes = sizes.gather(1, sources)
+        merged_sizes = sizes.scatter_add(1, goals, source_sizes)
+        # Integers, because TorchScript cannot scatter booleans, and ONNX cannot sum them.
+        remains = torch.ones_like(sizes, dtype=torch.int64).scatter(1, sources, 0)
+        self.stay = indices_of(remains > 0, num_left)
+        self.sizes = merged_sizes.gather(1, self.stay)
+        # mean = goal + sum of shares * (source - goal): additive, so several sources can have one goal.
+        self._shares = (source_sizes / merged_sizes.gather(1, goals)).flatten()[:, None]
+        # Rows of all images are indexed at once: image times patches, plus the index within the image.
+        image = torch.arange(sizes.shape[0], device=sizes.device)[:, None]
+        offset = image * patches
+        self._sources, self._goals, self._stay = ((offset + rows).flatten() for rows in (sources, goals, self.stay))
+        # The cumulated sum counts the remaining patches up to one, so less 1 it is the index of that one.
+        self._order, self._merged = remains.cumsum(1) - 1, (sources, goals)
+        self.into = (image * num_left + self._order.gather(1, goals)).flatten()
+
+    @property
+    def destinations(self) -> Int[Tensor, "batch patches"]:
+        """The index after the round of every patch, or of the one that it was merged into."""
+        sources, goals = self._merged
+        return self._order.scatter(1, sources, self._order.gather(1, goals))
+
+    def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
+        """Returns the merged rows of a table."""
+        rows = table.flatten(0, 1)
+        remaining = rows.index_select(0, self._stay)
+        change = (rows.index_select(0, self._sources) - rows.index_select(0, self._goals)) * self._shares
+        return remaining.index_add_(0, self.into, change).view(*self.stay.shape, -1)
+
+
+def _inverse(kept: Indices, present_mask: Bool[Tensor, "batch patches"]) -> Indices:
+    """Returns the index of every patch among the kept ones; -1 for a patch that is not there."""
+    positions = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    among_kept = torch.full_like(present_mask, -1, dtype=kept.dtype).scatter(1, kept, positions)
+    return among_kept.masked_fill(~present_mask, -1)
+
+
+def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tensor, "batch _ _"]:
+    return table[:, side] if isinstance(side, slice) else gathered_rows(table, side)
+
+
+def _indices_in(side: Side, positions: Indices) -> Indices:
+    """Returns the patch indices of these positions in a set."""
+    return side.start + side.step * positions if isinstance(side, slice) else side.gather(1, positions)
+
+
+def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) -> Int[Tensor, "batch present"]:
+    """Returns the indices of the remaining patches, in order; after them those of others, in images of fewer."""
+    # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
+    positions = torch.arange(present_mask.shape[1], device=present_mask.device, dtype=torch.int32)
+    keys = torch.where(present_mask, positions, positions + present_mask.shape[1])
+    return stable_order(keys, descending=False)[:, :num_present]
+
+
+def gathered_rows(
+    table: Float[Tensor, "batch rows features"], indices: Int[Tensor, "batch chosen"]
+) -> Float[Tensor, "batch chosen features"]:
+    """Returns some rows of every image."""
+    # index_select copies whole rows; gather copies element by element.
+    image = torch.arange(indices.shape[0], device=indices.device)[:, None]
+    rows = table.flatten(0, 1).index_select(0, (image * table.shape[1] + indices).flatten())
+    return rows.unflatten(0, indices.shape)

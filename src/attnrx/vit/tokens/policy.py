@@ -1,0 +1,284 @@
+"""The token policy: a reducer, the layers before which it runs, and the number of tokens kept at each stage.
+
+Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
+`tome:13@every`.
+
+    policy  = reducer ":" [ "mean" "=" ] ( keep { "/" keep } "@" layer { "," layer } | number "@every" )
+    keep    = ratio [ "<" cost ]
+    reducer = name [ "(" knob "=" value { "," knob "=" value } ")" ]
+    value   = "true" | "false" | "none" | number | reducer | word
+
+One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches
+that remain after each stage. A number before @every is the reduction before every layer but the first. After "mean="
+they are means over the images: every image is reduced until a further step would cost more than a threshold, which is
+found on calibration images when the policy is realized. A calibrated policy has the threshold of every stage after
+"<", e.g. `ward:0.7<6.2/0.49<11@4,7`. Invariant: parse_policy(str(policy)) == policy.written.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.serialization.text_parsing import WORDS, KnobReader, Language, Token, share
+from attnrx.vit.tokens.reducer import Reducer
+from attnrx.vit.tokens.state import TokenLayout
+
+EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
+EVERY, MEAN = "every", "mean"
+DEEPEST = 20  # brackets; far below the nesting that exhausts Python's stack
+
+
+@dataclass(frozen=True)
+class TokenPolicy:
+    """A reducer that runs before each of `layers` (counted from 1).
+
+    `keep` is the share of the image's patches that remains after each stage: with the keep ratio rho of the papers
+    (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
+
+    With `num_pruned`, the patches are reduced by that number before every layer but the first (the schedule r of ToMe,
+    which as published merges inside every layer, including the last). Layers and shares then depend on the model; `on`
+    sets them.
+
+    With `by_image` the shares are means over images, and every image has its own number of tokens: a stage merges what
+    costs less than its element of `thresholds`, in units of the reducer's cost. Without thresholds the policy must be
+    calibrated.
+    """
+
+    reducer: Reducer
+    layers: tuple[int, ...] = ()
+    keep: tuple[float, ...] = ()
+    num_pruned: int | None = None
+    by_image: bool = False
+    thresholds: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        if self.num_pruned is not None and self.num_pruned < 1:
+            raise InvalidInput(f"{self.num_pruned} patches to prune before every layer: give 1 or more.")
+        if self.by_image and not self.reducer.has_costs:
+            raise InvalidInput(
+                f"{self.reducer} has no cost by which every image could have its own number of tokens; use ward, or a "
+                "policy of fixed numbers, e.g. tome:0.7@4,7,10."
+            )
+        self._require_thresholds()
+        if self.num_pruned is not None and not self.layers and not self.keep:  # as in text, before `on`
+            return
+        if not self.layers or len(self.layers) != len(self.keep):
+            raise InvalidInput(
+                f"{len(self.layers)} stages and {len(self.keep)} keep ratios: give one for each stage, at least one."
+            )
+        if self.layers[0] < 2 or any(after <= before for before, after in pairwise(self.layers)):
+            raise InvalidInput(
+                f"stages before the layers {self.layers}: layers count from 1 and must increase, and the first "
+                "stage needs a previous layer; give e.g. 4, 7, 10."
+            )
+        if any(not 0 < ratio <= 1 for ratio in self.keep) or list(self.keep) != sorted(self.keep, reverse=True):
+            raise InvalidInput(
+                f"keep={self.keep}: the shares of patches after each stage must lie in (0, 1] and not increase."
+            )
+
+    def _require_thresholds(self) -> None:
+        if self.thresholds and (not self.by_image or len(self.thresholds) != len(self.layers)):
+            raise InvalidInput(
+                f"{len(self.thresholds)} thresholds for {len(self.layers)} stages of a policy "
+                f"{'by image' if self.by_image else 'of fixed numbers'}: give one for each stage, by image."
+            )
+        # Files hold no infinite numbers, so a model with one could be saved but not loaded.
+        if any(not 0 <= cost < math.inf for cost in self.thresholds):
+            raise InvalidInput(
+                f"thresholds of {self.thresholds}: a stage merges what costs less; give finite costs of 0 or more."
+            )
+
+    @classmethod
+    def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
+        """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s."""
+        if not 0 < ratio <= 1:
+            raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
+        return cls(reducer, layers, _powers(ratio, len(layers)))
+
+    def __str__(self) -> str:
+        mean = "mean=" if self.must_be_calibrated else ""
+        if self.num_pruned is not None:
+            return f"{self.reducer}:{mean}{self.num_pruned}@every"
+        if self.thresholds:
+            stages = "/".join(f"{keep!r}<{cost!r}" for keep, cost in zip(self.keep, self.thresholds, strict=True))
+            return f"{self.reducer}:{stages}@{','.join(map(str, self.layers))}"
+        # Exact equality is safe: `staged` computes the powers of the same ratio by the same function. repr round-trips.
+        staged = self.keep == _powers(self.keep[0], len(self.keep))
+        ratios = repr(self.keep[0]) if staged else "/".join(map(repr, self.keep))
+        return f"{self.reducer}:{mean}{ratios}@{','.join(map(str, self.layers))}"
+
+    @property
+    def must_be_calibrated(self) -> bool:
+        """Whether thresholds must be found before the policy can run."""
+        return self.by_image and not self.thresholds
+
+    @property
+    def drops(self) -> bool:
+        """Whether the policy reduces the tokens at all."""
+        return self.num_pruned is not None or self.keep[-1] < 1
+
+    @property
+    def written(self) -> "TokenPolicy":
+        """The policy as written in its text: an every-layer policy without the layers of a model."""
+        return self if self.num_pruned is None else replace(self, layers=(), keep=())
+
+    def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
+        """Returns the policy with its layers and shares in a model.
+
+        Raises InvalidInput or NotSupported if it does not fit.
+        """
+        policy, patches = self, layout.patches
+        if self.num_pruned is not None:
+            most = (patches - 1) // max(depth - 1, 1)  # at least one patch remains after the last stage
+            if depth < 2 or self.num_pruned > most:
+                raise InvalidInput(
+                    f"{self.num_pruned} of {patches} patches to prune before each of the layers 2 to {depth}: give 1 "
+                    f"to {most} patches per layer, so that one remains, and a model of at least two layers."
+                )
+            keep = tuple((patches - self.num_pruned * stage) / patches for stage in range(1, depth))
+            policy = replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
+        policy.require(layout, depth)
+        return policy
+
+    def describe(self) -> tuple[str, ...]:
+        """Returns one sentence per stage, or one sentence for an every-layer policy."""
+        mean = ", on average over images" if self.by_image else ""
+        if self.num_pruned is not None:
+            return (
+                f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's "
+                f"patches{mean}",
+            )
+        return tuple(
+            f"before layer {layer} {self.reducer} keeps {ratio:.4g} of the image's patches{mean}"
+            for layer, ratio in zip(self.layers, self.keep, strict=True)
+        )
+
+    def counts(self, patches: int) -> tuple[int, ...]:
+        """Returns the number of patches that remain after each stage."""
+        # The products of ratios such as 0.7**2 can be just below a whole number.
+        num_kept = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
+        if num_kept[-1] < 1:
+            raise InvalidInput(f"keep={self.keep} keeps no patch of {patches}; give larger shares.")
+        return num_kept
+
+    def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
+        """Returns the number of tokens in every layer, including prefix tokens and those added by stages."""
+        current, per_layer, counts = layout.tokens, [], dict(zip(self.layers, self.counts(layout.patches), strict=True))
+        for layer in range(1, depth + 1):
+            # A stage that keeps every patch does not run (`TokenReduction.decide`), so it adds no token either.
+            if layer in counts:
+                current = layout.prefix + counts[layer] + (self.reducer.extra if counts[layer] < layout.patches else 0)
+            per_layer.append(current)
+        return tuple(per_layer)
+
+    def require_depth(self, depth: int) -> None:
+        """Raises InvalidInput for a model with too few layers."""
+        if self.layers and self.layers[-1] > depth:
+            raise InvalidInput(
+                f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
+            )
+
+    def state(self, layout: TokenLayout) -> tuple[int, ...]:
+        """Returns the number of patches at the input of each stage, including those added by earlier stages."""
+        # Counts exclude the extra token of a stage, which the next stage receives as one more patch.
+        previous = (layout.patches, *self.counts(layout.patches)[:-1])
+        return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in previous)
+
+    def require(self, layout: TokenLayout, depth: int) -> None:
+        """Raises InvalidInput or NotSupported for a model that the policy does not fit."""
+        self.require_depth(depth)
+        if "class_attention" in self.reducer.needs and not layout.class_token:
+            raise NotSupported(
+                f"{type(self.reducer).__name__} needs the attention of the class token, and this model has none; use a "
+                "reducer without class attention, e.g. random, attention_received or tome."
+            )
+        # Raises if the last stage would keep no patch.
+        self.counts(layout.patches)
+
+
+def _powers(ratio: float, count: int) -> tuple[float, ...]:
+    return tuple(ratio**stage for stage in range(1, count + 1))
+
+
+class PolicyReader(KnobReader):
+    """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
+
+    language = Language("policy", "Policies", EXAMPLES, "():,=/@<", InvalidInput)
+
+    def __init__(self, text: str, registry: Mapping[str, type[Reducer]]):
+        if text.count("(") > DEEPEST:
+            raise InvalidInput(f"a policy in text may have {DEEPEST} brackets, found {text.count('(')}.")
+        super().__init__(text)
+        self.registry = registry
+
+    def read_policy(self) -> TokenPolicy:
+        reducer = self.read_reducer()
+        self.expect(":", "':' and the keep ratio")
+        mean = self.tokens[self.position].text == MEAN
+        if mean:
+            self.expect("name", MEAN)
+            self.expect("=", "'=' and the mean keep ratio")
+        # A number before @every is first read like a ratio, because the @ comes later; `first` keeps its token.
+        first, thresholds = self.tokens[self.position], []
+        ratios = [self.read_keep(thresholds)]
+        while self.take("/"):
+            ratios.append(self.read_keep(thresholds))
+        self.expect("@", "'@' and the layers before which tokens are pruned")
+        if self.tokens[self.position].text == EVERY:
+            return replace(self.read_every(reducer, first, len(ratios) + len(thresholds)), by_image=mean)
+        layers = [self.read_layer()]
+        while self.take(","):
+            layers.append(self.read_layer())
+        self.expect("end", "the end")
+        by_image = mean or bool(thresholds)
+        if len(ratios) == 1 and not thresholds:
+            return replace(TokenPolicy.staged(reducer, ratios[0], tuple(layers)), by_image=by_image)
+        return TokenPolicy(reducer, tuple(layers), tuple(ratios), by_image=by_image, thresholds=tuple(thresholds))
+
+    def read_keep(self, thresholds: list[float]) -> float:
+        """Reads a keep ratio; appends the threshold after it, if there is one."""
+        ratio = self.read_ratio()
+        if self.take("<"):
+            cost = self.expect("number", "the cost of a merge, e.g. 6.2")
+            if cost.text.endswith("%"):
+                raise self.problem(cost.start, f"{cost.text} is a share, and a threshold is a cost, e.g. 6.2")
+            thresholds.append(float(cost.text))
+        return ratio
+
+    def read_every(self, reducer: Reducer, number: Token, given: int) -> TokenPolicy:
+        self.expect("name", EVERY)
+        self.expect("end", "the end")
+        if given > 1 or not number.text.isdigit() or int(number.text) < 1:
+            raise self.problem(
+                number.start, f"give one number before @{EVERY}: the patches to prune before every layer"
+            )
+        return TokenPolicy(reducer, num_pruned=int(number.text))
+
+    def read_reducer(self) -> Reducer:
+        name = self.expect("name", "the name of a reducer")
+        if name.text not in self.registry:
+            raise UnknownName("token reducer", name.text, self.registry)
+        kind = self.registry[name.text]
+        fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+        return kind(**self.read_knobs(name, {field.name: field.type for field in fields}))
+
+    def read_value(self, kinds: tuple[type, ...]) -> Any:
+        """Reads a value, which may be a reducer where the field accepts one."""
+        token = self.tokens[self.position]
+        # A word of the grammar (true, false, none) is a value even where the field accepts a reducer.
+        if token.kind == "name" and token.text not in WORDS and any(issubclass(kind, Reducer) for kind in kinds):
+            return self.read_reducer()
+        return super().read_value(kinds)
+
+    def read_ratio(self) -> float:
+        return share(self.expect("number", "a keep ratio, e.g. 0.7").text)
+
+    def read_layer(self) -> int:
+        layer = self.expect("number", "a layer, e.g. 4")
+        if not layer.text.isdigit():
+            raise self.problem(layer.start, f"{layer.text} is not the number of a layer")
+        return int(layer.text)

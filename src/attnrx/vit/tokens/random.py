@@ -1,0 +1,68 @@
+"""The control: random patches, drawn for every image from a hash of its pixels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.tokens.reducer import PerPatch, Selecting
+from attnrx.vit.tokens.state import TokenState
+
+SEEDS = 2**31
+STEP = 2**20  # pixels are hashed as multiples of 1 / STEP
+LARGEST = 2**31 - 128  # the largest multiple that float32 represents
+
+
+@dataclass(frozen=True)
+class Random(Selecting):
+    """Keeps random patches.
+
+    The score of a patch is a hash of the seed, the pixels of its image and its index. It does not depend on batch,
+    threads or device, and an exported model computes it too. It is the same at every stage: the best m of the best n in
+    one random order are m of those n, drawn at random. Identical images keep the same patches. Images that differ, even
+    by rounding to another precision or by augmentation, keep other patches.
+    """
+
+    seed: int = 0
+
+    needs = ("image_keys",)
+
+    def __post_init__(self):
+        if not 0 <= self.seed < SEEDS:
+            raise InvalidInput(f"random(seed={self.seed}): give a seed from 0 to {SEEDS - 1}.")
+
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        """Returns a score in [0, 1) for every patch, including tokens added by an earlier stage."""
+        keys = state.image_keys
+        assert keys is not None
+        image = scrambled(scrambled(torch.full_like(keys, self.seed)) ^ keys)
+        patch = scrambled(image[:, None] ^ (state.patch_indices + 1))
+        return ((patch >> 8) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # 24 bits, which float32 represents exactly
+
+
+def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
+    """Returns a 32-bit hash of every image: sums over columns, rows and channels with hashed weights.
+
+    Integer sums do not depend on their order, so neither does the hash. Pixels are converted to float32.
+    """
+    numbers = (images.float() * STEP).round_().clamp_(-LARGEST, LARGEST).to(torch.int64)
+    # Every axis hashes a range of numbers of its own, 0x10001 of them.
+    for axis in range(images.ndim - 1):
+        indices = torch.arange(numbers.shape[-1], device=images.device)
+        weights = scrambled(indices + (axis + 1) * 0x10001) | 1
+        # 31 bits each: sums in ONNX Runtime do not wrap around. In place, which takes a third of the time.
+        numbers = scrambled(numbers.mul_(weights).bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF).sum(-1))
+    return numbers
+
+
+def scrambled(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """Returns a hash of the lower 32 bits in the lower 32 bits: the finalizer of MurmurHash3.
+
+    Higher bits are undefined, because products wrap around. A runtime without 64-bit integers therefore gives the same
+    result.
+    """
+    number = (number ^ ((number >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
+    number = (number ^ ((number >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
+    return number ^ ((number >> 16) & 0xFFFF)

@@ -1,0 +1,248 @@
+"""The interface of token reducers."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.kernels.native_merging import Merged
+from attnrx.vit.tokens.state import TokenLayout, TokenState
+
+# The statistics in `Reducer.needs`: LAST_LAYER ones are captured only in the layer before a stage, ALL_LAYERS ones in
+# every layer up to the last stage.
+LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
+MOMENTS = {"attention_mean", "attention_variance"}
+ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
+
+NativeMerge = Callable[[TokenState, int], Merged]
+PerPatch = Float[Tensor, "batch patches"]
+KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The result of a stage: the patches at `kept` (ascending), with these values, then `extra` tokens.
+
+    `sizes` are those of the kept and the extra tokens, where the reducer changes them; None keeps the sizes, and gives
+    extra tokens size 1. `destinations`: the index, among the kept and then the extra tokens, of the token that
+    represents each patch, where the state is `tracked`; None: a kept patch represents itself, and no other is
+    represented.
+    """
+
+    kept: Int[Tensor, "batch kept"]
+    tokens: Float[Tensor, "batch kept width"]
+    extra: Float[Tensor, "batch extra width"] | None = None
+    sizes: Float[Tensor, "batch left"] | None = None
+    destinations: Int[Tensor, "batch patches"] | None = None
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The result of a stage in training: all patches, and the indices of pruned ones that new tokens overwrote."""
+
+    patches: Float[Tensor, "batch patches width"]
+    added: Int[Tensor, "batch added"] | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model properties that a reducer needs.
+
+    `heads` is the number of heads of the original model: the reducer receives all of them in order, even if some were
+    removed. `directions` is the size of its keys, used for costs only; `depth` is the number of layers.
+    """
+
+    width: int
+    heads: int
+    layout: TokenLayout
+    directions: int = 0
+    depth: int = 2
+
+
+class Reducer(ABC):
+    """Selects or merges tokens at every stage of a policy: a frozen dataclass of its knobs.
+
+    `needs` lists the statistics that it uses. Of the previous layer: "class_attention", "attention", "keys",
+    "value_norms" (`LAST_LAYER`). Of all previous layers (`ALL_LAYERS`): "attention_mean" and "attention_variance", in
+    `moments`; and in `accumulated`, summed unless `accumulate` is overridden, a score for every patch:
+    "class_attention_sum", the class attention averaged over the heads, or "accumulated", the output of `layer_score`.
+    And "image_keys", a hash of the pixels of every image.
+
+    A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
+    of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A reducer that `has_costs`
+    can reduce every image by a threshold (`reduce_by_cost`). A `learned` reducer has a
+    predictor at every stage, or `one_predictor` for all of them.
+    """
+
+    name: ClassVar[str] = ""  # the name in text, set by REDUCERS
+    proportional: ClassVar[bool] = False
+    extra: ClassVar[int] = 0
+    has_costs: ClassVar[bool] = False
+    # These three may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
+    needs: tuple[str, ...] = ()
+    learned: bool = False
+    one_predictor: bool = False
+
+    @abstractmethod
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
+        """Reduces every image to `count` patches."""
+
+    # The threshold is a function, because calibration finds it from the costs (`TokenReduction.calibrating`).
+    def reduce_by_cost(self, state: TokenState, threshold_of: Callable[[PerPatch], float]) -> Reduction:
+        """Reduces every image by all steps that cost less than a threshold, which is a function of the costs.
+
+        Images may keep different numbers of patches: the result has as many as the largest, those of others have size
+        0. Costs of [batch, _] are infinite where there is no step.
+        """
+        raise NotSupported(f"{self} has no costs by which images could be reduced to different numbers of patches.")
+
+    @property
+    def native(self) -> NativeMerge | None:
+        """The C++ kernel of one merging round (`kernels.native_merging`); None where it does not implement this."""
+        return None
+
+    @property
+    def native_by_cost(self) -> Callable[[TokenState, float], Merged] | None:
+        """The C++ kernel of `reduce_by_cost` for one threshold; None where it does not implement this."""
+        return None
+
+    def predictor(self, shape: Shape) -> nn.Module:
+        """Returns a new predictor of one stage."""
+        return nn.Module()  # no parameters: every stage has a predictor, also of a reducer that learns nothing
+
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """Returns the MACs of all matrix products of a stage that keeps `count` of `patches` patches.
+
+        Norms are not counted, as elsewhere in `costs`; those of the predictor are found in its modules, and are
+        assumed to run once per patch. Sums and page rank over maps are not counted either.
+        """
+        return 0
+
+    def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
+        """Returns the score of every token after one layer, for reducers that need its sum over the layers."""
+        return torch.zeros_like(tokens[..., 0])
+
+    def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
+        """Adds the scores of one layer to those accumulated `before`, which is None at the first layer."""
+        return scores if before is None else before + scores
+
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
+        """Returns the log-probabilities of keep and drop for every patch, by which a learned reducer is trained."""
+        raise NotSupported(f"{self} has no scores that can be trained.")
+
+    def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
+        """Returns the tokens of a training step, where `keep` was sampled from the scores: 1 for a kept patch, else 0.
+
+        A sample equal to the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
+        """
+        return SampledTokens(state.patches)
+
+    def __str__(self) -> str:
+        knobs = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default:
+                # Booleans and None in the spelling of the grammar: true, false, none.
+                text = str(value)
+                knobs.append(f"{field.name}={text.lower() if isinstance(value, bool | None) else text}")
+        name = self.name or type(self).__name__
+        return f"{name}({','.join(knobs)})" if knobs else name
+
+
+class Selecting(Reducer):
+    """A reducer that scores the patches and keeps the best ones."""
+
+    @abstractmethod
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        """Returns a score for every patch; only the order within an image matters for the selection."""
+
+    def weights(self, relevance: PerPatch) -> PerPatch:
+        """Converts relevance into nonnegative weights, by which pruned patches are fused."""
+        return relevance
+
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
+        """Keeps the patches of the highest relevance, in their order."""
+        return reduced_to_best(state, self.relevance(state, predictor), count)
+
+
+class Predicting(Selecting):
+    """A learned selecting reducer: its predictor returns the log-probabilities of keep and drop of every patch."""
+
+    learned = True
+
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        """Returns the log-odds of keep: the same order as its log-probability, without saturation near zero."""
+        # Log-probabilities of almost certain patches round to 0, and their order would be that of the index.
+        return odds(self.keep_scores(state, predictor))
+
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
+        return predictor(state)
+
+    def weights(self, relevance: PerPatch) -> PerPatch:
+        """Returns the probability of keep."""
+        return relevance.sigmoid()
+
+
+def odds(scores: KeepDrop) -> PerPatch:
+    """Returns the log-odds of keep from the log-probabilities of keep and drop."""
+    return scores[..., 0] - scores[..., 1]
+
+
+def stable_order(
+    values: Float[Tensor, "batch values"] | Int[Tensor, "batch values"], descending: bool = True
+) -> Int[Tensor, "batch values"]:
+    """Returns the indices that sort every row; of equal values, the one with the lower index comes first."""
+    # ONNX has no stable sort, but its TopK of all values is one.
+    if torch.onnx.is_in_onnx_export():
+        return values.topk(values.shape[1], dim=1, largest=descending).indices
+    return values.argsort(dim=1, descending=descending, stable=True)
+
+
+def best(relevance: PerPatch, present_mask: PerPatch, count: int) -> Int[Tensor, "batch kept"]:
+    """Returns the indices of the `count` best remaining patches, ascending; the first of equals."""
+    # Stable: of equal scores the first is kept, on every device.
+    order = stable_order(relevance.masked_fill(present_mask == 0, float("-inf")))
+    return order[:, :count].sort(dim=1).values
+
+
+def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
+    """Returns the destinations of all patches: of a kept patch its index among the kept ones, else that of `others`."""
+    return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+
+
+def taken(patches: Float[Tensor, "batch patches width"], kept: Int[Tensor, "batch kept"]) -> Tensor:
+    """Returns the patches at these indices."""
+    return patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))
+
+
+def reduced_to_best(state: TokenState, relevance: PerPatch, count: int) -> Reduction:
+    """Keeps the `count` most relevant patches, in their order."""
+    kept = best(relevance, state.present_mask, count)
+    return Reduction(kept, taken(state.patches, kept))
+
+
+def sampled_keep(scores: KeepDrop, present_mask: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:
+    """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
+
+    Pruned patches stay pruned. An image always keeps a patch: if the sample prunes all, the patch of the highest score
+    is kept. Otherwise low keep ratios lead to means over no patches, and NaN. With `prunes_one`, for a reducer that
+    overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
+    """
+    # In half precision the Gumbel noise can be infinite.
+    sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0]
+    keep = sample.to(present_mask.dtype) * present_mask
+    highest = scores[..., 0].detach().masked_fill(present_mask == 0, float("-inf")).argmax(1, keepdim=True)
+    keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)
+    # Corrections are added, not assigned, so that the straight-through gradient of the sample remains.
+    keep = keep + torch.zeros_like(keep).scatter(1, highest, keeps_none)
+    if not prunes_one:
+        return keep
+    lowest = scores[..., 0].detach().masked_fill(present_mask == 0, float("inf")).argmin(1, keepdim=True)
+    keeps_all = ((keep.detach() > 0).sum(1, keepdim=True) == (present_mask > 0).sum(1, keepdim=True)).to(keep.dtype)
+    return keep - torch.zeros_like(keep).scatter(1, lowest, keeps_all)

@@ -1,0 +1,147 @@
+"""SPOT: a predictor on token features, attention, and the change of attention over the layers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.tokens.dynamicvit import KeepScores, TokenFeatures
+from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
+from attnrx.vit.tokens.state import TokenState, chunks_of, images_of
+
+SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
+
+
+@dataclass(frozen=True)
+class Spot(Predicting):
+    """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics (SPOT, Section
+    3.2).
+
+    For every head and patch, six scalars (Eqs. 3 to 9) of the attention of the previous layer, of its `mean` over all
+    previous layers, and of its `variance` over them; in addition `projected` token features (None: as many as the
+    width, 0: none), half local, half global. `head_averaged` uses the scalars of the mean over the heads; with `shared`
+    all stages share one predictor. Changed one at a time, the switches are the ablations of Table 2, Figure 5 and Table
+    8. With `standardized`, which is not the paper's, every attention feature has mean 0 and variance 1 over the
+    patches of an image: raw ones are 10 to 10^5 times smaller than token features.
+
+    In training the gradient of a dropped patch's mask is bounded, as `DynamicViT` states.
+    """
+
+    mean: bool = True
+    variance: bool = True
+    projected: int | None = None
+    head_averaged: bool = False
+    shared: bool = False
+    standardized: bool = False
+
+    def __post_init__(self):
+        if self.projected is not None and self.projected < 0:
+            raise InvalidInput(f"{self}: projected counts token features; give 0 or more, or None for the width.")
+        moments = [f"attention_{name}" for name in ("mean", "variance") if getattr(self, name)]
+        object.__setattr__(self, "needs", ("attention", "class_attention", *moments))
+        object.__setattr__(self, "one_predictor", self.shared)
+
+    def features(self, shape: Shape) -> tuple[int, int]:
+        """Returns the number of token features and of attention features of a patch."""
+        maps = 1 + self.mean + self.variance
+        heads = 1 if self.head_averaged else shape.heads
+        return shape.width if self.projected is None else self.projected, SCALARS * maps * heads
+
+    def predictor(self, shape: Shape) -> nn.Module:
+        return SpotPredictor(self, shape)
+
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        projected, attention = self.features(shape)
+        return patches * shape.width * projected + KeepScores.macs(projected + attention, patches)
+
+
+class SpotPredictor(nn.Module):
+    """The log-probabilities of keep and drop from token and attention features (Eq. 10)."""
+
+    def __init__(self, spot: Spot, shape: Shape):
+        super().__init__()
+        self.spot = spot
+        projected, attention = spot.features(shape)
+        self.tokens = TokenFeatures(shape.width, projected) if projected else None
+        self.scores = KeepScores(projected + attention)
+
+    def forward(self, state: TokenState) -> KeepDrop:
+        parts = [] if self.tokens is None else [self.tokens(state.patches, state.present_mask)]
+        assert state.attention is not None
+        # The features are reductions of whole maps: on a CPU chunk by chunk, whose maps stay in the cache.
+        chunks = chunks_of(state.attention, *state.attention.shape[1:])
+        parts.append(torch.cat([self._features(state, images_of(part)) for part in chunks]))
+        return self.scores(torch.cat(parts, dim=-1))
+
+    def _features(self, state: TokenState, images: slice) -> Float[Tensor, "part patches features"]:
+        """Returns the attention features of the patches of some images."""
+        assert state.attention is not None
+        maps = [state.attention[images]]
+        moments = None if state.moments is None else state.moments.of_images(images)
+        if moments is not None and self.spot.mean:
+            maps.append(moments.mean)
+        if moments is not None and self.spot.variance:
+            maps.append(moments.variance)
+        if self.spot.head_averaged:
+            maps = [table.mean(1, keepdim=True) for table in maps]
+        # All maps are concatenated as heads of one: few large operations instead of many small ones.
+        present_mask = None if state.unmasked else state.present_mask[images]
+        return attention_features(torch.cat(maps, dim=1), state.prefix, present_mask, self.spot.standardized)
+
+
+def attention_features(
+    attention: Float[Tensor, "batch heads tokens tokens"],
+    prefix: int,
+    present_mask: PerPatch | None = None,
+    standardized: bool = False,
+) -> Float[Tensor, "batch patches features"]:
+    """Returns the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, over the remaining patches.
+
+    The attention from and to the class token; mean and variance of the attention to the patches, and of that received
+    from them. Heads are concatenated.
+    """
+    inner = attention[:, :, prefix:, prefix:]  # between patches; the rows no longer sum to 1
+    rows = columns = inner
+    count: Tensor | int = inner.shape[-1]
+    if present_mask is not None:
+        # Rows are summed over remaining keys, columns over remaining queries.
+        rows, columns = inner * present_mask[:, None, None, :], inner * present_mask[:, None, :, None]
+        count = present_mask.sum(1)[:, None, None]
+    row_squares = rows * inner  # the mask is 0 or 1, so this is the masked square
+    column_squares = row_squares if present_mask is None else columns * inner
+    sums = rows.sum(3), columns.sum(2), row_squares.sum(3), column_squares.sum(2)
+    row_mean, column_mean, row_square, column_square = (part / count for part in sums)
+    # Mean of squares minus square of the mean: saves one pass over a map, compared with squared deviations.
+    row_variance = (row_square - row_mean.square()).clamp(min=0)
+    column_variance = (column_square - column_mean.square()).clamp(min=0)
+    with_class = attention[:, :, 0, prefix:], attention[:, :, prefix:, 0]
+    scalars = (*with_class, row_mean, row_variance, column_mean, column_variance)
+    # From [batch, heads, patches, 6] to [batch, patches, heads * 6].
+    features = torch.stack(scalars, dim=-1).permute(0, 2, 1, 3).flatten(2)
+    if not standardized:
+        return features
+    # A variance is a difference of squares, so its rounding error grows with the squares.
+    sizes = (*with_class, row_mean, row_square, column_mean, column_square)
+    return standardized_features(features, torch.stack(sizes, dim=-1).permute(0, 2, 1, 3).flatten(2), present_mask)
+
+
+def standardized_features(
+    features: Float[Tensor, "batch patches features"],
+    sizes: Float[Tensor, "batch patches features"],
+    present_mask: PerPatch | None,
+) -> Float[Tensor, "batch patches features"]:
+    """Returns features of mean 0 and variance 1 over the remaining patches of every image.
+
+    A feature whose deviation is a rounding error of numbers of these `sizes` becomes 0. The deviation has no gradient.
+    """
+    precision = 100 * torch.finfo(features.dtype).eps
+    exact = features.to(torch.promote_types(features.dtype, torch.float32))  # squares of variances reach 1e-20
+    mask = torch.ones_like(exact[..., :1]) if present_mask is None else present_mask[..., None].to(exact.dtype)
+    count = mask.sum(1, keepdim=True)
+    centred = exact - (exact * mask).sum(1, keepdim=True) / count
+    deviation = ((centred.detach() * mask).square().sum(1, keepdim=True) / count.detach()).sqrt()
+    varies = deviation > precision * (sizes.detach().abs() * mask).sum(1, keepdim=True) / count.detach()
+    # Those of pruned patches can be arbitrarily large.
+    return (centred / torch.where(varies, deviation, 1.0) * varies * mask).to(features.dtype)

@@ -1,0 +1,207 @@
+"""The tokens of a batch with their statistics, their layout, and chunks of images."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.support.shapes import Float, Int, Tensor
+
+CACHED = 2**20  # bytes of the attention map of all heads in one chunk on a CPU
+
+
+@dataclass(frozen=True)
+class Part:
+    """The images from `start` to `stop` of a batch of `batch` images."""
+
+    start: int
+    stop: int
+    batch: int
+
+    @property
+    def images(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.batch
+
+
+def images_of(part: Part | None) -> slice:
+    """Returns the indices of a chunk's images; all where it is None."""
+    return slice(None) if part is None else part.images
+
+
+def chunks_of(like: Tensor, heads: int, queries: int, keys: int) -> tuple[Part | None, ...]:
+    """Splits a batch into chunks whose attention maps [heads, queries, keys] fit the cache; `like` is any tensor of it.
+
+    Returns (None,), the whole batch, where gradients are enabled, during compilation, and on devices other than a CPU.
+    """
+    if like.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return (None,)
+    batch = like.shape[0]
+    # Scores, softmax and statistics each pass over the map: while it is in the cache, a pass reads no memory.
+    chunk = max(CACHED // max(heads * queries * keys * like.element_size(), 1), 1)
+    if chunk >= batch:
+        return (None,)
+    return tuple(Part(start, min(start + chunk, batch), batch) for start in range(0, batch, chunk))
+
+
+@dataclass
+class MapMoments:
+    """The mean of the attention maps over the layers so far, and their variance where it is collected, elementwise.
+
+    Memory does not grow with the layers: only sums of the maps and, for the variance, of their squares are stored.
+    Attention lies in [0, 1], so the sums of squares are accurate enough for a predictor: in float32 a deviation of a
+    hundredth of a map's values is resolved to three digits.
+    """
+
+    total: Float[Tensor, "batch heads queries keys"]
+    squares: Float[Tensor, "batch heads queries keys"] | None = None
+    count: int = 1
+
+    @classmethod
+    def of(cls, attention: Float[Tensor, "batch heads queries keys"], variance: bool = True) -> "MapMoments":
+        """Returns the moments of the first layer."""
+        return cls(attention, attention * attention if variance else None)
+
+    def then(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
+        """Returns the moments with one more layer; without gradients the sums are updated in place."""
+        squares = self.squares
+        if torch.is_grad_enabled() or self.count == 1:  # the first sum shares memory with the map of the first layer
+            total = self.total + attention
+            squares = None if squares is None else torch.addcmul(squares, attention, attention)
+        else:
+            total = self.total.add_(attention)
+            squares = None if squares is None else squares.addcmul_(attention, attention)
+        return MapMoments(total, squares, self.count + 1)
+
+    @classmethod
+    def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
+        """Returns sums of zero for `batch` images, of which `attention` has some; `write_` adds to them."""
+        shape = (batch, *attention.shape[1:])
+        return cls(attention.new_zeros(shape), attention.new_zeros(shape) if variance else None, 0)
+
+    def write_(self, attention: Float[Tensor, "part heads queries keys"], part: Part) -> None:
+        """Adds one more layer for some images; the last chunk of a batch increments the count."""
+        of_part = self.of_images(part.images)
+        of_part.total.add_(attention)
+        if of_part.squares is not None:
+            of_part.squares.addcmul_(attention, attention)
+        self.count += part.is_last
+
+    def of_images(self, images: slice) -> "MapMoments":
+        return self._map(lambda sums: sums[images])
+
+    def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
+        """Returns the moments between the kept tokens."""
+        return self._map(lambda sums: _between(sums, kept))
+
+    def with_new(self, count: int) -> "MapMoments":
+        """Returns the moments with `count` new tokens, whose sums are zero."""
+        return self._map(lambda sums: F.pad(sums, (0, count, 0, count)))
+
+    def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
+        """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
+        # Not in place: the sums may be in an autograd graph, or share memory with the map of the first layer.
+        mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
+        pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
+        return self._map(lambda sums: sums * pair_mask)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "MapMoments":
+        squares = None if self.squares is None else function(self.squares)
+        return MapMoments(function(self.total), squares, self.count)
+
+    @property
+    def mean(self) -> Float[Tensor, "batch heads queries keys"]:
+        return self.total / self.count
+
+    @property
+    def variance(self) -> Float[Tensor, "batch heads queries keys"]:
+        """The variance over the layers (the mean of the squared deviations), where it was collected."""
+        assert self.squares is not None
+        if self.count == 1:  # exactly 0, without rounding
+            return torch.zeros_like(self.squares)
+        # E x^2 - (E x)^2; of almost equal maps rounding can make it negative.
+        mean_square = self.squares / self.count
+        return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
+
+
+def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
+    """Returns the rows and columns of some tokens."""
+    # Rows first: the columns are then gathered from the smaller [batch, heads, kept, keys].
+    batch, heads, queries, keys = maps.shape
+    # index_select copies whole rows; gather copies element by element.
+    first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
+    rows = maps.reshape(-1, keys).index_select(0, (first + kept[:, None, :]).flatten()).view(batch, heads, -1, keys)
+    return rows.gather(3, kept[:, None, None, :].expand(-1, heads, kept.shape[1], -1))
+
+
+@dataclass(frozen=True)
+class TokenState:
+    """The input of a reducer at a stage. The first `prefix` tokens are not patches and are never pruned.
+
+    `sizes`: how many patches of the image every token represents: 0 for a masked token, 1 for an ordinary one, more for
+    a merged one. `class_attention`: the attention from the class token to every token in the previous layer, by head.
+    `attention`: the whole map of that layer; `moments`: those of all layers so far. `keys`: the keys averaged over the
+    heads. `patch_indices`: the index of every patch token in the image, -1 for one added by an earlier stage.
+    `accumulated`: for every patch, the sum over the layers so far of the reducer's `layer_score` or of its class
+    attention. `image_keys`: hashes of the images. `value_norms`: the norms of the values, by head. Statistics that the
+    reducer does not need are None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of `depth`
+    layers.
+    """
+
+    tokens: Float[Tensor, "batch tokens width"]
+    prefix: int
+    sizes: Float[Tensor, "batch tokens"]
+    patch_indices: Int[Tensor, "batch patches"]
+    class_attention: Float[Tensor, "batch heads tokens"] | None = None
+    attention: Float[Tensor, "batch heads tokens tokens"] | None = None
+    moments: MapMoments | None = None
+    keys: Float[Tensor, "batch tokens directions"] | None = None
+    accumulated: Float[Tensor, "batch patches"] | None = None
+    image_keys: Int[Tensor, "batch"] | None = None
+    value_norms: Float[Tensor, "batch heads tokens"] | None = None
+    stage: int = 0
+    layer: int = 2
+    depth: int = 2
+    unmasked: bool = False
+    """Whether no token is masked, so that sums need no mask."""
+    tracked: bool = False
+    """Whether a reducer that merges or fuses patches must return their destinations."""
+
+    @property
+    def patches(self) -> Float[Tensor, "batch patches width"]:
+        """The tokens that may be pruned."""
+        return self.tokens[:, self.prefix :]
+
+    @property
+    def num_present(self) -> int:
+        """The number of remaining patches of every image; static where no token is masked."""
+        # A policy of fixed numbers keeps as many patches of every image, so the first one is enough.
+        return self.patches.shape[1] if self.unmasked else int(self.present_mask[0].sum())
+
+    @property
+    def present_mask(self) -> Float[Tensor, "batch patches"]:
+        """1 for every remaining patch, 0 for a pruned one."""
+        return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """`prefix` tokens (class, distillation, registers) precede the `patches` and are never pruned.
+
+    `class_token`: whether the first of them is a class token. `pooled`: the input of the classifier: "class" for prefix
+    tokens only, "mean" for the mean of the patches, "max" for the maximum over the patch logits; "mean" and "max" with
+    or without prefix tokens.
+    """
+
+    prefix: int
+    patches: int
+    class_token: bool
+    pooled: str
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.patches

@@ -1,0 +1,121 @@
+"""Zero-TPrune: prunes by page rank on the attention graph and by similarity, without training."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, best, stable_order, taken
+from attnrx.vit.tokens.state import TokenState
+
+
+@dataclass(frozen=True)
+class ZeroTPrune(Reducer):
+    """Prunes patches that are similar to more important ones, then the least important (Wang et al., 2024), untrained.
+
+    Importance: the attention of the previous layer is a graph; `iterations` steps of page rank on it, starting from
+    uniform scores, give every token a score in every head. Heads whose scores vary too little or too much are excluded
+    (variance over the patches, of scores scaled to a mean of 1, below `least` or above `most`; if all heads are
+    excluded, all count), and the others are combined by their quadratic mean, which emphasizes patches that some heads
+    find informative. A stage first ranks the patches to divide them into a less important half and the rest. Of the
+    half, those most similar to one of the rest are pruned (cosine of the mean keys over the heads): the share `similar`
+    of all pruned patches, at most the half. It then ranks the remaining patches once more, and prunes the least
+    important.
+
+    The steps are the paper's I'-S-I; the scale of the variance, the share `similar` and one number of iterations for
+    all stages (the paper uses fewer in deeper layers) are ours. The class token is treated like other tokens.
+    """
+
+    iterations: int = 30
+    similar: float = 0.5
+    least: float = 0.01
+    most: float = 0.7
+
+    needs = ("attention", "keys")
+
+    def __post_init__(self):
+        if self.iterations < 1 or not 0 <= self.similar <= 1 or not 0 <= self.least < self.most:
+            raise InvalidInput(
+                f"{self}: give at least one iteration, a share `similar` in [0, 1], and variances 0 <= least < most."
+            )
+
+    def importance(
+        self,
+        attention: Float[Tensor, "batch heads tokens tokens"],
+        present_mask: Float[Tensor, "batch tokens"],
+        prefix: int,
+    ) -> PerPatch:
+        """Returns the importance of the patches, over the tokens of `present_mask` (1 if present, else 0)."""
+        # Tokens before the patches take part in the page rank, and not in the statistics of a head.
+        scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
+        patches = present_mask[:, None, prefix:]
+        count = patches.sum(2, keepdim=True)
+        # Variances are compared with the limits at a mean score of 1, whatever the number of patches.
+        scaled = scores / (scores.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
+        variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
+        head_mask = ((variance >= self.least) & (variance <= self.most)).to(scores.dtype)
+        # With every head excluded, all count.
+        head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
+        return ((scores.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
+
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """Returns the MACs of comparing the less important half with the rest, where similarity prunes any."""
+        half = patches // 2
+        return half * (patches - half) * shape.directions if self._num_similar(patches, count) else 0
+
+    def _num_similar(self, num_present: int, count: int) -> int:
+        return min(int(self.similar * (num_present - count)), num_present // 2)
+
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
+        assert state.attention is not None
+        assert state.keys is not None
+        num_present = state.num_present
+        num_similar = self._num_similar(num_present, count)
+        present_mask = (state.sizes > 0).to(state.attention.dtype)
+        if num_similar:  # I' and S: a rank to divide the patches, and the removal of similar ones
+            first = self.importance(state.attention, present_mask, state.prefix)
+            pruned = redundant(
+                state.keys[:, state.prefix :], first, present_mask[:, state.prefix :], num_present, num_similar
+            )
+            present_mask = present_mask.scatter(1, state.prefix + pruned, 0.0)
+        # I: once more, without the attention of the removed patches.
+        importance = self.importance(state.attention, present_mask, state.prefix)
+        kept = best(importance, present_mask[:, state.prefix :], count)
+        return Reduction(kept, taken(state.patches, kept))
+
+
+def page_rank(
+    attention: Float[Tensor, "batch heads tokens tokens"], present_mask: Float[Tensor, "batch tokens"], iterations: int
+) -> Float[Tensor, "batch heads tokens"]:
+    """Returns the page rank of every remaining token after some iterations; edges are weighted by attention.
+
+    Attention to pruned tokens is set to zero and every row rescaled to a sum of 1; scores sum to 1.
+    """
+    steps = attention * present_mask[:, None, None, :]
+    # A query that attends to pruned tokens only has a row of zeros, which stays zero.
+    steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
+    scores = (present_mask / present_mask.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
+    for _ in range(iterations):
+        # [batch, heads, 1, tokens]: a query passes its score on to the keys, in proportion to its attention.
+        scores = (scores.transpose(2, 3) * steps).sum(2, keepdim=True)
+    return scores[:, :, 0]
+
+
+def redundant(
+    keys: Float[Tensor, "batch patches directions"],
+    importance: PerPatch,
+    present_mask: PerPatch,
+    num_present: int,
+    count: int,
+) -> Int[Tensor, "batch pruned"]:
+    """Returns the `count` patches of the less important half of the `num_present` ones that are most similar to one of
+    the rest.
+    """
+    order = stable_order(importance.masked_fill(present_mask == 0, float("-inf")))
+    # The odd patch is in the more important half; patches that are not there come last and are in none.
+    high, low = order[:, : num_present - num_present // 2], order[:, num_present - num_present // 2 : num_present]
+    unit = nn.functional.normalize(keys, dim=-1)
+    similarity = (taken(unit, low) @ taken(unit, high).transpose(1, 2)).amax(-1)
+    return low.gather(1, stable_order(similarity)[:, :count])
