@@ -27,8 +27,8 @@ REGISTRIES: Mapping[str, Callable[[], Registry]] = {
 
 
 def _address(kind: str, part: type) -> str:
-    package = part.__module__.partition(".")[0]  # attnrx, or attnrx_lab for its checks
-    return f"{package}.{kind}.{part.__name__}"
+    lab = part.__module__.startswith("attnrx_lab.")  # which has checks of its own
+    return f"{f'attnrx_lab.{kind}' if lab else getattr(rx, kind).__name__}.{part.__name__}"
 
 
 def table(kind: str) -> str:

@@ -14,7 +14,7 @@ from attnrx.vit.kernels import compilation
 from attnrx_lab.sweeps import SweepStudy, grid_jobs, run_jobs
 from sweep_work import work
 
-SOURCES = Path(child_processes.__file__).parents[2]
+SOURCES = Path(child_processes.__file__).parents[3]
 NAMES = ("torch", "numpy", "json", "pickle", "sitecustomize", "usercustomize", "attnrx", "timm", "optuna", "encodings")
 
 
