@@ -2,10 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +17,7 @@ from attnrx.support.runtime.module_copies import copied
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention, AttentionContext, Eager, Positions
 from attnrx.vit.attention.backends.backend import scores
-from attnrx.vit.models import InputValidation, evaluating, family_of
+from attnrx.vit.models import InputValidation, evaluating, family_of, recording_calls
 from attnrx.vit.models.verbs import verb
 
 # At most so many images of a user's data are read.
@@ -112,27 +109,13 @@ def _layer_inputs(
 ) -> tuple[Float[Tensor, "images tokens width"], Positions | None]:
     """Returns the tokens that enter a layer, and their positions, which are those of every image."""
     weight = next(model.parameters())
-    with _recording(layer) as calls:
+    # The third argument of `Attention.forward` are the positions, where the model has any.
+    with recording_calls((layer,), lambda call: (call.tokens.detach(), call.args[1] if call.args else None)) as calls:
         for batch in images.batches(64, device=weight.device):
             model(input_validation.take(batch.images))
     if not calls:
         raise InvalidInput("refine was given no calibration image; give a few, e.g. splits.train.take(64).")
     return torch.cat([tokens for tokens, _ in calls]), calls[0][1]
-
-
-@contextmanager
-def _recording(layer: nn.Module) -> Iterator[list[tuple[Tensor, Positions | None]]]:
-    calls: list[tuple[Tensor, Positions | None]] = []
-
-    def record(_: nn.Module, args: tuple[Any, ...]) -> None:
-        # The third argument of `Attention.forward` are the positions, where the model has any.
-        calls.append((args[0].detach(), args[2] if len(args) > 2 else None))
-
-    handle = layer.register_forward_pre_hook(record)
-    try:
-        yield calls
-    finally:
-        handle.remove()
 
 
 def _refine_layer_(

@@ -26,14 +26,18 @@ from attnrx.vit.models.low_rank_linear import LowRankLinear, hidden_units, rank_
 from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, lvvit_config
 from attnrx.vit.models.module_family import Factory, ModuleFamily
 from attnrx.vit.models.observation_hooks import (
+    ModuleCall,
     block_names,
+    blocks_of,
     counted_by_spec,
     evaluating,
     head_features,
     observing,
+    observing_calls,
     observing_mlp,
     parameter_blocks,
     recording_blocks,
+    recording_calls,
 )
 from attnrx.vit.models.openclip_family import OpenClipFamily
 from attnrx.vit.models.reader import Reader
@@ -83,6 +87,7 @@ __all__ = [
     "LVViT",
     "LVViTConfig",
     "LowRankLinear",
+    "ModuleCall",
     "Reader",
     "TokenReduction",
     "TokenRun",
@@ -92,6 +97,7 @@ __all__ = [
     "VisionTransformer",
     "attach_tokens_",
     "block_names",
+    "blocks_of",
     "build_model",
     "costs_by_image",
     "costs_of_run",
@@ -109,10 +115,12 @@ __all__ = [
     "model_names",
     "named_config",
     "observing",
+    "observing_calls",
     "observing_mlp",
     "parameter_blocks",
     "rank_of",
     "recording_blocks",
+    "recording_calls",
     "recording_tokens",
     "reduction_of",
     "require_all_tokens",

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenB
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models.call_state import CallState
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
-from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.token_hooks import forward_pass, reduction_of
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
@@ -426,17 +426,11 @@ def _outputs_of_blocks(
     model: Adopted, blocks: Sequence[nn.Module], attention: str, images: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns the output of the attention of every block, and that of the block."""
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def record(module: nn.Module, args: object, output: Any) -> None:
-        outputs[module] = output[0] if isinstance(output, tuple) else output
-
     parts = [(block.get_submodule(attention), block) for block in blocks]
-    # The hooks also switch the last-layer class-token shortcut off, so that both models process all tokens.
-    with ExitStack() as hooks:
-        for part in {part for pair in parts for part in pair}:
-            hooks.enter_context(part.register_forward_hook(record))
+    # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
+    with recording_calls(sum(parts, ()), lambda call: (call.module, call.output_tokens)) as calls:
         model(images)
+    outputs = dict(calls)
     return [(outputs[part], outputs[block]) for part, block in parts]
 
 

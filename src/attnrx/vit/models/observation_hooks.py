@@ -1,9 +1,9 @@
-"""Hooks that observe a model during its forward passes: attention layers, MLPs, blocks, heads; and their names."""
+"""Observes a model during its forward passes: the calls of any modules, the maps of attention; and names its blocks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,59 @@ from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention, Eager, Observed, using
 from attnrx.vit.models.family import Family
 from attnrx.vit.observation import Observation
+
+Kept = TypeVar("Kept")
+
+
+class ModuleCall(NamedTuple):
+    """One call of a module: `tokens` is its first argument, `args` and `kwargs` are the others, e.g. rotations."""
+
+    module: nn.Module
+    tokens: Tensor
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+    @property
+    def output_tokens(self) -> Tensor:
+        """The output, or its first element: some blocks of transformers return a tuple."""
+        return self.output[0] if isinstance(self.output, tuple) else self.output
+
+
+@contextmanager
+def observing_calls(
+    modules: Iterable[nn.Module], observe: Callable[[ModuleCall], object], by_image: bool = False
+) -> Iterator[None]:
+    """Calls `observe` after every call of the modules inside the context.
+
+    Args:
+        modules: Modules whose first argument is a tensor.
+        observe: Receives every call, in the order in which the calls end.
+        by_image: Whether parts of a batch may be observed one after the other. Otherwise a batch is not divided into
+            chunks, and the last block receives all tokens.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        others = dict(kwargs)
+        # timm passes tokens by position, transformers by name.
+        tokens = args[0] if args else others.pop("hidden_states" if "hidden_states" in others else next(iter(others)))
+        observe(ModuleCall(module, tokens, args[1:], others, output))
+
+    hook.by_image = by_image  # type: ignore[attr-defined]
+    with ExitStack() as hooks:
+        for module in dict.fromkeys(modules):
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        yield
+
+
+@contextmanager
+def recording_calls(
+    modules: Iterable[nn.Module], keep: Callable[[ModuleCall], Kept], by_image: bool = False
+) -> Iterator[list[Kept]]:
+    """Collects what `keep` returns for every call of the modules inside the context; the caller may clear the list."""
+    kept: list[Kept] = []
+    with observing_calls(modules, lambda call: kept.append(keep(call)), by_image):
+        yield kept
 
 
 @contextmanager
@@ -46,41 +99,23 @@ def observing_mlp(
     """Calls `observe(layer, which, inputs, outputs)` for both maps of every MLP in every forward pass inside the
     context.
     """
-
-    # These hooks make `FusedMLP` call its maps one by one, and a batch pass whole (`chunked_forward`).
-    def pass_on(index: tuple[int, int], module: nn.Module, args: tuple[Tensor, ...], outputs: Tensor) -> None:
-        observe(*index, args[0].detach(), outputs.detach())
-
-    with ExitStack() as hooks:
-        for layer, pair in enumerate(family.mlp(model)):
-            for which, linear in enumerate(pair):
-                hooks.enter_context(linear.register_forward_hook(partial(pass_on, (layer, which))))
+    maps = {linear: (layer, which) for layer, pair in enumerate(family.mlp(model)) for which, linear in enumerate(pair)}
+    # The hooks make `FusedMLP` call its maps one by one, and a batch pass whole (`chunked_forward`).
+    with observing_calls(maps, lambda call: observe(*maps[call.module], call.tokens.detach(), call.output.detach())):
         yield
 
 
-@contextmanager
-def recording_blocks(model: nn.Module, family: Family) -> Iterator[list[Tensor]]:
+def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager[list[Tensor]]:
     """Collects the output of every block in each forward pass; the caller clears the list."""
-    outputs: list[Tensor] = []
-
-    def record(module: nn.Module, args: object, output: Any) -> None:
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-
-    with ExitStack() as hooks:
-        for name in block_names(model, family):
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(record))
-        yield outputs
+    return recording_calls(blocks_of(model, family), lambda call: call.output_tokens)
 
 
 def head_features(model: nn.Module, heads: Sequence[nn.Linear], images: ImageBatch) -> Float[Tensor, "batch features"]:
     """Runs the model and returns the inputs of its heads, concatenated where there are several."""
-    state: dict[nn.Module, Tensor] = {}
-    with ExitStack() as hooks:
-        for head in heads:
-            # By head, because the order of their calls may differ from that of `heads`.
-            hooks.enter_context(head.register_forward_pre_hook(lambda head, args: state.update({head: args[0]})))
+    with recording_calls(heads, lambda call: (call.module, call.tokens)) as calls:
         model(images)
-    return torch.cat([state[head] for head in heads], dim=-1)
+    inputs = dict(calls)  # by head, because the order of their calls may differ from that of `heads`
+    return torch.cat([inputs[head] for head in heads], dim=-1)
 
 
 @contextmanager
@@ -140,6 +175,11 @@ def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
             )
         names.append(".".join(parts[: numbers[-1] + 1]))
     return tuple(names)
+
+
+def blocks_of(model: nn.Module, family: Family) -> tuple[nn.Module, ...]:
+    """Returns the blocks of the model, in order."""
+    return tuple(model.get_submodule(name) for name in block_names(model, family))
 
 
 def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:

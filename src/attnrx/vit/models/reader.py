@@ -15,7 +15,7 @@ from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import Adapter, Adopted, RotationCache, assembled
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelPaths
-from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features
 
 
@@ -168,10 +168,9 @@ class ReaderFamily(AdoptedFamily):
     def adopt(self, model: nn.Module, *args: Any, **stated: Any) -> Adopted:
         adopted = super().adopt(model, *args, **stated)
         # Equal logits do not prove `prefix_tokens`, which a user states: the number is compared with a forward pass.
-        counts: list[int] = []
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
-        block = self.layers(adopted.source)[0]
-        with evaluating((adopted,)), block.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1])):
+        first_block = self.layers(adopted.source)[:1]
+        with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
             adopted(images)
         prefix, patches = self.prefix_tokens(adopted.source), self.positions(adopted)
         if counts != [prefix + patches]:

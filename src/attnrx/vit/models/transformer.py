@@ -21,6 +21,7 @@ from attnrx.vit.models.chunked_forward import chunked_forward, require_images
 from attnrx.vit.models.family import Family, MLPRanks
 from attnrx.vit.models.fused_mlp import FusedMLP
 from attnrx.vit.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.token_hooks import costs_of_tokens, forward_pass
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenPolicy
@@ -285,15 +286,14 @@ class OwnFamily(Family, Generic[Config]):
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         """Returns the output of the last norm."""
-        transformer, outputs = self._own(model), []
+        transformer = self._own(model)
         require_images(images, transformer.config.input_shape, "this model")
-        # A hook, because `logits` of the subclasses return no tokens. Without chunks, so that it runs once.
-        hook = transformer.norm.register_forward_hook(lambda norm, args, tokens: outputs.append(tokens))
-        try:
-            with forward_pass(model, (transformer.config.depth - 1,)):
-                transformer.logits(images)
-        finally:
-            hook.remove()
+        # Recorded, because `logits` of the subclasses return no tokens. Without chunks, so that the norm runs once.
+        with (
+            recording_calls((transformer.norm,), lambda call: call.output) as outputs,
+            forward_pass(model, (transformer.config.depth - 1,)),
+        ):
+            transformer.logits(images)
         return outputs[0][:, self.token_layout(model).prefix :]
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
