@@ -273,5 +273,5 @@ def test_labels_at_chance_level_are_said_everywhere(tmp_path: Any) -> None:
     assert warning in evidence.summary and warning in rx.reports.summary_of(evidence)
     card = (rx.save(model, tmp_path / "saved", evidence=evidence) / "README.md").read_text()
     assert "LABELS AT CHANCE LEVEL" in card and "model-index" not in card
-    assert "LABELS AT CHANCE LEVEL" in evidence.to_html()
+    assert "LABELS AT CHANCE LEVEL" in rx.reports.render(rx.reports.ReportContent("evidence", evidence=evidence))
     assert not rx.verify(model, model, (IMAGES, (labels - 1) % 4), [Accuracy(None)]).warnings

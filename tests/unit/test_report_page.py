@@ -280,7 +280,7 @@ def test_sections_are_unfolded_where_they_are_the_content():
 
 
 def test_evidence_is_a_page_of_its_own():
-    page = Page(report_content.evidence().to_html())
+    page = Page(render(ReportContent("evidence", evidence=report_content.evidence())))
     assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
 
 

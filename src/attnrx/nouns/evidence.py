@@ -1,6 +1,5 @@
 """Evidence: the measured claims about a candidate against its reference, with values, limits and outcomes."""
 
-import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -213,14 +212,6 @@ class Evidence(Displayed, Tabular):
     def warnings(self) -> tuple[str, ...]:
         """What has to be known before the numbers are read, e.g. that the labels are at chance level."""
         return tuple(map(str, self.about.get("warnings", ())))
-
-    def to_html(self) -> str:
-        """Returns a whole HTML page of the evidence, as `write_report` writes it, e.g. for an iframe of a notebook.
-
-        Needs the optional library jinja2.
-        """
-        # A page is made by `attnrx.show.reports`, which imports this module.
-        return importlib.import_module("attnrx.show.reports").evidence_page(self)
 
     def of(self, check: str) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.check == check)

@@ -12,7 +12,7 @@ from attnrx.show.reports.content import (
 )
 from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
-from attnrx.show.reports.page import evidence_page, write_report
+from attnrx.show.reports.page import render, write_report
 from attnrx.show.reports.ranks import PathwayRanks, model_ranks
 from attnrx.show.reports.samples import sample_attention, sample_tokens
 
@@ -26,11 +26,11 @@ __all__ = [
     "TokenSamples",
     "TradeOffPoint",
     "completed_card",
-    "evidence_page",
     "files_table",
     "is_unedited",
     "model_card",
     "model_ranks",
+    "render",
     "sample_attention",
     "sample_tokens",
     "summary_of",

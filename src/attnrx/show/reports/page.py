@@ -64,7 +64,22 @@ def write_report(
 ) -> Path:
     """Writes the report as one HTML file that uses no network: readable without scripts, printable, light and dark.
 
-    Give evidence, prescription and diagnosis, or instead a `content` with these and other parts and a title.
+    Give evidence, prescription and diagnosis, or instead a `content` with these and other parts and a title. The page
+    as text, e.g. for an iframe of a notebook, is `render(ReportContent(title, evidence=evidence))`.
+
+    Args:
+        path: The file to write.
+        content: All parts of the report.
+        evidence: What `verify` measured.
+        prescription: The prescription of the candidate.
+        diagnosis: The diagnosis that the prescription was made from.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        InvalidInput: There is nothing to show, or both a content and single parts were given.
+        FingerprintMismatch: Diagnosis and prescription belong to different models.
     """
     parts = {"evidence": evidence, "prescription": prescription, "diagnosis": diagnosis}
     part_names = [name for name, part in parts.items() if part is not None]
@@ -78,11 +93,6 @@ def write_report(
         about = {} if evidence is None else evidence.about
         content = ReportContent(f"attnrx: {Path(path).stem}", about, prescription, diagnosis, evidence)
     return write_text(path, render(content))
-
-
-def evidence_page(evidence: Evidence) -> str:
-    """Returns the page of evidence alone as HTML."""
-    return render(ReportContent("attnrx: evidence", evidence.about, evidence=evidence))
 
 
 def render(content: ReportContent) -> str:
