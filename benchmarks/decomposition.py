@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from attnrx.change.decompositions import Canonical, FactoredTensor, als
 from attnrx.change.decompositions.canonical import starting_terms
-from attnrx.support.serialization.storage import write_json
+from attnrx.support.storage import write_json
 from attnrx.vit.costs import Ratio, Timing, device_name, interleave
 
 HEADER = (

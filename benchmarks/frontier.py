@@ -26,9 +26,9 @@ from attnrx.decide.planning import TimingSettings
 from attnrx.decide.planning.plan import Plan
 from attnrx.show.checks import Accuracy, Comparison, Fidelity
 from attnrx.show.reports.figures import Chart, Curve, CurvePoint
-from attnrx.support.runtime.subprocess_runner import run_in_subprocess
-from attnrx.support.serialization.storage import read_json, write_json, write_text
-from attnrx.support.serialization.tables import markdown_table
+from attnrx.support.storage import read_json, write_json, write_text
+from attnrx.support.subprocess_runner import run_in_subprocess
+from attnrx.support.tables import markdown_table
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.vit.models import attach_tokens_, family_of

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from attnrx.support.serialization.storage import write_json
+from attnrx.support.storage import write_json
 from attnrx.vit.costs import (
     Conditions,
     LatencyComparison,

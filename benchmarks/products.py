@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from attnrx.support.runtime.hardware import device_name
+from attnrx.support.hardware import device_name
 from attnrx.vit.costs import interleave
 from attnrx.vit.kernels.native_products import PackedMap, native_maps
 

@@ -25,7 +25,7 @@ from attnrx.decide.rules import EnergyRetention
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.show.checks.statistics import t_interval
 from attnrx.support.errors import NoOpPrescription
-from attnrx.support.serialization.storage import read_json, write_json
+from attnrx.support.storage import read_json, write_json
 from attnrx.training import Silent
 from attnrx.vit.models import build_model, evaluating
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.support.serialization.storage import write_json
+from attnrx.support.storage import write_json
 from attnrx.vit.attention import Attention, backend_of
 from attnrx.vit.costs import Conditions, device_name, interleave
 from attnrx.vit.models import LowRankLinear, build_model, family_of

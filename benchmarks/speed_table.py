@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attnrx as rx
-from attnrx.support.serialization.storage import read_json, write_text
+from attnrx.support.storage import read_json, write_text
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import build_model
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench

@@ -8,7 +8,7 @@ A cell is off where the cost does not round to the printed number. Convention: `
 import json
 from importlib import resources
 
-from attnrx.support.serialization.tables import markdown_table
+from attnrx.support.tables import markdown_table
 from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
 from attnrx_lab.papers.spot_tables import RECIPES, SUBJECTS
 

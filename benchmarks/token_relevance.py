@@ -28,8 +28,8 @@ from attnrx.decide.diagnostics.perturbation import noise_like
 from attnrx.decide.diagnostics.watches import running_mean
 from attnrx.show.checks.statistics import Estimate, mean_estimate
 from attnrx.support.errors import AttnrxError, InvalidInput
-from attnrx.support.serialization.storage import write_json
 from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.support.storage import write_json
 from attnrx.vit.costs import device_name
 from attnrx.vit.models import attach_tokens_, family_of, model_fingerprint, reduction_of
 from attnrx.vit.tokens import REDUCERS, TokenPolicy, parse_policy

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from attnrx.support.serialization.storage import write_json
+from attnrx.support.storage import write_json
 from attnrx.vit.costs import Ratio, Timing, device_name, interleave
 from attnrx.vit.models import VisionTransformer, initialize_, named_config
 

@@ -22,7 +22,7 @@ import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.decide.diagnostics import Moments
 from attnrx.show.checks import Accuracy, Bounds, Calibration, Costs, Fidelity, Latency
-from attnrx.support.runtime import processes
+from attnrx.support import process_group
 from attnrx.training import TrainingRun, train
 from attnrx.training.losses import Task
 from attnrx.training.optimization import strengths_of
@@ -71,17 +71,17 @@ def verified(folder: Path, **context: Any) -> rx.Evidence:
     masked = realize(strong(), prescription(), by="mask")
     context |= {"masked": masked, "prescription": prescription(), "batch_size": 4}
     evidence = rx.verify(compressed(), strong(), splits().train, checks, **context)
-    evidence.save(folder / f"evidence-{processes.place()[0]}.json")
+    evidence.save(folder / f"evidence-{process_group.rank_and_size()[0]}.json")
     return evidence
 
 
 def verified_together(folder: Path) -> None:
     """One process times the models while the other waits; both give all findings."""
-    assert processes.join_process_group() == (int(os.environ["RANK"]), 2)
+    assert process_group.join_process_group() == (int(os.environ["RANK"]), 2)
     evidence = verified(folder, together=True)
     latency = Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1))
     timed = rx.verify(compressed(), strong(), splits().test, [latency], together=True)
-    both = processes.all_gathered((evidence.findings, timed.findings))
+    both = process_group.all_gather((evidence.findings, timed.findings))
     assert both[0] == both[1]
 
 

@@ -25,9 +25,9 @@ from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
 from attnrx.decide.planning.plan_search import Search, _study
 from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
-from attnrx.support.serialization.config import to_dict
-from attnrx.support.serialization.storage import SEAL, file_sha256, read_json, sealed, write_json
+from attnrx.support.storage import SEAL, file_sha256, read_json, sealed, write_json
 from attnrx_lab.sweeps import grid_jobs
 from edits import ABSENT, edited
 from pictures import encoded, rows, write_folder, write_parquet

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnrx.data import Columns, load_data
-from attnrx.support.serialization.storage import read_json, write_json
+from attnrx.support.storage import read_json, write_json
 from attnrx.vit.models import attach_tokens_, build_model, family_of, save_model
 from attnrx.vit.tokens import DynamicViT, TokenPolicy
 from pictures import rows, write_folder, write_parquet

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import attnrx as rx
+from attnrx.support import atomic_writes
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
-from attnrx.support.serialization import atomic_writes
 from attnrx.vit.models import ViTConfig
 from interruptions import visible
 from pictures import write_folder

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import attnrx_lab.papers
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.serialization.config import to_dict
 from attnrx.training.losses import Ponder
 from attnrx.vit.models import named_config
 from attnrx_lab.papers import load_recipe, recipe_names, reproduce

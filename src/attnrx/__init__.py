@@ -69,8 +69,7 @@ _PACKAGES = {
     "realization": "attnrx.change.realization",
     "reports": "attnrx.show.reports",
     "rules": "attnrx.decide.rules",
-    "runtime": "attnrx.support.runtime",
-    "serialization": "attnrx.support.serialization",
+    "serialization": "attnrx.support.storage",
     "tokens": "attnrx.vit.tokens",
     "training": "attnrx.training",
 }
@@ -126,7 +125,7 @@ if TYPE_CHECKING:
     from attnrx.nouns.prescription import Prescription
     from attnrx.show import checks, reports  # noqa: F401
     from attnrx.show.reports import write_report
-    from attnrx.support import runtime, serialization  # noqa: F401
+    from attnrx.support import storage as serialization  # noqa: F401
     from attnrx.support.errors import AttnrxError
     from attnrx.training import TrainingConfig, losses, train  # noqa: F401
     from attnrx.verbs.api import (

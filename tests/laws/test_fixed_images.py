@@ -31,7 +31,7 @@ from attnrx.data.division import fixed_images
 from attnrx.data.fixed import ONE_DRAW, content_hashes
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.support.errors import AttnrxError, DataError, InvalidInput
-from attnrx.support.runtime.hardware import cache_folder
+from attnrx.support.hardware import cache_folder
 from comparisons import pixels
 from planned import CONFIG, original
 

@@ -18,7 +18,7 @@ import attnrx as rx
 from attnrx.change.exporting import own_exports
 from attnrx.decide.planning import Target
 from attnrx.nouns.prescription import TokenPrescription
-from attnrx.support.serialization import atomic_writes
+from attnrx.support import atomic_writes
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import ViTConfig
 from cases import model

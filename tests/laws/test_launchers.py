@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import attnrx as rx
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.storage import read_json
 from shared_runs import free_port
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.serialization.config import from_dict, to_dict
 from attnrx.training.losses import LOSSES as KINDS
 from attnrx.training.losses import (
     Distillation,

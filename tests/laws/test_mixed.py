@@ -15,7 +15,7 @@ from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.decide.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
 from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision
 from attnrx.support.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
-from attnrx.support.serialization.storage import read_json, write_json
+from attnrx.support.storage import read_json, write_json
 from attnrx.training.optimization import constrain_
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs

@@ -12,7 +12,7 @@ from attnrx.data import ImageSet
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Basis, Prescription
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.serialization.storage import read_json, write_json
+from attnrx.support.storage import read_json, write_json
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.models import VisionTransformer, ViTConfig, family_of

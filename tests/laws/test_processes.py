@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.storage import read_json
 from attnrx.training import TrainingRun
 from attnrx.training.checkpoints import Checkpoints, History
 from attnrx.vit.models import family_of, load_model, reduction_of

@@ -10,9 +10,9 @@ from attnrx.change.realization import realize
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.prescription import Prescription
+from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.serialization.config import from_dict, to_dict
-from attnrx.support.serialization.storage import sealed
+from attnrx.support.storage import sealed
 from attnrx.vit.models import LVViTConfig, ViTConfig, family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.spec import AttentionSpec
 from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription

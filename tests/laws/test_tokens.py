@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import cases
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.serialization.config import to_dict
 from attnrx.vit.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model, token_run
 from attnrx.vit.tokens import (
     DTPS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attnrx.support.errors import CacheWarning, CheckpointError
-from attnrx.support.runtime.hardware import Measurements, cache_folder
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.hardware import Measurements, cache_folder
+from attnrx.support.storage import read_json
 from attnrx.vit.attention import (
     Attention,
     AttentionCapture,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.storage import read_json
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "decomposition.py"
 TINY = ("--cases", "20x3x4:8", "--sweeps", "4", "--rounds", "2", "--clock", "cpu")

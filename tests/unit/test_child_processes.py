@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from attnrx.support.runtime import child_processes
-from attnrx.support.runtime.subprocess_runner import run_in_subprocess
+from attnrx.support import child_processes
+from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.kernels import compilation
 from attnrx_lab.sweeps import SweepStudy, grid_jobs, run_jobs
 from sweep_work import work
 
-SOURCES = Path(child_processes.__file__).parents[3]
+SOURCES = Path(child_processes.__file__).parents[2]
 NAMES = ("torch", "numpy", "json", "pickle", "sitecustomize", "usercustomize", "attnrx", "timm", "optuna", "encodings")
 
 
@@ -110,8 +110,8 @@ def test_processes_are_started_in_one_module() -> None:
     starts = {"subprocess", "multiprocessing", "_posixsubprocess", "pty"}
     calls = ("system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "startfile")
     allowed = {
-        "attnrx/support/runtime/child_processes.py": {"subprocess"},
-        "attnrx/support/runtime/subprocess_runner.py": {"os.fork"},
+        "attnrx/support/child_processes.py": {"subprocess"},
+        "attnrx/support/subprocess_runner.py": {"os.fork"},
     }
     for path in sorted(SOURCES.rglob("*.py")):
         found = set()

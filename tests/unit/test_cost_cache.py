@@ -13,7 +13,7 @@ from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import ATTEMPTS, STEADY, cached_cost_table, measured_cost_table
 from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
-from attnrx.support.serialization.storage import read_tensors, write_tensors
+from attnrx.support.storage import read_tensors, write_tensors
 from planned import CLOCK, spanned
 
 Edit = Callable[[CostTable], CostTable]

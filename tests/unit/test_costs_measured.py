@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.runtime.hardware import device_name
+from attnrx.support.hardware import device_name
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import (
     Conditions,

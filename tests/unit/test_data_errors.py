@@ -15,7 +15,7 @@ import attnrx as rx
 from attnrx.data import Columns, ImageSet, load_data
 from attnrx.data.splits import VALIDATION_IS_TEST
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.support.serialization.storage import write_json
+from attnrx.support.storage import write_json
 from pictures import CLASSES, assert_labels_belong, encoded, everything, rows, sizes, write_folder, write_parquet
 from test_cli import call, record
 

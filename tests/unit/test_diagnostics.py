@@ -11,8 +11,8 @@ from attnrx.decide.diagnostics.geometry import alignment, selectivity
 from attnrx.decide.diagnostics.perturbation import noise_like
 from attnrx.decide.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
+from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.config import from_dict, to_dict
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 

@@ -20,7 +20,7 @@ from attnrx.decide.planning import Plan, Point
 from attnrx.nouns.predictions import PredictedQuantity
 from attnrx.show.reports import ComparisonRecord, PlanFront
 from attnrx.support.errors import AttnrxError, CheckpointError
-from attnrx.support.serialization.storage import SEAL, read_json, read_json_lines, read_tensors, sealed, write_json
+from attnrx.support.storage import SEAL, read_json, read_json_lines, read_tensors, sealed, write_json
 from attnrx.training.checkpoints import History
 from comparisons import pixels
 from planned import CONFIG, original

@@ -11,7 +11,7 @@ from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.storage import read_json
 from attnrx.verbs.api import prescribe
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.models import family_of

@@ -7,7 +7,7 @@ import torch
 
 import cases
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.storage import read_json
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import build_model, family_of
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench

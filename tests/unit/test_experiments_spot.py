@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attnrx.data import Normalization, load_data, object_patches
+from attnrx.support.atomic_writes import locked
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.serialization.atomic_writes import locked
 from attnrx.verbs.api import load
 from attnrx.vit.models import reduction_of
 from attnrx.vit.tokens import Random

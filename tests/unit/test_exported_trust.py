@@ -8,9 +8,9 @@ import torch
 
 import attnrx as rx
 from attnrx.change.exporting import FORMATS, load_exported
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx.support.serialization.config import to_dict
-from attnrx.support.serialization.storage import file_sha256, read_json, write_json
+from attnrx.support.storage import file_sha256, read_json, write_json
 from test_cli import call
 
 

@@ -12,7 +12,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import CheckpointError
-from attnrx.support.serialization.storage import read_json, read_tensors, write_json
+from attnrx.support.storage import read_json, read_tensors, write_json
 from diagnoses import diagnosis
 from edits import ABSENT, write_edited
 

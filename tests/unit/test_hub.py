@@ -15,7 +15,7 @@ import cases
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import completed_card, model_card
 from attnrx.support.errors import CardWarning, CheckpointError, DataError, InvalidInput
-from attnrx.support.serialization.hub import local_copies_if_unreachable
+from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.vit.models import load_model
 from test_cli import call, record
 
@@ -45,7 +45,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise OSError(f"404 for {repo_id} at {revision}\nand more")
         return str(root / repo_id)
 
-    monkeypatch.setattr("attnrx.support.serialization.hub._connection_problem", str)
+    monkeypatch.setattr("attnrx.support.hub._connection_problem", str)
     monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     return root

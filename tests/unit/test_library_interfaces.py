@@ -13,7 +13,7 @@ from torch import nn
 
 import attnrx
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
-from attnrx.support.serialization.storage import SEAL, sealed, write_json
+from attnrx.support.storage import SEAL, sealed, write_json
 from attnrx.vit.models import model_fingerprint
 from pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 

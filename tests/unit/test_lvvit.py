@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import attnrx as rx
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.serialization.storage import write_tensors
+from attnrx.support.storage import write_tensors
 from attnrx.training import train
 from attnrx.vit.models import LVViT, LVViTConfig, attach_tokens_, build_model, family_of
 from attnrx.vit.models.lvvit import SIZES, LVViTFamily, published_names

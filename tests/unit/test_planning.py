@@ -48,7 +48,7 @@ from attnrx.support.errors import (
     TargetMet,
     UnknownName,
 )
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.storage import read_json
 from attnrx.vit.models import VisionTransformer, chunked_forward, family_of, load_model
 from attnrx.vit.outputs import KINDS, divergence, softened_divergence
 from attnrx.vit.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import attnrx as rx
+from attnrx.support import atomic_writes
+from attnrx.support.atomic_writes import locked, parts_by, replacing_folder
 from attnrx.support.errors import CheckpointError
-from attnrx.support.serialization import atomic_writes
-from attnrx.support.serialization.atomic_writes import locked, parts_by, replacing_folder
 from interruptions import snapshots, visible
 from planned import original
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnrx.support.errors import CheckpointError, InvalidInput
-from attnrx.support.serialization.storage import (
+from attnrx.support.storage import (
     fingerprint,
     read_json,
     read_tensors,

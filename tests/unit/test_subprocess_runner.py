@@ -10,7 +10,7 @@ import pytest
 
 from attnrx.decide.planning import Target
 from attnrx.support.errors import NotSupported
-from attnrx.support.runtime.subprocess_runner import FORKS, run_in_subprocess, shared_subprocess
+from attnrx.support.subprocess_runner import FORKS, run_in_subprocess, shared_subprocess
 
 pytestmark = pytest.mark.slow
 

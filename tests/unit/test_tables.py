@@ -14,7 +14,7 @@ from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import ComparisonRecord, ReportContent, model_card
 from attnrx.show.reports.content import ComparedTrial, Measured
 from attnrx.show.reports.page import render
-from attnrx.support.serialization.tables import (
+from attnrx.support.tables import (
     aligned_table,
     csv_text,
     latex_table,

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError, InvalidInput
-from attnrx.support.serialization.config import to_dict
 from attnrx.vit import tokens
 from attnrx.vit.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
 from attnrx.vit.tokens.policy import PolicyReader

@@ -3,8 +3,8 @@
 import pytest
 
 from attnrx.data import Augmentation
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.config import to_dict
 from attnrx.training import Mixing, TrainingConfig
 from attnrx.training.losses import Distillation, TargetRank, Task
 

@@ -10,7 +10,7 @@ import torch
 import attnrx as rx
 from attnrx.data import Normalization, from_tensors
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged
-from attnrx.support.serialization.storage import read_json, write_json
+from attnrx.support.storage import read_json, write_json
 from attnrx.training import checkpoints, train
 from attnrx.vit.models import VisionTransformer, initialize_, load_model
 from cases import CONFIGS

@@ -8,7 +8,7 @@ import pytest
 import report_content
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import files_table, written_files
-from attnrx.support.serialization.storage import write_json
+from attnrx.support.storage import write_json
 from attnrx.vit.costs import Ratio
 
 

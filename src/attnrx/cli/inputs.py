@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import attnrx as rx
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.serialization.text_parsing import share
+from attnrx.support.text_parsing import share
 from attnrx.vit.maps import FITS
 
 if TYPE_CHECKING:

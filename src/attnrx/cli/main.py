@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Here and not at exit, because only writing the buffer shows that the reader has closed the pipe.
         sys.stdout.flush()
         if "torch" in sys.modules:
-            from attnrx.support.runtime import processes  # imports torch, which takes seconds
+            from attnrx.support import process_group  # imports torch, which takes seconds
 
-            processes.leave()
+            process_group.leave_process_group()
         return code
     except BrokenPipeError:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.

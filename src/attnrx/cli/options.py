@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrx.cli.parser import Parser
-from attnrx.support.serialization.text_parsing import share
+from attnrx.support.text_parsing import share
 
 
 @dataclass(frozen=True)

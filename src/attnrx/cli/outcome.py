@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import attnrx as rx
-from attnrx.support.serialization.tables import aligned_table
+from attnrx.support.tables import aligned_table
 
 
 @dataclass(frozen=True)

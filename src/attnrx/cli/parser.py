@@ -126,7 +126,7 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
 
 def _require_kind(out: Path, kind: str) -> None:
     """Raises InvalidInput for a file that attnrx wrote with another kind."""
-    from attnrx.support.serialization.storage import file_kind  # imports torch
+    from attnrx.support.storage import file_kind  # imports torch
 
     found = file_kind(out)
     if found is not None and kind and not _is(out, kind):
@@ -154,6 +154,6 @@ def _belongs(out: Path, given: Path) -> bool:
 
 def _is(out: Path, kind: str) -> bool:
     """Whether attnrx wrote a file of this kind; for an exported model the kind is in its facts, FILE.json."""
-    from attnrx.support.serialization.storage import file_kind  # imports torch
+    from attnrx.support.storage import file_kind  # imports torch
 
     return kind != "" and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))

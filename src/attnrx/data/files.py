@@ -18,8 +18,8 @@ from attnrx.data.images import by_turns, held_out
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.support.errors import DataError
 from attnrx.support.optional import required_module
-from attnrx.support.serialization.validation import require_regular
 from attnrx.support.shapes import Int, Tensor, UInt8
+from attnrx.support.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test

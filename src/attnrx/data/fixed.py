@@ -22,9 +22,9 @@ import torch
 from attnrx.data.images import NO_LABELS, UNLABELLED, Batch, ImageSet, Pass, RowImages, digest
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.hardware import cache_folder
 from attnrx.support.preprocessing import Normalization
 from attnrx.support.progress import track
-from attnrx.support.runtime.hardware import cache_folder
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 
 MEMORY = 2 * 2**30  # bytes of images that are held in memory; more are held in a file

@@ -41,9 +41,10 @@ from attnrx.data.splits import (
 from attnrx.data.tables import Columns
 from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, one_of, optional
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput
+from attnrx.support.hardware import cache_folder
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.runtime.hardware import cache_folder
-from attnrx.support.serialization.storage import (
+from attnrx.support.shapes import Int, Tensor, UInt8
+from attnrx.support.storage import (
     check_seal,
     file_sha256,
     read_json,
@@ -52,7 +53,6 @@ from attnrx.support.serialization.storage import (
     write_json,
     write_tensors,
 )
-from attnrx.support.shapes import Int, Tensor, UInt8
 
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory; larger sets stream
 SCHEMA = 3  # raise it when decoding or resizing changes, so that old copies are not used

@@ -30,12 +30,12 @@ from attnrx.data.pixels import decode
 from attnrx.data.sets import Stream, Work
 from attnrx.data.splits import MOST_CLASSES, check_trained, numbered_classes, validation_as_test_
 from attnrx.support.errors import CheckpointError, DataError
+from attnrx.support.hardware import cache_folder
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.runtime.hardware import cache_folder
-from attnrx.support.serialization.storage import read_json, write_json
-from attnrx.support.serialization.validation import Integer, Items, Record, Text, require_regular, validated
 from attnrx.support.shapes import Tensor, UInt8
+from attnrx.support.storage import read_json, write_json
+from attnrx.support.validation import Integer, Items, Record, Text, require_regular, validated
 
 # The index of the library webdataset (wids), which has more fields, and in addition the names of the classes.
 INDEX = Record(

@@ -14,11 +14,11 @@ from attnrx.data.files import group_by_split, stamp
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages, numbered_classes
 from attnrx.support.arguments import TEXT, optional, require_fields
 from attnrx.support.errors import DataError, nearest
+from attnrx.support.hardware import cache_folder
+from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.optional import required_module
-from attnrx.support.runtime.hardware import cache_folder
-from attnrx.support.serialization.hub import local_copies_if_unreachable
-from attnrx.support.serialization.validation import require_regular
 from attnrx.support.shapes import Int, Tensor
+from attnrx.support.validation import require_regular
 
 if TYPE_CHECKING:
     import datasets

@@ -31,12 +31,12 @@ from attnrx.decide.rules.rotary import COHERENCE, coherence
 from attnrx.nouns.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.nouns.prescription import Basis
 from attnrx.support.arguments import ANY, BATCH, COUNT, FLAG, MODEL, SEED, TEXT, checked, each, instance, optional
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import DataError, FingerprintMismatch, InvalidInput
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
-from attnrx.support.serialization.config import to_dict
-from attnrx.support.serialization.storage import require_finite_tensors
 from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models import (
     InputValidation,

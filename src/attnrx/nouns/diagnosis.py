@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
+from attnrx.support import validation as fields
 from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.serialization import validation as fields
-from attnrx.support.serialization.storage import (
+from attnrx.support.shapes import Float, Tensor
+from attnrx.support.storage import (
     check_schema,
     read_json,
     read_tensors_of,
     require_finite_tensors,
     write_with_tensors,
 )
-from attnrx.support.serialization.validation import validated
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.validation import validated
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.spec import NORMS
 from attnrx.vit.spectrum import Spectrum

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnrx.support import validation as fields
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.serialization import validation as fields
-from attnrx.support.serialization.storage import check_schema, read_json, write_json
-from attnrx.support.serialization.tables import Cell, Tabular, aligned_table
-from attnrx.support.serialization.validation import Invalid, below, shown, validated
+from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx.support.tables import Cell, Tabular, aligned_table
+from attnrx.support.validation import Invalid, below, shown, validated
 
 KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")

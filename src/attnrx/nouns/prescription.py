@@ -11,7 +11,8 @@ import torch
 from attnrx.nouns.prescription_schema import ABOUT, KIND, RECORD, SCHEMA
 from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.serialization.storage import (
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.storage import (
     check_schema,
     json_text,
     read_json,
@@ -19,8 +20,7 @@ from attnrx.support.serialization.storage import (
     require_finite_tensors,
     write_with_tensors,
 )
-from attnrx.support.serialization.validation import Invalid, validated
-from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.validation import Invalid, validated
 from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 

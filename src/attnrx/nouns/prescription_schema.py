@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.support.serialization.validation import (
+from attnrx.support.validation import (
     MOST_DIRECTIONS,
     MOST_HEADS,
     MOST_LAYERS,

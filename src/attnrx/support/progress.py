@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 # Seconds before a loop is shown at all, and between two lines: of a loop by itself, and of one in a phase.
 DELAY, EVERY, EVERY_IN_PHASE = 2.0, 5.0, 15.0
 SETTING = "ATTNRX_PROGRESS"
-# Starts the lines by which another process passes on how far it is (`runtime.subprocess_runner`).
+# Starts the lines by which another process passes on how far it is (`subprocess_runner`).
 PASSED_ON = "\0progress "
 # The share of a call after which the time that is left is estimated.
 KNOWN = 0.03

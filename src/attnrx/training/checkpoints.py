@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from attnrx.data import Splits
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError
-from attnrx.support.serialization.config import to_dict
-from attnrx.support.serialization.storage import (
+from attnrx.support.shapes import Tensor
+from attnrx.support.storage import (
     check_schema,
     file_sha256,
     read_json,
@@ -25,7 +26,6 @@ from attnrx.support.serialization.storage import (
     write_tensors,
     write_text,
 )
-from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
 from attnrx.training.optimization import load_optimizer_, optimizer_tensors

@@ -25,8 +25,8 @@ from attnrx.support.arguments import (
     optional,
     require_fields,
 )
+from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.config import from_dict
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.losses import LOSSES, Loss, Task
 

@@ -15,8 +15,8 @@ from attnrx.data import Splits
 from attnrx.data.model_data import splits_for
 from attnrx.support.arguments import ANY, FLAG, MODEL, PATH, checked, instance, optional
 from attnrx.support.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
-from attnrx.support.serialization.storage import check_schema, fingerprint, read_json, write_json
 from attnrx.support.shapes import Tensor
+from attnrx.support.storage import check_schema, fingerprint, read_json, write_json
 from attnrx.training.checkpoints import (
     Checkpoints,
     History,

@@ -54,11 +54,11 @@ from attnrx.support.arguments import (
     one_of,
     optional,
 )
+from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import CardWarning, InvalidInput, NonFiniteOutputs, NotSupported
+from attnrx.support.hub import upload
 from attnrx.support.optional import installed_versions
-from attnrx.support.serialization.atomic_writes import Parts
-from attnrx.support.serialization.hub import upload
-from attnrx.support.serialization.storage import CARD_KIND, file_kind, write_text
+from attnrx.support.storage import CARD_KIND, file_kind, write_text
 from attnrx.verbs.result_folder import require_no_sizes
 from attnrx.vit.models import (
     FAMILIES,

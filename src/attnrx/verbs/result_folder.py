@@ -17,9 +17,9 @@ from attnrx.change.realization.elastic import is_elastic
 from attnrx.data.model_data import num_classes
 from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence
+from attnrx.support.atomic_writes import Parts, require_absent
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.atomic_writes import Parts, require_absent
-from attnrx.support.serialization.storage import REPORT, file_kind
+from attnrx.support.storage import REPORT, file_kind
 from attnrx.vit.models import is_model_file, require_model_folder
 
 RESULT = re.compile(r"model(?:-(\w+))?")  # the stems of exported files in a folder of results

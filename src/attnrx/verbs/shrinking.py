@@ -33,10 +33,10 @@ from attnrx.support.arguments import (
     one_of,
     optional,
 )
+from attnrx.support.atomic_writes import locked
 from attnrx.support.errors import InvalidInput, TargetMet
 from attnrx.support.progress import Log, no_log, phases
-from attnrx.support.runtime.subprocess_runner import shared_subprocess
-from attnrx.support.serialization.atomic_writes import locked
+from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.api import save
 from attnrx.verbs.preflight import preflight
 from attnrx.verbs.result_folder import require_result_folder

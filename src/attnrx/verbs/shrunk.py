@@ -20,9 +20,9 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.show.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.support.arguments import ANY, BATCH, CALLBACK, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
+from attnrx.support.atomic_writes import replacing_folder
 from attnrx.support.display import Sentence
 from attnrx.support.errors import AttnrxError, InvalidInput
-from attnrx.support.serialization.atomic_writes import replacing_folder
 from attnrx.support.shapes import ImageBatch
 from attnrx.verbs.api import export, save_with, verify
 from attnrx.verbs.preflight import preflight

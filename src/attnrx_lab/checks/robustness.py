@@ -13,8 +13,8 @@ from attnrx.show.checks.accuracy import change_of_accuracy
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison, answer
 from attnrx.show.checks.statistics import mcnemar, mean_change, paired_change, proportion
+from attnrx.support import process_group
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.runtime import processes
 from attnrx.support.shapes import Int, Tensor
 from attnrx.vit.models import evaluating, family_of
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
@@ -105,7 +105,7 @@ def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison:
     """Returns the predictions for each corruption and severity; several processes share the corruptions."""
     process, count = comparison.place
     own = [_predict(models, way, comparison) for way in ways[process::count]]
-    parts = processes.all_gathered(own) if comparison.together else [own]
+    parts = process_group.all_gather(own) if comparison.together else [own]
     # Process p has the numbers p, p + count, ...: back into the order of `ways`.
     for number in range(len(ways)):
         yield parts[number % count][number // count]

@@ -13,7 +13,7 @@ from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.progress import Log
-from attnrx.support.serialization.tables import csv_text
+from attnrx.support.tables import csv_text
 
 SUMMARY = "run one command over seeds, datasets and rules, and keep every number"
 EXAMPLE = "attnrx sweep run sweep.toml --store results.sqlite --workers 2"

@@ -25,9 +25,9 @@ from attnrx.show.checks.statistics import (
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
-from attnrx.support.serialization.storage import write_json
-from attnrx.support.serialization.tables import Cell, Tabular, markdown_table
 from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.storage import write_json
+from attnrx.support.tables import Cell, Tabular, markdown_table
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import costs_by_image, evaluating, family_of, reduction_of
 from attnrx.vit.outputs import KINDS, Logits, OutputKind, output_kind_of

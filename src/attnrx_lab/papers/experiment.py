@@ -14,11 +14,11 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Check, Comparison
+from attnrx.support.atomic_writes import locked
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import Log, no_log
-from attnrx.support.serialization.atomic_writes import locked
-from attnrx.support.serialization.config import to_dict
-from attnrx.support.serialization.storage import check_schema, read_json, write_json
+from attnrx.support.storage import check_schema, read_json, write_json
 
 SCHEMA = 1  # of settings.json and result.json
 

@@ -15,9 +15,9 @@ from attnrx.data import Normalization, Splits, object_patches
 from attnrx.data.cluttered_digits import canvases
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Accuracy, Fidelity
+from attnrx.support.atomic_writes import locked
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
-from attnrx.support.serialization.atomic_writes import locked
 from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity

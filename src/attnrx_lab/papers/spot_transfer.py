@@ -10,9 +10,9 @@ from torch import nn
 from attnrx.data import Splits, own_classes
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Comparison, parse_checks
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
-from attnrx.support.serialization.config import to_dict
 from attnrx.verbs.api import adapt_preprocessing, load
 from attnrx.vit.models import build_model, family_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy

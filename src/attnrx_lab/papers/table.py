@@ -10,8 +10,8 @@ import torch
 
 from attnrx.show.checks.statistics import Estimate, crossed_interval, t_interval
 from attnrx.show.reports.numbers import MISSING, fixed, number, with_unit
-from attnrx.support.serialization.storage import write_json, write_text
-from attnrx.support.serialization.tables import Marked, markdown_table
+from attnrx.support.storage import write_json, write_text
+from attnrx.support.tables import Marked, markdown_table
 from attnrx_lab.papers.experiment import Measure, Run
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 

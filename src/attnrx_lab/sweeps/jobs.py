@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any
 
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.serialization.validation import JSON_OBJECT, Record, Text, require_regular, validated
+from attnrx.support.validation import JSON_OBJECT, Record, Text, require_regular, validated
 
 Label = str | int | float | bool | None
 Words = tuple[str, ...]

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnrx.support.atomic_writes import process_runs
 from attnrx.support.errors import AttnrxError, CheckpointError, NotSupported
 from attnrx.support.optional import required_module
 from attnrx.support.progress import Log
-from attnrx.support.runtime.subprocess_runner import FORKS, ProcessEnded, Subprocess
-from attnrx.support.serialization.atomic_writes import process_runs
-from attnrx.support.serialization.validation import (
+from attnrx.support.subprocess_runner import FORKS, ProcessEnded, Subprocess
+from attnrx.support.validation import (
     Field,
     Integer,
     Items,

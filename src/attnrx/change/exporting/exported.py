@@ -13,12 +13,12 @@ from torch import nn
 
 from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising
 from attnrx.change.exporting.formats import FORMATS
+from attnrx.support import validation as fields
+from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx.support.serialization import validation as fields
-from attnrx.support.serialization.config import from_dict
-from attnrx.support.serialization.storage import check_schema, file_sha256, read_json
-from attnrx.support.serialization.validation import Invalid, below, validated
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.storage import check_schema, file_sha256, read_json
+from attnrx.support.validation import Invalid, below, validated
 from attnrx.vit.models.family import STATED_OUTPUTS
 
 KIND, SCHEMA = "attnrx exported model", 1

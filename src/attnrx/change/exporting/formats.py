@@ -7,7 +7,7 @@ from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
 from attnrx.change.exporting.torch_formats import AOTInductor, Program
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.serialization.text_parsing import KnobReader, Language, knobs_of
+from attnrx.support.text_parsing import KnobReader, Language, knobs_of
 
 FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from attnrx.change.exporting.exported import KIND, facts_path, present_facts
 from attnrx.change.exporting.format import Format, script_path
+from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.atomic_writes import require_absent, require_replaceable
-from attnrx.support.serialization.storage import file_kind
+from attnrx.support.storage import file_kind
 
 SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines above: {}\n"
 

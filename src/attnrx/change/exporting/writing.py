@@ -37,14 +37,14 @@ from attnrx.support.arguments import (
     one_of,
     optional,
 )
+from attnrx.support.atomic_writes import flush, temporary_folder
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
-from attnrx.support.runtime.module_copies import copied
-from attnrx.support.serialization.atomic_writes import flush, temporary_folder
-from attnrx.support.serialization.config import to_dict
-from attnrx.support.serialization.storage import file_sha256, write_json, write_text
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.storage import file_sha256, write_json, write_text
 from attnrx.vit.attention import Attention, Eager, Fused, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
@@ -111,7 +111,7 @@ class ExportSubject:
         family = family_of(model)
         require_ordinary_weights(model)
         # The caller's model keeps its mode, device and precision.
-        converted = copied(model).eval()
+        converted = copy_module(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
@@ -438,5 +438,5 @@ class _Logits(nn.Module):
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
     """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
-    converted = _Logits(copied(model)).eval().to(like.images.device, like.images.dtype)
+    converted = _Logits(copy_module(model)).eval().to(like.images.device, like.images.dtype)
     return replace(like, model=converted, facts={})

@@ -9,8 +9,8 @@ from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import ANY, MODEL, checked
 from attnrx.support.errors import DataError, NotSupported
+from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
-from attnrx.support.runtime.module_copies import copied
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import InputValidation, evaluating, family_of, observing, require_all_tokens
@@ -50,7 +50,7 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
         DataError: There are no images, or they do not fit the model.
     """
     require_all_tokens(model, "convert")
-    family, converted = family_of(model), copied(model)
+    family, converted = family_of(model), copy_module(model)
     for index, attention in enumerate(family.attention(model)):
         spec = attention.spec
         if not spec.is_plain or spec.inner_norms or any(rank != spec.original_rank for rank in spec.ranks):

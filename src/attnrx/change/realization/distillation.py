@@ -25,8 +25,8 @@ from attnrx.support.arguments import (
     whole,
 )
 from attnrx.support.errors import InvalidInput
+from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
-from attnrx.support.runtime.module_copies import copied
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import InputValidation, evaluating, family_of
 from attnrx.vit.models.verbs import verb
@@ -97,7 +97,7 @@ def distill(
         raise InvalidInput(f"distill was given {len(images)} images; give at least {2 * HELD_OUT}, better 2,000.")
     weight = next(candidate.parameters())
     # Steps are smaller than the rounding of half precision.
-    work = copied(candidate).to(torch.promote_types(weight.dtype, torch.float32))
+    work = copy_module(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
     with evaluating((work, reference)):
         before = after = fit.held_out()

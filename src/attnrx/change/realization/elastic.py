@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.serialization.storage import check_schema, read_json, write_json
-from attnrx.support.serialization.validation import (
+from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx.support.validation import (
     Choice,
     Flag,
     Integer,

@@ -31,7 +31,7 @@ from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.arguments import IMAGES, MODEL, checked, instance, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.runtime.module_copies import copied
+from attnrx.support.modules import copy_module
 from attnrx.vit.attention import Attention
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.vit.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
@@ -101,7 +101,7 @@ def realize_fitted(
         realized = realize(model, ranks, **given)
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model))
-        realized = copied(model)
+        realized = copy_module(model)
     for fit in fits:
         realized = fit(realized)
     if tokens is not None:
@@ -118,7 +118,7 @@ def _realized(
     norms: str,
     calibration: ImageData | None,
 ) -> nn.Module:
-    changed = copied(model)
+    changed = copy_module(model)
     family = family_of(changed)
     with torch.no_grad():
         for index, (attention, layer) in enumerate(zip(family.attention(model), layers, strict=True)):

@@ -12,8 +12,8 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import ANY, COUNT, MODEL, RATE, SEED, checked, instance, optional, require_fields
 from attnrx.support.errors import InvalidInput, ScaleWarning
+from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
-from attnrx.support.runtime.module_copies import copied
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention, AttentionContext, Eager, Positions
 from attnrx.vit.attention.backends.backend import scores
@@ -74,7 +74,7 @@ def refine(
     """
     knobs = refinement or Refinement()
     images = images_for(reference, calibration, "calibration", limit=MOST_REFINED, seed=knobs.seed)
-    result = Refined(copied(candidate))
+    result = Refined(copy_module(candidate))
     pairs = list(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )

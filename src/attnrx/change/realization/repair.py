@@ -28,8 +28,8 @@ from attnrx.support.arguments import (
     require_fields,
 )
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
+from attnrx.support.modules import copy_module
 from attnrx.support.progress import running, track
-from attnrx.support.runtime.module_copies import copied
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import InputValidation, LowRankLinear, block_names, evaluating, family_of, require_all_tokens
 from attnrx.vit.models.verbs import verb
@@ -112,7 +112,7 @@ def repair(
     images = images_for(reference, calibration, "calibration", limit=MOST_REPAIRED, seed=knobs.seed)
     for model, what in ((candidate, "repair"), (reference, "repair a candidate of")):
         require_all_tokens(model, what)
-    result = Repaired(copied(candidate))
+    result = Repaired(copy_module(candidate))
     _require_alike(reference, result.model, len(images))
     with evaluating((reference, result.model)):
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:

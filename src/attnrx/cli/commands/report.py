@@ -97,7 +97,7 @@ def _ranks(candidate: "nn.Module") -> "tuple[rx.reports.PathwayRanks, ...]":
 
 
 def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
-    from attnrx.support.serialization.storage import read_json_lines  # imports torch
+    from attnrx.support.storage import read_json_lines  # imports torch
 
     try:
         return tuple(read_json_lines(Path(folder) / "history.jsonl"))

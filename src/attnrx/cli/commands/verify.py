@@ -53,9 +53,9 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.support.runtime import processes  # imports torch
+    from attnrx.support import process_group  # imports torch
 
-    _, count = processes.join_process_group()
+    _, count = process_group.join_process_group()
     requested = _requested(arguments)  # before the models are loaded, so that a typing error is reported at once
     _require_effects(arguments, requested)
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
@@ -100,7 +100,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     evidence = replace(evidence, about={**evidence.about, "notes": [*origin.notes, *notes, *evidence.about["notes"]]})
     if arguments.out is not None:
         # One process writes; the others wait for it.
-        processes.from_first(lambda: evidence.save(arguments.out))
+        process_group.from_first(lambda: evidence.save(arguments.out))
     for note in (*evidence.about["notes"], *evidence.warnings):
         log(f"warning: {note}")
     # By way of JSON text, which has null for NaN.

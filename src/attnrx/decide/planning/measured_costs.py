@@ -19,13 +19,13 @@ from attnrx.decide.planning.effort import ALL_LEVELS, EFFORTS
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.arguments import BATCH, FLAG, each, instance, one_of, require_fields, whole
 from attnrx.support.errors import AttnrxError, NotSupported
+from attnrx.support.hardware import cache_folder, device_name, may_measure
+from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import Log, track
-from attnrx.support.runtime.hardware import cache_folder, device_name, may_measure
-from attnrx.support.runtime.module_copies import copied
-from attnrx.support.runtime.subprocess_runner import call_in_subprocess_if
-from attnrx.support.serialization.storage import read_tensors, write_tensors
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.storage import read_tensors, write_tensors
+from attnrx.support.subprocess_runner import call_in_subprocess_if
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, interleave
 from attnrx.vit.costs.conditions import PRECISIONS
 from attnrx.vit.costs.latency import CLOCKS
@@ -304,7 +304,7 @@ class _Timer:
 
     def last(self) -> np.ndarray:
         """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
-        model = copied(self.space.model)
+        model = copy_module(self.space.model)
         shortened: Any = getattr(model, "last", None)
         # A model sets it during its own forward pass, and here the block is called without the model.
         if shortened is not None:
@@ -363,7 +363,7 @@ class _Timer:
 
     def _empty(self) -> nn.Module:
         """Returns the model with identity blocks."""
-        empty = copied(self.space.model)
+        empty = copy_module(self.space.model)
         for name in block_names(empty, self.family):
             empty.get_submodule(name).forward = _identity
         return empty
@@ -395,7 +395,7 @@ def _recorded_call(space: Space, timing: TimingSettings) -> _Call:
     # Without compilation, whose graphs hooks would break; the arguments are the same.
     family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
     hook = _Call()
-    model = copied(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
+    model = copy_module(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
     model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(hook, with_kwargs=True)
     with conditions.held():
         model(conditions.place_images(timing.images(space)))

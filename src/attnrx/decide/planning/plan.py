@@ -8,9 +8,9 @@ from typing import Any
 from attnrx.nouns.predictions import PredictedQuantity
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.prescription_schema import KIND as PRESCRIPTION
+from attnrx.support.atomic_writes import parts_by, replacing_folder
 from attnrx.support.display import Displayed
-from attnrx.support.serialization.atomic_writes import parts_by, replacing_folder
-from attnrx.support.serialization.storage import file_kind, write_json
+from attnrx.support.storage import file_kind, write_json
 
 KIND, SCHEMA = "attnrx plan", 2
 

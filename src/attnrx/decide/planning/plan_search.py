@@ -19,11 +19,11 @@ from attnrx.decide.planning.allocation import Step, even_weights
 from attnrx.decide.planning.sensitivity import Weights
 from attnrx.decide.planning.space import AXES, TOKENS, Choices, Space
 from attnrx.support.arguments import COUNT, NATURAL, SEED, TEXT, optional, require_fields
+from attnrx.support.atomic_writes import process_runs
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.optional import required_module
 from attnrx.support.progress import track
-from attnrx.support.serialization.atomic_writes import process_runs
-from attnrx.support.serialization.validation import require_regular
+from attnrx.support.validation import require_regular
 
 # The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others,
 # at least BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of several

@@ -19,7 +19,7 @@ from attnrx.decide.planning.effort import Effort
 from attnrx.decide.planning.measured_costs import TimingSettings, cached_cost_table, timed_cost_table
 from attnrx.decide.planning.space import Space
 from attnrx.support.progress import Log
-from attnrx.support.runtime.subprocess_runner import call_in_subprocess_if
+from attnrx.support.subprocess_runner import call_in_subprocess_if
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
 from attnrx.vit.models import family_of
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from attnrx.support.arguments import FASTER, NOT_NEGATIVE, one_of, require_fields
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.text_parsing import share
+from attnrx.support.text_parsing import share
 
 COSTS = ("latency", "macs", "params")
 DROP = "max-drop"

@@ -24,7 +24,7 @@ from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, option_fields, rule
 from attnrx.decide.rules.shared import FusionOwner, FusionRank, SharedRank
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, InvalidRule, UnknownName
-from attnrx.support.serialization.text_parsing import Language, TextReader, Token, share
+from attnrx.support.text_parsing import Language, TextReader, Token, share
 from attnrx.vit.maps import LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 

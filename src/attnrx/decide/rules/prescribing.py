@@ -32,7 +32,7 @@ from attnrx.nouns.prescription import (
 )
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx.support.progress import track
-from attnrx.support.serialization.storage import require_finite_tensors
+from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
 from attnrx.vit.spectrum import Spectrum
 

@@ -9,9 +9,9 @@ from attnrx.data import ImageSet
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
+from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.serialization.config import to_dict
-from attnrx.support.serialization.text_parsing import KnobReader, Language, knobs_of
+from attnrx.support.text_parsing import KnobReader, Language, knobs_of
 from attnrx.vit.models import FAMILIES
 from attnrx.vit.outputs import Embeddings, Logits
 

@@ -11,10 +11,10 @@ from attnrx.data.fixed import start_hint
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.statistics import Estimate
+from attnrx.support import process_group
 from attnrx.support.arguments import BATCH, DEVICE, FLAG, MODEL, SEED, instance, optional, require_fields
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
 from attnrx.support.progress import track
-from attnrx.support.runtime import processes
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.models import evaluating
 from attnrx.vit.outputs import KINDS, Logits, Multilabel, OutputKind, output_kind_of
@@ -130,7 +130,7 @@ class Comparison:
     @property
     def place(self) -> tuple[int, int]:
         """(rank, world size) of the processes that share the comparison; (0, 1) without `together`."""
-        return processes.place() if self.together else (0, 1)
+        return process_group.rank_and_size() if self.together else (0, 1)
 
     def taking(self, images: int | None) -> "Comparison":
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""
@@ -159,7 +159,7 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison, *, validate
                 found = answer(model, batch.images).cpu()
                 # Without loss: sums and comparisons of half precision would be rounded to it.
                 parts[role].append(found.to(torch.promote_types(found.dtype, torch.float32)))
-    concatenate = processes.all_rows if comparison.together else torch.cat
+    concatenate = process_group.gather_rows if comparison.together else torch.cat
     outputs = {role: concatenate(rows) for role, rows in parts.items()}
     predictions = Predictions(outputs, concatenate(labels), comparison.kind)
     if validates:

@@ -9,8 +9,8 @@ from torch import nn
 from attnrx.nouns.evidence import Finding, judged
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
+from attnrx.support import process_group
 from attnrx.support.errors import InvalidInput
-from attnrx.support.runtime import processes
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latency, compare_memory
 from attnrx.vit.costs.latency import INTERVAL
 from attnrx.vit.models import family_of
@@ -113,7 +113,7 @@ class Latency(Check):
         # Several processes that time at once would disturb each other.
         if not comparison.together:
             return self._measured(comparison)
-        return processes.from_first(lambda: self._measured(comparison))
+        return process_group.from_first(lambda: self._measured(comparison))
 
     def _measured(self, comparison: Comparison) -> tuple[Finding, ...]:
         # Latency depends on the number of images only: they are repeated if there are fewer.

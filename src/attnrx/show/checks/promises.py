@@ -13,8 +13,8 @@ from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.latency import TimedModels
 from attnrx.show.checks.statistics import Estimate, mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput
-from attnrx.support.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.subprocess_runner import call_in_subprocess_if
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency
 from attnrx.vit.costs.latency import INTERVAL
 from attnrx.vit.models import family_of

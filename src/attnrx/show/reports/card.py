@@ -14,7 +14,7 @@ from attnrx.show.reports.numbers import interval, number, percent, plain, quanti
 from attnrx.show.reports.sections.evidence import by_severity
 from attnrx.show.reports.sections.verdict import sentence
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.tables import Marked, markdown, markdown_code, markdown_table
+from attnrx.support.tables import Marked, markdown, markdown_code, markdown_table
 
 COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators
 UNNAMED = "Vision Transformer"

@@ -13,10 +13,10 @@ from attnrx.show.reports.numbers import percent
 from attnrx.show.reports.ranks import PathwayRanks
 from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.serialization.storage import check_schema, read_json
-from attnrx.support.serialization.tables import Cell, Tabular
-from attnrx.support.serialization.validation import JSON_OBJECT, Items, Number, Optional, Record, Text, validated
 from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.storage import check_schema, read_json
+from attnrx.support.tables import Cell, Tabular
+from attnrx.support.validation import JSON_OBJECT, Items, Number, Optional, Record, Text, validated
 from attnrx.vit.costs import LatencyComparison, ModelCosts
 from attnrx.vit.outputs import KINDS, OutputKind
 from attnrx.vit.tokens import TokenPolicy

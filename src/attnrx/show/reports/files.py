@@ -8,7 +8,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.headline import MeasuredSpeed, finding_of, nothing_removed, speeds
 from attnrx.support.errors import CheckpointError
-from attnrx.support.serialization.storage import read_json
+from attnrx.support.storage import read_json
 from attnrx.vit.costs import speed_text
 
 COLUMNS = ("file", "size", "speed against the unchanged model's file", "accuracy")

@@ -23,7 +23,7 @@ from attnrx.show.reports.sections.training import training
 from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.arguments import PATH, checked, instance, optional
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.storage import write_text
+from attnrx.support.storage import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from attnrx.support.arguments import MODEL, checked, instance
 from attnrx.support.errors import NotSupported, UnknownName
-from attnrx.support.runtime.hardware import Measurements, may_measure
+from attnrx.support.hardware import Measurements, may_measure
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.attention.attention import Attention
 from attnrx.vit.attention.backends.auto import Auto, Fused, Native

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor
 
 ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]

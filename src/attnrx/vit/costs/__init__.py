@@ -1,6 +1,6 @@
 """Costs of a model: parameters and MACs in closed form and counted; latency and memory measured."""
 
-from attnrx.support.runtime.hardware import device_name
+from attnrx.support.hardware import device_name
 from attnrx.vit.costs.compressed_shapes import Compression
 from attnrx.vit.costs.conditions import Conditions
 from attnrx.vit.costs.conventions import CONVENTIONS, IRRATT, SVDA, Convention, Price, paper_convention

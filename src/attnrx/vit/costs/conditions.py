@@ -9,8 +9,8 @@ from torch import nn
 
 from attnrx.support.arguments import DEVICE, FLAG, THREADS, one_of, optional, require_fields
 from attnrx.support.errors import InvalidInput
-from attnrx.support.runtime.hardware import device_name
-from attnrx.support.runtime.module_copies import copied
+from attnrx.support.hardware import device_name
+from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +48,7 @@ class Conditions:
         """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged."""
         # A copy made in inference mode has inference tensors, for which no derived value can be cached.
         with torch.inference_mode(mode=False):
-            clone = copied(model).eval().to(self.device, PRECISIONS[self.precision])
+            clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
         # dynamic=False: one input shape is measured, and its kernels are specialized to it.
         mode = "reduce-overhead" if self.graphs else None  # CUDA graphs

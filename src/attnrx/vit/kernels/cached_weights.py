@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Tensor
 from attnrx.vit.kernels.compilation import kernel_threads, native_library
 

@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory, mkstemp
 
 import torch
 
+from attnrx.support.child_processes import find_program, run_program
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
-from attnrx.support.runtime.child_processes import find_program, run_program
-from attnrx.support.runtime.hardware import cache_folder
-from attnrx.support.serialization.storage import check_schema, json_text
+from attnrx.support.hardware import cache_folder
+from attnrx.support.storage import check_schema, json_text
 
 KIND, SCHEMA = "attnrx compiled library", 1
 BUILD = "ATTNRX_BUILD"

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.kernels.compilation import kernel_threads, native_library, required_library
 from attnrx.vit.kernels.native_attention import require_inference

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.kernels.compilation import native_library

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
-from attnrx.support.serialization.atomic_writes import Parts
-from attnrx.support.serialization.hub import NAME, download
+from attnrx.support.hub import NAME, download
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import (

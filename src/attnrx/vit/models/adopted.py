@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.runtime.recording import is_recorded
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models.call_state import CallState

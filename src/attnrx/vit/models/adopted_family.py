@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.runtime.module_copies import copied
-from attnrx.support.serialization.config import from_dict, to_dict
-from attnrx.support.serialization.storage import require_finite_tensors
+from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
@@ -184,7 +184,7 @@ class AdoptedFamily(Family):
         origin = self._stated(plain, stated)
         wrapped = self.model_type(model, origin)
         require_unchanged(model, wrapped, origin.input_shape)
-        adopted = self.model_type(copied(model) if plain is model else plain, origin)
+        adopted = self.model_type(copy_module(model) if plain is model else plain, origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._own_attention(adopted))
         require_ordinary_weights(adopted)  # here, because every later step requires it

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.serialization.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
-from attnrx.support.serialization.storage import (
+from attnrx.support.shapes import Tensor
+from attnrx.support.storage import (
     SEAL,
     check_schema,
     check_seal,
@@ -27,7 +28,7 @@ from attnrx.support.serialization.storage import (
     write_json,
     write_tensors,
 )
-from attnrx.support.serialization.validation import (
+from attnrx.support.validation import (
     JSON_OBJECT,
     MOST_HEADS,
     Bounded,
@@ -39,7 +40,6 @@ from attnrx.support.serialization.validation import (
     shown,
     validated,
 )
-from attnrx.support.shapes import Tensor
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.models.family import STATED_OUTPUTS, Family, require_ordinary_weights
 from attnrx.vit.models.token_hooks import attach_tokens_, described_tokens

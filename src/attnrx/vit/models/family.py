@@ -9,8 +9,8 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.serialization.storage import fingerprint
 from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.spec import AttentionSpec

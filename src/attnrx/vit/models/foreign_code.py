@@ -17,7 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.runtime.module_copies import copied
+from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.observation_hooks import evaluating
 
@@ -133,7 +133,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """Returns a deep copy whose weights are plain parameters: masks of pruning, weight norms, spectral norms and other
     parametrizations are applied to the weights and removed.
     """
-    copy = copied(model)
+    copy = copy_module(model)
     with evaluating([copy]):  # spectral norms change their vectors in training mode
         for part in list(copy.modules()):
             if parametrize.is_parametrized(part):

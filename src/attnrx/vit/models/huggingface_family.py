@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.hub import local_copies_if_unreachable
+from attnrx.support.modules import copy_module
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.runtime.module_copies import copied
-from attnrx.support.serialization.hub import local_copies_if_unreachable
-from attnrx.support.serialization.storage import read_json
 from attnrx.support.shapes import Float, ImageBatch, Tensor, TokenBatch
+from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, assembled, image_shape
@@ -128,7 +128,7 @@ class HuggingFaceModel(Adopted):
             return
         model = self
         if state_dict is not None:
-            model = copied(self)
+            model = copy_module(self)
             model.load_state_dict(state_dict)
         save_weights(folder, model, HuggingFaceFamily())
 

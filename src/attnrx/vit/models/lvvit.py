@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.serialization.storage import read_tensors, require_finite_tensors
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
+from attnrx.support.storage import read_tensors, require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
 from attnrx.vit.models.chunked_forward import require_images
 from attnrx.vit.models.timm_family import read_checkpoint

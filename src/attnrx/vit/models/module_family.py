@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from attnrx.support.arguments import described, described_error
+from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
-from attnrx.support.serialization.config import from_dict, to_dict
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.reader import Reader, ReaderFamily
 

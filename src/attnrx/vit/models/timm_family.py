@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.serialization.hub import local_copies_if_unreachable
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.kernels.cached_weights import CachedWeights

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.serialization.hub import local_copies_if_unreachable
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.reader import Reader, ReaderFamily
 from attnrx.vit.models.unsupported_features import Refusal, without_reader

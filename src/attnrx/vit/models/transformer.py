@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.serialization.config import from_dict, to_dict
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs

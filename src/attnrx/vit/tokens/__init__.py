@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.serialization.config import from_dict
 from attnrx.vit.tokens.ats import ATS
 from attnrx.vit.tokens.attention_average import AttentionAverage, AttentionReceived
 from attnrx.vit.tokens.class_attention import ClassAttention

@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.support.serialization.text_parsing import WORDS, KnobReader, Language, Token, share
+from attnrx.support.text_parsing import WORDS, KnobReader, Language, Token, share
 from attnrx.vit.tokens.reducer import Reducer
 from attnrx.vit.tokens.state import TokenLayout
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnrx.support.errors import CacheWarning, CheckpointError
-from attnrx.support.serialization.storage import check_schema, read_json, write_json
+from attnrx.support.storage import check_schema, read_json, write_json
 
 CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
 KIND, SCHEMA = "attnrx measurements", 1

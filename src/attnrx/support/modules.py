@@ -1,4 +1,4 @@
-"""Deep copies of modules whose attributes torch or Python cannot copy."""
+"""Modules of torch: deep copies also where Python cannot copy an attribute, and whether operations are recorded."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class _DetachedCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copied(model: Module) -> Module:
+def copy_module(model: Module) -> Module:
     """Returns a deep copy of a module; activations that its parts keep as attributes are detached in the copy.
 
     Raises:
@@ -55,3 +55,8 @@ def _uncopied(model: nn.Module) -> str:
             except Exception:
                 return f"its attribute {f'{name}.{attribute}'.lstrip('.')} ({type(value).__name__})"
     return "one of its parts"
+
+
+def is_recorded() -> bool:
+    """Whether operations that run now are recorded: for gradients, by a compiler, or by a trace."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()

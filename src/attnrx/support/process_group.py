@@ -1,6 +1,7 @@
 """Distributed processes started by a launcher: rank, world size and collective operations.
 
-All functions except `place` and `leave` are collective: every process must call them, or the others block.
+All functions except `rank_and_size` and `leave_process_group` are collective: every process must call
+them, or the others block.
 """
 
 import os
@@ -17,38 +18,38 @@ Value = TypeVar("Value")
 
 
 def join_process_group() -> tuple[int, int]:
-    """Initializes the process group of `accelerate launch` or `torchrun`, if WORLD_SIZE > 1; returns `place()`."""
+    """Initializes the process group of `accelerate launch` or `torchrun`, if WORLD_SIZE > 1; returns rank and size."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _joined():
         # Accelerate chooses device and backend of the processes as it does for a training.
         from accelerate import PartialState
 
         PartialState()
-    return place()
+    return rank_and_size()
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Destroys the process group, if there is one: a process that exits inside it can abort in gloo's threads."""
     if _joined():
         distributed.destroy_process_group()
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Returns (rank, world size); (0, 1) without a process group."""
     return (distributed.get_rank(), distributed.get_world_size()) if _joined() else (0, 1)
 
 
-def all_rows(parts: Sequence[Tensor]) -> Tensor:
+def gather_rows(parts: Sequence[Tensor]) -> Tensor:
     """Concatenates the rows of all processes in the order of ranks; a process may have none."""
     # None and not an empty tensor, because a process without images does not know the number of columns.
-    gathered = [part for part in all_gathered(torch.cat(list(parts)) if parts else None) if part is not None]
+    gathered = [part for part in all_gather(torch.cat(list(parts)) if parts else None) if part is not None]
     if not gathered:
         raise DataError("no process was given any image; give at least one.")
     return torch.cat(gathered)
 
 
-def all_gathered(value: Value) -> list[Value]:
+def all_gather(value: Value) -> list[Value]:
     """All-gathers the values of all processes in the order of ranks; tensors should be on the CPU."""
-    _, count = place()
+    _, count = rank_and_size()
     values: list[Any] = [value] * count
     if count > 1:
         # As objects, because gathering tensors needs the same shape in all processes.
@@ -62,7 +63,7 @@ def from_first(make: Callable[[], Value]) -> Value:
     Raises:
         NotSupported: `make` failed; rank 0 raises its error.
     """
-    rank, count = place()
+    rank, count = rank_and_size()
     if count == 1:
         return make()
     outcome: list[Any] = [None, None]

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
+from attnrx.support.atomic_writes import write_atomically
 from attnrx.support.errors import CheckpointError, InvalidInput
-from attnrx.support.serialization.atomic_writes import write_atomically
-from attnrx.support.serialization.validation import DEEPEST_JSON, nesting, require_regular
 from attnrx.support.shapes import Tensor
+from attnrx.support.validation import DEEPEST_JSON, nesting, require_regular
 
 SEAL = "sha256_of_the_rest"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

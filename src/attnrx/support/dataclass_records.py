@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.serialization.validation import below, shown
+from attnrx.support.validation import below, shown
 
 SCHEMA = 1
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from attnrx.support.child_processes import POSIX, start_python
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.progress import SETTING, passed_on
-from attnrx.support.runtime.child_processes import POSIX, start_python
 
 Value = TypeVar("Value")
 

@@ -144,7 +144,7 @@ class _ImportedModules(importlib.abc.MetaPathFinder):
 def _main() -> None:
     settings = json.loads(sys.stdin.readline())
     sys.meta_path.insert(0, _ImportedModules(settings["modules"]))
-    from attnrx.support.runtime.subprocess_runner import serve
+    from attnrx.support.subprocess_runner import serve
 
     # Relative paths in arguments and in the environment are those of the parent. Imports do not depend on it any more.
     serve(settings["imports"], settings["folder"])

@@ -1,1 +1,0 @@
-"""This machine: its processes, subprocesses and stored measurements."""
