@@ -1,0 +1,94 @@
+"""Folders, files and texts written by an earlier version (0.1.0, October 2026) are still read, and mean the same.
+
+`tests/saved/0.1.0` has small models of timm and transformers, shrunk along every map, with prescriptions, evidence,
+diagnoses, a plan, an elastic folder and an ONNX file; `logits.safetensors` has their outputs for `images()`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import attnrx as rx
+from attnrx.show.reports import PlanFront
+
+SAVED = Path(__file__).parent / "saved" / "0.1.0"
+LOGITS = load_file(SAVED / "logits.safetensors")
+TEXTS = json.loads((SAVED / "texts.json").read_text())
+FOLDERS = sorted(path.parent.name for path in SAVED.glob("*/config.json"))
+
+pytestmark = pytest.mark.usefixtures("single_precision")
+
+
+def images() -> torch.Tensor:
+    return torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def difference(model: torch.nn.Module, name: str) -> float:
+    with torch.no_grad():
+        return float((model(images()) - LOGITS[name]).abs().max())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_models_answer_as_they_did(name: str) -> None:
+    assert difference(rx.load(SAVED / name), name) < 1e-5
+
+
+def test_folders_are_all_listed() -> None:
+    assert len(FOLDERS) == 5
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_prescriptions_and_evidence_are_read(name: str) -> None:
+    prescription = rx.Prescription.load(SAVED / name / "prescription.json")
+    evidence = rx.Evidence.load(SAVED / name / "evidence.json")
+    assert len(prescription.layers) == 3 and evidence.findings
+    assert evidence.outcome == json.loads((SAVED / name / "evidence.json").read_text())["outcome"]
+
+
+@pytest.mark.parametrize("name", ["timm", "transformers"])
+def test_diagnoses_give_the_prescriptions_of_their_texts(name: str) -> None:
+    diagnosis = rx.Diagnosis.load(SAVED / f"{name}.diagnosis.json")
+    before = rx.Prescription.load(SAVED / f"{name}-0" / "prescription.json")
+    again = rx.prescribe(diagnosis, " ".join(f"{key}={text}" for key, text in before.rules.items()))
+    for old, new in zip(before.layers, again.layers, strict=True):
+        assert old.qk.ranks == new.qk.ranks and str(old.decisions) == str(new.decisions)
+
+
+def test_plans_are_read() -> None:
+    front = PlanFront.load(SAVED / "timm.plan.json" / "plan.json")
+    prescription = rx.Prescription.load(SAVED / "timm.plan.json" / "prescription.json")
+    assert front.points and prescription.layers
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_elastic_folders_give_the_size_of_a_budget(share: float) -> None:
+    assert difference(rx.load(SAVED / "elastic", macs=share), f"elastic@{share}") < 1e-5
+
+
+def test_onnx_files_answer_as_they_did() -> None:
+    pytest.importorskip("onnxruntime")
+    answers = rx.exporting.load_exported(SAVED / "timm.onnx")(images())
+    assert float((answers - LOGITS["timm-2"]).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("text", TEXTS["rules"])
+def test_rules_keep_their_texts(text: str) -> None:
+    assert str(rx.rules.parse_rule(text)) == text
+
+
+@pytest.mark.parametrize("text", TEXTS["policies"])
+def test_token_policies_keep_their_texts(text: str) -> None:
+    assert str(rx.tokens.parse_policy(text)) == text
+
+
+@pytest.mark.parametrize("text", [*TEXTS["formats"], *TEXTS["targets"], *TEXTS["checks"]])
+def test_other_texts_are_read(text: str) -> None:
+    if text in TEXTS["formats"]:
+        assert rx.exporting.parse_format(text)
+    elif text in TEXTS["targets"]:
+        assert rx.planning.Target.parse(text)
+    else:
+        assert rx.checks.parse_checks(text)
