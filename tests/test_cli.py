@@ -415,9 +415,10 @@ def test_losses_as_text() -> None:
     assert parse_losses(["target_rank:16:0.1"]) == (Task(), TargetRank(16.0, 0.1))
     assert parse_losses(["task:0", "distillation:runs/t:temperature=2"]) == (Task(0.0), Distillation("runs/t", 2.0))
     assert parse_losses(["target_rank:16:layers=2/4"])[1] == TargetRank(16.0, layers=(2, 4))
+    assert parse_losses(["target_rank(16, layers=2/4)"])[1] == TargetRank(16.0, layers=(2, 4))
     refused = ("target_rank", "target_rank:16:0.1:2:3", "target_rank:many", "target_rank:16:size=2")
     for text in (*refused, "target_rank:16:layers=2/x"):
-        with pytest.raises(ValueError, match="target_rank"):
+        with pytest.raises(rx.AttnrxError, match="target_rank"):
             parse_losses([text])
 
 

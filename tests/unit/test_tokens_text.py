@@ -102,7 +102,7 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "the name of a reducer"),
+        ("", "the name of a token reducer"),
         ("spot", "':' and the keep ratio"),
         ("spot:0.7", "'@' and the layers"),
         ("spots:0.7@4", "did you mean 'spot'"),
@@ -119,9 +119,9 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
         ("spot:0.5/0.3@4", "one for each stage"),
         ("spot:0.7@4 7", "the end"),
         ("spot(:0.7@4", "a knob of spot"),
-        ("spot(variance=3):0.7@4", "variance of spot is bool, not 3"),
-        ("spot(projected=true):0.7@4", "projected of spot is int or none"),
-        ("spot(projected=0.5):0.7@4", "projected of spot is int or none"),
+        ("spot(variance=3):0.7@4", "variance of spot is true or false, not 3"),
+        ("spot(projected=true):0.7@4", "projected of spot is a whole number or none"),
+        ("spot(projected=0.5):0.7@4", "projected of spot is a whole number or none"),
         ("spot(projected=-1):0.7@4", "0 or more"),
         ("spot(mean=true,mean=true):0.7@4", "given twice"),
         ("spot(means=true):0.7@4", "did you mean 'mean'"),

@@ -1,15 +1,12 @@
 """Inputs of commands: models, data, files, candidates and losses from their texts."""
 
-import dataclasses
-import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attnrx as rx
-from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.text_parsing import share
+from attnrx.support.errors import InvalidInput
 from attnrx.vit.maps import FITS
 
 if TYPE_CHECKING:
@@ -223,7 +220,7 @@ def parse_losses(
 
     `shared` are default knobs for every loss that has them: the teacher and its weights.
     """
-    losses = tuple(_parse_loss(text, shared or {}) for text in texts)
+    losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
     if has_task and not task:
         raise InvalidInput("the losses contain the task, and --no-task excludes it; give one of the two.")
@@ -237,43 +234,3 @@ def parse_losses(
     if not losses and not task:
         raise InvalidInput("without the task and without other losses there is nothing to learn; give --losses.")
     return losses if has_task or not task else (rx.losses.Task(), *losses)
-
-
-def _parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
-    """Builds one loss from its name and its positional or named knobs, separated by colons."""
-    name, *knobs = text.split(":")
-    # The name of a loss is that of its class in snake case.
-    kinds = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in rx.losses.LOSSES}
-    if name not in kinds:
-        raise UnknownName("loss", name, kinds)
-    fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
-    settings: dict[str, Any] = {}
-    # Shared knobs are set before positional ones, which take the next free fields; a knob in the text replaces a shared
-    # one.
-    rest = {key: value for key, value in shared.items() if key in fields}
-    for knob in knobs:
-        key, separator, value = knob.partition("=")
-        if not separator:
-            free = [field for field in fields if field not in settings and field not in rest]
-            key, value = (free[0] if free else "one more"), knob
-        if key not in fields or key in settings:
-            raise InvalidInput(f"the loss {text!r}: {name} takes {', '.join(fields)}, each once; found {knob!r}.")
-        settings[key] = _value(value, fields[key].type, text)
-    settings = {**rest, **settings}
-    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in settings]
-    if missing:
-        raise InvalidInput(f"the loss {text!r}: {name} needs {' and '.join(missing)}, as in {name}:{missing[0]}=...")
-    return kinds[name](**settings)
-
-
-def _value(value: str, kind: Any, text: str) -> Any:
-    if kind in (str, str | None):
-        return value
-    try:
-        if get_origin(kind) is tuple:
-            return tuple(map(int, value.split("/")))
-        return int(value) if kind == int | None else share(value)
-    except ValueError:
-        raise InvalidInput(
-            f"the loss {text!r}: {value!r} is not a number. Losses read like target_rank:16:0.1."
-        ) from None

@@ -1,20 +1,60 @@
-"""Tokenizer and recursive-descent reader for the small languages of rules, token policies and checks."""
+"""The grammar that the texts of users share: rules, token policies, checks, losses, formats, targets and methods.
+
+    call  = name [ "(" [ knob { "," knob } ] ")" ]
+    short = name ":" knob { ( "," | ":" ) knob }           of rules and losses, in place of or after the brackets
+    knob  = [ name "=" ] value { ( "/" | ";" ) value }      several values where the knob is a tuple
+    value = number | "true" | "false" | "none" | word | call
+
+Knobs are the fields of a dataclass; a value without a name is that of the first knob without one. A number may end with
+%. What a language has beyond calls (`a & b`, `0.7@4,7`) is read by its own subclass of `TextReader`.
+"""
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args, get_origin
+from types import NoneType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from attnrx.support.errors import InvalidInput, UnknownName
 
+Kind = TypeVar("Kind")
+
 LONGEST_NUMBER = 40  # characters; int() of thousands of digits is slow, and limited by Python
+DEEPEST = 50  # brackets; far below the nesting that exhausts Python's stack
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
+NAME, NUMBER = r"[A-Za-z_][\w-]*", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+# A text that is a value: names of choices, and paths.
+WORD, WORD_OF_SEVERAL = re.compile(r"\s*([^\s:,;()&|@<=]+)"), re.compile(r"\s*([^\s:,;()&|@<=/]+)")
+# A name before "=" starts the text, or follows a space after a complete text. After one of , ; : ( & | it is a knob.
+_NAMED = re.compile(rf"(?:^|(?<=[^\s,;:(&|])\s+)({NAME})=")
+_DESCRIBED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: "none"}
 
 
 def share(text: str) -> float:
     """Parses a number, where `50%` is 0.5; raises ValueError for other text."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+def split_named(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Splits `TEXT NAME=TEXT NAME=TEXT`: returns the text before the first name, and the names with their texts."""
+    before, *parts = _NAMED.split(text.strip())
+    return before, [(name, part.strip()) for name, part in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def knobs_of(kind: type, nested: type | None = None) -> dict[str, "dataclasses.Field[Any]"]:
+    """Returns the fields of a dataclass that have a text form by name, those that must be named last.
+
+    They are numbers, flags, texts and objects of the class `nested`, or tuples of these.
+    """
+    plain = [*_DESCRIBED, Ellipsis]  # a list: arguments of a Callable have no hash
+
+    def is_readable(part: Any) -> bool:
+        return part in plain or (nested is not None and isinstance(part, type) and issubclass(part, nested))
+
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    readable = [field for field in fields if all(map(is_readable, get_args(field.type) or (field.type,)))]
+    return {field.name: field for field in sorted(readable, key=lambda field: bool(field.kw_only))}
 
 
 @dataclass(frozen=True)
@@ -28,54 +68,67 @@ class Token:
 
 @dataclass(frozen=True)
 class Language:
-    """A language: its noun for messages, examples, the signs between numbers and names, and the error class."""
+    """A language: its noun for messages, examples, its signs and units of numbers, and the error class."""
 
     noun: str
     plural: str
     examples: str
     signs: str
-    error: type[InvalidInput]
+    error: type[InvalidInput] = InvalidInput
+    units: tuple[str, ...] = ()
 
 
 class TextReader:
-    """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule."""
+    """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule.
+
+    `nested` is the class of knobs that are calls themselves, which `read_nested` reads.
+
+    Raises:
+        InvalidInput: (the `error` of the language) The text has another form; the message names the character.
+        UnknownName: The text has an unknown name or knob.
+    """
 
     language: ClassVar[Language]
+    nested: ClassVar[type | None] = None
 
     def __init__(self, text: str):
         self.text, self.position = text, 0
-        self.tokens = tuple(self._split())
+        if text.count("(") > DEEPEST:
+            raise self.language.error(
+                f"a {self.language.noun} in text may have {DEEPEST} brackets, found {text.count('(')}."
+            )
 
-    def _split(self) -> Iterator[Token]:
-        """Yields the tokens; raises the language's error for unreadable characters."""
+    @property
+    def token(self) -> Token:
+        """The next token."""
+        rest = self.text[self.position :].lstrip()
+        if not rest:
+            return Token("end", "the end", len(self.text.rstrip()))
+        start = len(self.text) - len(rest)
         # A number must not be followed by a letter or a dot, so that 0.5x or 1.2.3 are errors and not two tokens. A
         # sign is read as part of a number.
-        pattern = re.compile(
-            r"\s*(?:(?P<number>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
-            rf"|(?P<sign>[{re.escape(self.language.signs)}]))"
+        units = "|".join(map(re.escape, ("%", *self.language.units)))
+        match = re.match(
+            rf"(?P<number>{NUMBER}(?:{units})?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.language.signs)}])",
+            rest,
         )
-        end, position = len(self.text.rstrip()), 0
-        while position < end:
-            match = pattern.match(self.text, position)
-            if match is None or match.lastgroup is None:
-                rest = self.text[position:].lstrip()
-                raise self.problem(len(self.text) - len(rest), f"{rest.split()[0]!r} cannot be read")
-            kind, word = match.lastgroup, match.group(match.lastgroup)
-            if kind == "number" and len(word) > LONGEST_NUMBER:
-                raise self.problem(match.start(kind), f"a number of {len(word)} characters is too long")
-            yield Token(word if kind == "sign" else kind, word, match.start(kind))
-            position = match.end()
-        yield Token("end", "the end", end)
+        if match is None or match.lastgroup is None:
+            raise self.problem(start, f"{rest.split()[0]!r} cannot be read")
+        kind, text = match.lastgroup, match[0]
+        if kind == "number" and len(text) > LONGEST_NUMBER:
+            raise self.problem(start, f"a number of {len(text)} characters is too long")
+        return Token(text if kind == "sign" else kind, text, start)
 
     def take(self, kind: str) -> bool:
         """Consumes the next token if it is of this kind; returns whether it did."""
-        matches = self.tokens[self.position].kind == kind
-        self.position += matches
-        return matches
+        token = self.token
+        if token.kind == kind != "end":
+            self.position = token.start + len(token.text)
+        return token.kind == kind
 
     def expect(self, kind: str, wanted: str) -> Token:
         """Consumes the next token, which must be of this kind, and returns it."""
-        token = self.tokens[self.position]
+        token = self.token
         if not self.take(kind):
             raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
         return token
@@ -87,72 +140,101 @@ class TextReader:
             f"the {noun} {self.text!r}, at character {start + 1}: {problem}. {plural} read like {examples}."
         )
 
+    def read_measure(self, wanted: str) -> tuple[float, str]:
+        """Reads a number and its unit, which may follow a space; without a unit an empty text."""
+        number = re.fullmatch(rf"({NUMBER})(.*)", self.expect("number", wanted).text)
+        assert number is not None
+        unit = number[2]
+        if not unit and self.token.text in self.language.units:
+            unit = self.expect("name", "a unit").text
+        return float(number[1]), unit
 
-Kinds = tuple[type, ...]  # the allowed types of a value
+    def read_name(self, registry: Mapping[str, Kind], noun: str) -> tuple[Token, Kind]:
+        """Reads the name of a class in a registry; returns it with the class."""
+        name = self.expect("name", f"the name of a {noun}")
+        if name.text not in registry:
+            raise UnknownName(noun, name.text, registry)
+        return name, registry[name.text]
 
+    def read_knobs(self, name: Token, kind: type, *, is_short: bool = False, filled: Collection[str] = ()) -> dict:
+        """Reads the knobs of a class in brackets and, with `is_short`, those after colons, if any are given.
 
-class KnobReader(TextReader):
-    """Reads knobs in brackets, `(knob=value,knob=value)`, for the fields of a dataclass."""
-
-    def read_knobs(self, name: Token, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads the knobs of the named part, if any are given; `knobs` maps their names to annotations."""
-        given: dict[str, Any] = {}
-        if self.take("("):
-            self._read_knob(name, knobs, given)
+        Values without a name skip the knobs that are `filled` already.
+        """
+        knobs, given = knobs_of(kind, self.nested), dict[str, Any]()
+        if self.take("(") and not self.take(")"):
+            self._read_knob(name, knobs, given, filled)
             while self.take(","):
-                self._read_knob(name, knobs, given)
+                self._read_knob(name, knobs, given, filled)
             self.expect(")", "')'")
+        if is_short and self.take(":"):
+            self._read_knob(name, knobs, given, filled)
+            while self.take(",") or self.take(":"):
+                self._read_knob(name, knobs, given, filled)
         return given
 
-    def read_value(self, kinds: Kinds) -> Any:
-        """Reads one value: a number, true, false, none or a word."""
-        token = self.tokens[self.position]
-        if self.take("number"):
-            return int(token.text) if re.fullmatch(r"[-+]?\d+", token.text) else share(token.text)
-        word = self.expect("name", "a value: a number, true, false, none or a name")
-        return WORDS.get(word.text, word.text)
+    def build(self, name: Token, kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+        """Creates an object of a class from its knobs, all of which that have no default must be given."""
+        missing = [
+            knob.name
+            for knob in knobs_of(kind, self.nested).values()
+            if knob.default is dataclasses.MISSING is knob.default_factory and knob.name not in values
+        ]
+        if missing:
+            needed = " and ".join(missing)
+            raise self.problem(name.start, f"{name.text} needs {needed}, as in {name.text}({missing[0]}=...)")
+        return kind(**values)
 
-    def _read_knob(self, name: Token, knobs: Mapping[str, Any], given: dict[str, Any]) -> None:
-        knob = self.expect("name", f"a knob of {name.text}")
+    def read_nested(self) -> Any:
+        """Reads an object of the class `nested`."""
+        raise NotImplementedError
+
+    def _read_knob(self, name: Token, knobs: Mapping[str, Any], given: dict[str, Any], filled: Collection[str]) -> None:
         if not knobs:
-            raise self.problem(knob.start, f"{name.text} has no knobs")
-        if knob.text not in knobs:
-            raise UnknownName(f"knob of {name.text}", knob.text, knobs)
-        if knob.text in given:
-            raise self.problem(knob.start, f"{knob.text} is given twice")
-        self.expect("=", f"'=' after {knob.text}")
-        annotation = knobs[knob.text]
-        # `int | None` allows the types of its parts, `int` is the only one of its own.
+            raise self.problem(self.token.start, f"{name.text} has no knobs")
+        named = re.compile(rf"\s*({NAME})\s*=").match(self.text, self.position)
+        if named is not None:
+            knob, start, self.position = named[1], named.start(1), named.end()
+        else:
+            start = self.token.start
+            free = [knob for knob in knobs if not knobs[knob].kw_only and knob not in given and knob not in filled]
+            if not free:
+                found = self.token.text
+                raise self.problem(start, f"{name.text} has only the knobs {', '.join(knobs)}, found {found!r}")
+            knob = free[0]
+        if knob not in knobs:
+            raise UnknownName(f"knob of {name.text}", knob, knobs)
+        if knob in given:
+            raise self.problem(start, f"{knob} is given twice")
+        annotation = knobs[knob].type
         if get_origin(annotation) is not tuple:
-            given[knob.text] = self._read_one(name, knob, get_args(annotation) or (annotation,))
+            # `int | None` allows the types of its parts, `int` is the only one of its own.
+            given[knob] = self._read_value(name, knob, get_args(annotation) or (annotation,), WORD)
             return
-        kinds = get_args(annotation)[:1]  # tuple[kind, ...] reads kind/kind/kind
-        given[knob.text] = (self._read_one(name, knob, kinds),)
-        while self.take("/"):
-            given[knob.text] += (self._read_one(name, knob, kinds),)
+        kinds = get_args(annotation)[:1]
+        values = [self._read_value(name, knob, kinds, WORD_OF_SEVERAL)]
+        while self.take("/") or self.take(";"):
+            values.append(self._read_value(name, knob, kinds, WORD_OF_SEVERAL))
+        given[knob] = tuple(values)
 
-    def _read_one(self, name: Token, knob: Token, kinds: Kinds) -> Any:
-        token = self.tokens[self.position]
-        value = self.read_value(kinds)
-        if not _is_of(value, kinds):
-            wanted = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise self.problem(token.start, f"{knob.text} of {name.text} is {wanted}, not {token.text}")
-        return float(value) if isinstance(value, int) and float in kinds and int not in kinds else value
-
-
-def knobs_of(kind: type) -> dict[str, Any]:
-    """Returns the annotations of the fields of a dataclass that have a text form."""
-    plain = [bool, int, float, str, type(None), Ellipsis]  # a list: arguments of a Callable have no hash
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    return {
-        name: annotation
-        for name, annotation in fields.items()
-        if all(one in plain for one in get_args(annotation) or (annotation,))
-    }
-
-
-def _is_of(value: Any, kinds: Kinds) -> bool:
-    if isinstance(value, bool):
-        # Before the numbers, because a bool is an int in Python.
-        return bool in kinds
-    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+    def _read_value(self, name: Token, knob: str, kinds: tuple[type, ...], word: re.Pattern[str]) -> Any:
+        """Reads one value of a knob that has one of these types."""
+        described = " or ".join(_DESCRIBED.get(kind) or f"a {kind.__name__.lower()}" for kind in kinds)
+        if str in kinds and (match := word.match(self.text, self.position)):
+            self.position = match.end()
+            return None if match[1] == "none" and NoneType in kinds else match[1]
+        token = self.token
+        # A word of the grammar (true, false, none) is a value even where the knob accepts a call.
+        if not {*_DESCRIBED}.issuperset(kinds) and token.kind != "number" and token.text not in WORDS:
+            return self.read_nested()
+        if self.take("number"):
+            value: Any = int(token.text) if re.fullmatch(r"[-+]?\d+", token.text) else share(token.text)
+        else:
+            text = self.expect("name", f"{described} for {knob}").text
+            value: Any = WORDS.get(text, text)
+        # A bool is an int in Python.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = type(value) in kinds or (is_number and float in kinds)
+        if not fits:
+            raise self.problem(token.start, f"{knob} of {name.text} is {described}, not {token.text}")
+        return float(value) if is_number and int not in kinds else value

@@ -18,6 +18,7 @@ from attnrx.decide.planning.budget import costs_at, least_share
 from attnrx.decide.rules import SHARE, Template
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.support.text_parsing import split_named
 from attnrx.verbs.api import prescribe
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import FITS
@@ -65,9 +66,9 @@ class Method:
         `NAME=baseline:NAME`.
         """
         name, _, rest = text.partition("=")  # at the first sign: the rules have others
-        words = [word.partition("=") for word in rest.split()]
-        fits = [(fit, steps) for fit, _, steps in words if fit in FITS]
-        rules = " ".join("".join(word) for word in words if word[0] not in FITS)
+        before, parts = split_named(rest)
+        fits = [(fit, steps) for fit, steps in parts if fit in FITS]
+        rules = " ".join(filter(None, (before, *(f"{map_}={rule}" for map_, rule in parts if map_ not in FITS))))
         steps = dict(fits)  # shorter than `fits` if one is given twice
         if not name.strip() or not rules or len(steps) < len(fits) or not all(map(str.isdecimal, steps.values())):
             raise InvalidInput(

@@ -1,26 +1,14 @@
 """The target of a plan and its text form: `faster=1.6`, `latency=60%`, `macs=50%`, `params=0.7x` or `max-drop=1pt`."""
 
-import re
 from dataclasses import dataclass
 
 from attnrx.support.arguments import FASTER, NOT_NEGATIVE, one_of, require_fields
 from attnrx.support.errors import InvalidInput
-from attnrx.support.text_parsing import share
+from attnrx.support.text_parsing import Language, TextReader
 
 COSTS = ("latency", "macs", "params")
 DROP = "max-drop"
 EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
-_TEXT = re.compile(r"(?P<of>[a-z-]+)\s*=\s*(?P<number>[0-9.]+(?:e-?[0-9]+)?)\s*(?P<unit>x|%|pt|)")
-
-# `1.6x`, `faster=1.6` or `1.6x faster`; a number of at most 1 is no speed and is parsed as a share, which needs a name.
-_SPEED = re.compile(r"(faster\s*=\s*)?(?P<number>[0-9.]+)\s*x?(\s*faster)?")
-
-
-def _speed(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:  # e.g. 1.2.3, which the pattern accepts
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -55,21 +43,33 @@ class Target:
 
     @classmethod
     def parse(cls, text: str, spend: str | None = None) -> "Target":
-        """Parses a target. `faster=1.6`, `1.6x` and `1.6x faster` are a share of 1 / 1.6 of the latency."""
-        speed = _SPEED.fullmatch(text.strip())
-        if speed is not None and _speed(speed["number"]) > 1:
-            return cls("latency", 1 / _speed(speed["number"]), spend or "")
-        match = _TEXT.fullmatch(text.strip())
-        if match is None:
-            raise InvalidInput(f"the target {text!r} is not of the form {EXAMPLES}.")
-        of, unit = match["of"], match["unit"]
-        if unit not in (("", "pt") if of == DROP else ("", "x", "%")):
-            raise InvalidInput(f"the target {text!r} has the wrong unit; write {EXAMPLES}.")
-        try:
-            limit = share(match["number"] + ("%" if unit == "%" else ""))
-        except ValueError as error:
-            raise InvalidInput(f"the target {text!r} has no number; write {EXAMPLES}.") from error
-        return cls(of, limit, spend or "")
+        """Parses a target: `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` are 1 / 1.6 of the latency.
+
+        Raises:
+            InvalidInput: The text has another form, an unknown quantity or a number outside its range.
+        """
+        reader = _Reader(text)
+        first = reader.token
+        quantity = first.text if reader.take("name") else ""
+        if quantity:
+            reader.expect("=", f"'=' after {quantity}")
+        start = reader.token.start
+        number, unit = reader.read_measure("a number")
+        if not quantity and reader.token.text == "faster":
+            reader.take("name")
+        reader.expect("end", "the end")
+        is_speed = quantity in ("", "faster")
+        if unit not in {DROP: ("", "pt")}.get(quantity, ("", "x") if is_speed else ("", "x", "%")):
+            raise reader.problem(start, f"{quantity or 'a speed'} has the wrong unit {unit!r}")
+        if is_speed and number <= 1:
+            raise reader.problem(start, "a speed is a number above 1, and a share needs its quantity, as in macs=50%")
+        if is_speed:
+            return cls("latency", 1 / number, spend or "")
+        return cls(quantity, number / 100 if unit == "%" else number, spend or "")
+
+
+class _Reader(TextReader):
+    language = Language("target", "Targets", EXAMPLES, "=", units=("x", "pt"))
 
 
 def target_of(

@@ -10,8 +10,8 @@ from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
 from attnrx.support.dataclass_records import to_dict
-from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.text_parsing import KnobReader, Language, knobs_of
+from attnrx.support.errors import InvalidInput
+from attnrx.support.text_parsing import Language, TextReader, knobs_of
 from attnrx.vit.models import FAMILIES
 from attnrx.vit.outputs import Embeddings, Logits
 
@@ -51,7 +51,8 @@ class Check(ABC):
     def __post_init__(self):
         # Counts, and shares and limits. Not infinity: JSON has none, so evidence with it could not be read again.
         kinds = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
-        require_fields(self, **{name: kinds[hint] for name, hint in knobs_of(type(self)).items() if hint in kinds})
+        knobs = knobs_of(type(self)).values()
+        require_fields(self, **{knob.name: kinds[knob.type] for knob in knobs if knob.type in kinds})
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -125,13 +126,12 @@ class RequestedCheck:
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Reader(KnobReader):
+class _Reader(TextReader):
     language = Language(
         "list of checks",
         "Checks",
         "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)",
         "(),=/",
-        InvalidInput,
     )
 
 
@@ -139,10 +139,8 @@ def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[R
     """Parses the checks in a text, each given once; `registry` maps their names to classes."""
     reader, requested = _Reader(text), {}
     while not requested or reader.take(","):
-        name = reader.expect("name", "the name of a check")
-        if name.text not in registry:
-            raise UnknownName("check", name.text, registry)
-        check = RequestedCheck(name.text, reader.read_knobs(name, knobs_of(registry[name.text])))
+        name, kind = reader.read_name(registry, "check")
+        check = RequestedCheck(name.text, reader.read_knobs(name, kind))
         if name.text in requested:
             raise InvalidInput(f"the check {name.text} was given twice in {text!r}; give it once, with all its knobs.")
         requested[name.text] = check

@@ -80,10 +80,15 @@ class Loss(ABC):
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         """Returns the value of the term, before its weight."""
 
+    @classmethod
+    def text_name(cls) -> str:
+        """Returns the name in text: that of the class in snake case."""
+        return "".join("_" + letter.lower() if letter.isupper() else letter for letter in cls.__name__)[1:]
+
     @property
     def name(self) -> str:
         """The name under which the term is logged."""
-        return "".join("_" + letter.lower() if letter.isupper() else letter for letter in type(self).__name__)[1:]
+        return self.text_name()
 
 
 def sampling_run(loss: Loss, context: LossContext) -> tuple[TokenReduction, TokenRun]:

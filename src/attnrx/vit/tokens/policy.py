@@ -5,8 +5,7 @@ Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,1
 
     policy  = reducer ":" [ "mean" "=" ] ( keep { "/" keep } "@" layer { "," layer } | number "@every" )
     keep    = ratio [ "<" cost ]
-    reducer = name [ "(" knob "=" value { "," knob "=" value } ")" ]
-    value   = "true" | "false" | "none" | number | reducer | word
+    reducer = call (`support.text_parsing`), whose knobs may be reducers
 
 One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches
 that remain after each stage. A number before @every is the reduction before every layer but the first. After "mean="
@@ -15,21 +14,18 @@ found on calibration images when the policy is realized. A calibrated policy has
 "<", e.g. `ward:0.7<6.2/0.49<11@4,7`. Invariant: parse_policy(str(policy)) == policy.written.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.support.text_parsing import WORDS, KnobReader, Language, Token, share
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.text_parsing import Language, TextReader, Token, share
 from attnrx.vit.tokens.reducer import Reducer
 from attnrx.vit.tokens.state import TokenLayout
 
 EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY, MEAN = "every", "mean"
-DEEPEST = 20  # brackets; far below the nesting that exhausts Python's stack
 
 
 @dataclass(frozen=True)
@@ -204,31 +200,30 @@ def _powers(ratio: float, count: int) -> tuple[float, ...]:
     return tuple(ratio**stage for stage in range(1, count + 1))
 
 
-class PolicyReader(KnobReader):
-    """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
+class PolicyReader(TextReader):
+    """Reads policies; every method consumes the tokens of one rule of the grammar."""
 
-    language = Language("policy", "Policies", EXAMPLES, "():,=/@<", InvalidInput)
+    language = Language("policy", "Policies", EXAMPLES, "():,=/@<")
+    nested = Reducer
 
     def __init__(self, text: str, registry: Mapping[str, type[Reducer]]):
-        if text.count("(") > DEEPEST:
-            raise InvalidInput(f"a policy in text may have {DEEPEST} brackets, found {text.count('(')}.")
         super().__init__(text)
         self.registry = registry
 
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer()
         self.expect(":", "':' and the keep ratio")
-        mean = self.tokens[self.position].text == MEAN
+        mean = self.token.text == MEAN
         if mean:
             self.expect("name", MEAN)
             self.expect("=", "'=' and the mean keep ratio")
         # A number before @every is first read like a ratio, because the @ comes later; `first` keeps its token.
-        first, thresholds = self.tokens[self.position], []
+        first, thresholds = self.token, []
         ratios = [self.read_keep(thresholds)]
         while self.take("/"):
             ratios.append(self.read_keep(thresholds))
         self.expect("@", "'@' and the layers before which tokens are pruned")
-        if self.tokens[self.position].text == EVERY:
+        if self.token.text == EVERY:
             return replace(self.read_every(reducer, first, len(ratios) + len(thresholds)), by_image=mean)
         layers = [self.read_layer()]
         while self.take(","):
@@ -259,20 +254,10 @@ class PolicyReader(KnobReader):
         return TokenPolicy(reducer, num_pruned=int(number.text))
 
     def read_reducer(self) -> Reducer:
-        name = self.expect("name", "the name of a reducer")
-        if name.text not in self.registry:
-            raise UnknownName("token reducer", name.text, self.registry)
-        kind = self.registry[name.text]
-        fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-        return kind(**self.read_knobs(name, {field.name: field.type for field in fields}))
+        name, kind = self.read_name(self.registry, "token reducer")
+        return self.build(name, kind, self.read_knobs(name, kind))
 
-    def read_value(self, kinds: tuple[type, ...]) -> Any:
-        """Reads a value, which may be a reducer where the field accepts one."""
-        token = self.tokens[self.position]
-        # A word of the grammar (true, false, none) is a value even where the field accepts a reducer.
-        if token.kind == "name" and token.text not in WORDS and any(issubclass(kind, Reducer) for kind in kinds):
-            return self.read_reducer()
-        return super().read_value(kinds)
+    read_nested = read_reducer
 
     def read_ratio(self) -> float:
         return share(self.expect("number", "a keep ratio, e.g. 0.7").text)
