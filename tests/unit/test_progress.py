@@ -1,6 +1,8 @@
 """The phases of a call: their order, how far they are, and the time that is left of the whole."""
 
 import re
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress, "_thread", threading.main_thread())  # no other thread looks at this clock
     return clock
 
 
@@ -51,6 +54,59 @@ def test_a_loop_in_a_loop_never_counts_backwards(clock: Clock, capsys: pytest.Ca
     shown = [int(percent) for percent in re.findall(r"measuring, (\d+) %", capsys.readouterr().err)]
     # A line for every step of 20 s: no silence of a minute.
     assert shown == sorted(shown) and len(shown) >= 20 and shown[-1] >= 75
+
+
+def test_a_long_step_is_shown_every_fifteen_seconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a phase, in a loop of one and in a loop by itself: a line though no step of a loop is done."""
+
+    def lines_of(seconds: int) -> list[str]:
+        capsys.readouterr()
+        for _ in range(seconds):
+            clock.now += 1.0
+            progress.tick()
+        return capsys.readouterr().err.splitlines()
+
+    with phases({"reading": 1.0, "repairing": 3.0}, [].append):
+        assert not lines_of(40)  # before the first phase there is nothing to state
+        begin("reading")
+        assert len(lines_of(60)) == 4
+        begin("repairing")
+        for block in track(range(12), "repairing blocks"):
+            shown = lines_of(30)
+            assert len(shown) == 2 and f"repairing blocks: {block} of 12" in shown[-1] and "left in all" in shown[-1]
+            if block == 2:
+                break
+    assert not lines_of(40)  # the call has ended
+    for done in track(range(12), "repairing blocks"):
+        shown = lines_of(20)
+        if done == 2:
+            break
+    assert shown == ["repairing blocks: 2 of 12, 54 s, about 4 min left"]
+
+
+def test_the_clock_is_looked_at_while_a_step_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENCE", 0.05)
+    monkeypatch.setattr(progress, "TICK", 0.01)
+    with phases(SHARES, [].append):
+        begin("measuring")
+        deadline = time.monotonic() + 20.0
+        err = ""
+        while err.count("[2 of 3] measuring, 0 %") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            err += capsys.readouterr().err
+    assert err.count("[2 of 3] measuring, 0 %") >= 2
+
+
+def test_a_loop_that_prepares_a_phase_is_not_its_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with phases({"searching plans": 1.0}, [].append):
+        begin("searching plans")
+        for what in ("prescribing layers", "searching plans"):
+            for _ in track(range(4), what):
+                clock.now += 20.0
+    shown = [int(percent) for percent in re.findall(r"searching plans, (\d+) %", capsys.readouterr().err)]
+    assert shown == [0, 0, 0, 0, 25, 50, 75, 100]
 
 
 def test_a_phase_of_another_call_is_not_shown_and_a_skipped_one_is_no_time(clock: Clock) -> None:

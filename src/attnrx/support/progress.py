@@ -1,19 +1,29 @@
 """Progress of long calls: log callbacks, the phases of a call, and loops shown as a bar or as lines."""
 
+import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 Log = Callable[[str], None]
 Item = TypeVar("Item")
 
 # Seconds before a loop is shown at all, and between two lines: of a loop by itself, and of one in a phase.
 DELAY, EVERY, EVERY_IN_PHASE = 2.0, 5.0, 15.0
+# Seconds of silence after which a line is written in the middle of one step, and between two looks at the clock.
+SILENCE, TICK = 14.0, 1.0
 SETTING = "ATTNRX_PROGRESS"
+# The loops that are most of their phases; in other phases every loop is.
+MAIN_LOOPS = {
+    "measuring sensitivities": "sensitivities",
+    "searching plans": "searching plans",
+    "realizing and repairing": "repairing blocks",
+}
 # Starts the lines by which another process passes on how far it is (`subprocess_runner`).
 PASSED_ON = "\0progress "
 # The share of a call after which the time that is left is estimated.
@@ -22,6 +32,63 @@ KNOWN = 0.03
 
 def no_log(_: str) -> None:
     """A log callback that discards the message."""
+
+
+@runtime_checkable
+class Shown(Protocol):
+    """Work that is shown: the time of its last line, and what a line states in the middle of a step, empty for none."""
+
+    shown: float
+
+    def line(self, now: float) -> str:
+        """Returns the line at a time of the clock."""
+        ...
+
+
+# What is shown now, the innermost at the end, and the thread that looks at the clock.
+_working: list[Shown] = []
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+@contextmanager
+def ticking(work: Shown) -> Iterator[None]:
+    """Shows the work again whenever nothing was shown for SILENCE seconds, also during a step that takes long."""
+    global _thread
+    with _lock:
+        _working.append(work)
+        if _thread is None or not _thread.is_alive():  # the first work, or a process that was forked
+            _thread = threading.Thread(target=_watch, name="attnrx progress", daemon=True)
+            _thread.start()
+    try:
+        yield
+    finally:
+        with _lock:
+            _working.remove(work)
+
+
+def _watch() -> None:
+    global _thread
+    pause = threading.Event()
+    while True:
+        pause.wait(TICK)
+        with _lock:
+            if not _working:
+                _thread = None  # the next work starts another
+                return
+        tick()
+
+
+def tick() -> None:
+    """Writes a line of the innermost work if no work was shown for SILENCE seconds."""
+    now = time.monotonic()
+    with _lock:
+        work = list(_working)
+    # A line of any of them shows that the process works.
+    if work and now - max(each.shown for each in work) >= SILENCE:
+        work[-1].shown = now
+        if line := work[-1].line(now):
+            _write(line)
 
 
 class Phases:
@@ -36,6 +103,7 @@ class Phases:
         self.position, self.done, self.depth = -1, 0.0, 0
         self.skipped = 0.0
         self.start = self.shown = time.monotonic()
+        self.loop = ""  # the innermost loop: its name and how many of its steps are done
 
     def begin(self, name: str) -> None:
         """Begins the next phase of this name; those in between are skipped, e.g. a diagnosis of an earlier call."""
@@ -57,7 +125,19 @@ class Phases:
         now = time.monotonic()
         if now - self.shown >= EVERY_IN_PHASE:
             self.shown = now
-            _write(f"{self}, {100 * self.done:.0f} %{self._left()}")
+            _write(self.line(now))
+
+    def line(self, now: float) -> str:
+        """Returns how far the phase and its innermost loop are, and the time that is left of the call."""
+        del now
+        if self.position < 0:
+            return ""
+        loop = f" ({self.loop})" if self.loop else ""
+        return f"{self}, {100 * self.done:.0f} %{loop}{self._left()}"
+
+    def counts(self, loop: str) -> bool:
+        """Whether a loop of this name is the progress of the phase that runs."""
+        return MAIN_LOOPS.get(self.steps[self.position][0], loop) == loop
 
     def __str__(self) -> str:
         return f"[{self.position + 1} of {len(self.steps)}] {self.steps[self.position][0]}"
@@ -89,9 +169,11 @@ def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, ag
     names = list(shares)
     once = names[: names.index(again)] if again else names
     several = names[len(once) :] * repeated
-    token = _current.set(Phases([(name, shares[name]) for name in (*once, *several)], log))
+    found = Phases([(name, shares[name]) for name in (*once, *several)], log)
+    token = _current.set(found)
     try:
-        yield
+        with ticking(found):
+            yield
     finally:
         _current.reset(token)
 
@@ -140,13 +222,14 @@ def track(items: Iterable[Item], what: str, total: int | None = None) -> Generat
     total = len(items) if total is None and isinstance(items, Sized) else total
     current, setting = _current.get(), os.environ.get(SETTING, "1")
     if current is not None and current.position >= 0:
-        yield from _in_phase(items, current, total)
+        yield from _in_phase(items, what, current, total)
     elif setting == "0":
         yield from items
     elif setting == "passed on":
         yield from _passing_on(items, what, total)
     elif _draws_bars() and (bar := _bar(items, what, total)) is not None:
-        yield from bar
+        with ticking(_Bar()):
+            yield from bar
     else:
         yield from _with_lines(items, what, total)
 
@@ -157,18 +240,21 @@ def _write(line: str) -> None:
         sys.stderr.flush()
 
 
-def _in_phase(items: Iterable[Item], current: Phases, total: int | None) -> Generator[Item]:
-    is_outermost = not current.depth
-    start = current.done
+def _in_phase(items: Iterable[Item], what: str, current: Phases, total: int | None) -> Generator[Item]:
+    # The loop that is the work of a phase, not one that prepares it.
+    counts = not current.depth and current.counts(what)
+    start, around = current.done, current.loop
     current.depth += 1
     try:
         for done, item in enumerate(items, 1):
+            current.loop = f"{what}: {done - 1}{_of(total)}"
             yield item
             # The rest of the phase: it may have several loops after one another.
-            share = done / total if is_outermost and total else 0.0
+            share = done / total if counts and total else 0.0
             current.advance(start + (1 - start) * share if share else current.done)
     finally:
         current.depth -= 1
+        current.loop = around
 
 
 def _passing_on(items: Iterable[Item], what: str, total: int | None) -> Generator[Item]:
@@ -197,14 +283,47 @@ def _bar(items: Iterable[Item], what: str, total: int | None) -> Iterable[Item] 
     return tqdm(items, desc=what, total=total, delay=DELAY, leave=False)
 
 
-def _with_lines(items: Iterable[Item], what: str, total: int | None) -> Generator[Item]:
-    start = time.monotonic()
-    # The first line may be printed DELAY after the start, each further one EVERY after the last.
-    shown = start + DELAY - EVERY
-    for done, item in enumerate(items, 1):
-        yield item
+class _Bar:
+    """A bar, which shows by itself that the process works."""
+
+    shown = math.inf
+
+    def line(self, now: float) -> str:
+        del now
+        return ""
+
+
+class _Loop:
+    """A loop that is shown as lines."""
+
+    def __init__(self, what: str, total: int | None):
+        self.what, self.total, self.done = what, total, 0
+        self.start = time.monotonic()
+        # The first line may be written DELAY after the start, each further one EVERY after the last.
+        self.shown = self.start + DELAY - EVERY
+
+    def advance(self) -> None:
+        """States that one more step is done, and shows it if nothing was shown for a while."""
+        self.done += 1
         now = time.monotonic()
-        if now - shown >= EVERY and done != total:  # no line for a loop that has ended
-            shown = now
-            left = "" if total is None else f" of {total}, about {duration((now - start) / done * (total - done))} left"
-            _write(f"{what}: {done}{left}")
+        if now - self.shown >= EVERY and self.done != self.total:  # no line for a loop that has ended
+            self.shown = now
+            _write(self.line(now))
+
+    def line(self, now: float) -> str:
+        seconds, left = now - self.start, ""
+        if self.total is not None and self.done:
+            left = f", about {duration(seconds / self.done * (self.total - self.done))} left"
+        return f"{self.what}: {self.done}{_of(self.total)}, {duration(seconds)}{left}"
+
+
+def _of(total: int | None) -> str:
+    return "" if total is None else f" of {total}"
+
+
+def _with_lines(items: Iterable[Item], what: str, total: int | None) -> Generator[Item]:
+    loop = _Loop(what, total)
+    with ticking(loop):
+        for item in items:
+            yield item
+            loop.advance()

@@ -164,15 +164,18 @@ def measure_sensitivities(
     # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
-        for done, (images, logs) in enumerate(answers.parts(), 1):
-            probe_batch.take(images, logs)
-            what = f"sensitivities, batch {done} of {len(answers.batches)}"
-            for work in track((*probes, *range(len(counts))), what):
-                if isinstance(work, int):
-                    num_pruned[:, work] += probe_batch.with_num_pruned(counts[work])
-                else:
-                    measured[work] += probe_batch.with_block_of(probes[work])
-            log(f"sensitivities: {done} of {len(answers.batches)} batches")
+        parts, works = answers.parts(), (*probes, *range(len(counts)))
+        for step in track(range(len(answers.batches) * len(works)), "sensitivities"):
+            batch, index = divmod(step, len(works))
+            if not index:
+                probe_batch.take(*next(parts))
+            work = works[index]
+            if isinstance(work, int):
+                num_pruned[:, work] += probe_batch.with_num_pruned(counts[work])
+            else:
+                measured[work] += probe_batch.with_block_of(probes[work])
+            if index == len(works) - 1:
+                log(f"sensitivities: {batch + 1} of {len(answers.batches)} batches")
     log_counts, by_measure = np.log(np.array(counts or [1], dtype=float)), {}
     for index, name in enumerate(MEASURES):
         by_level = {key: sums[:, index] for key, sums in measured.items()}
