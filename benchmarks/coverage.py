@@ -2,8 +2,9 @@
 
 Means over images: the Kullback-Leibler divergences of images have heavy tails, here lognormal and mixtures of gamma
 distributions, or resamples of the divergences of a real model. Latency: the rounds of a run are correlated (AR(1) with
-the coefficient `phi`) and drift, and some rounds are disturbed. Promises: how often one holds if the divergence is what
-was promised, and if it is twice that.
+the coefficient `phi`) and drift, some rounds are disturbed, and every process has a ratio of its own; one process is
+compared with four that have a quarter of the rounds each. Promises: how often one holds if the divergence is what was
+promised, and if it is twice that.
 
 python benchmarks/coverage.py
 python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column imagenet1k_label   # a real ViT-Tiny too
@@ -23,6 +24,7 @@ from attnrx.nouns.evidence import FAILS, HOLDS, OUTCOMES, UNDECIDED
 from attnrx.show.checks.promises import PredictedQuantity, judged_promise, limits_of
 from attnrx.show.checks.statistics import estimate, mean_estimate, resampled_means
 from attnrx.vit.costs import Ratio
+from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.outputs import KINDS
 
 LOGITS = KINDS["logits"]
@@ -70,10 +72,14 @@ def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
     return studentized, plain
 
 
+BETWEEN = 0.02  # of the logarithm of the ratio, between processes
+
+
 def run_of(rounds: int, phi: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Returns the seconds of two models, of which the first takes 1.5 times as long, in the rounds of a run.
 
-    Both share a drift; each has correlated noise of 5 %, and is disturbed in 5 % of the rounds.
+    Both share a drift; each has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The first one differs
+    between processes.
     """
     warm = 50  # rounds until the noise is stationary
     noise = torch.randn(2, warm + rounds, generator=generator).double() * (1 - phi**2) ** 0.5
@@ -84,14 +90,20 @@ def run_of(rounds: int, phi: float, generator: torch.Generator) -> tuple[Tensor,
     disturbed = torch.rand(2, rounds, generator=generator) < 0.05
     delays = -0.5 * torch.rand(2, rounds, generator=generator).double().clamp(min=1e-300).log()
     logarithms = drift + 0.05 * noise[:, warm:] + disturbed * delays
-    return 1.5 * logarithms[0].exp(), logarithms[1].exp()
+    own = BETWEEN * torch.randn(1, generator=generator).double()
+    return 1.5 * (logarithms[0] + own).exp(), logarithms[1].exp()
 
 
-def covers_ratio(rounds: int, phi: float, repetitions: int) -> tuple[float, float]:
-    """Returns the coverage of the interval of a ratio of latencies, and its mean width relative to the ratio."""
+def covers_ratio(rounds: int, phi: float, processes: int, repetitions: int) -> tuple[float, float]:
+    """Returns the coverage of the interval of a ratio of latencies, and its mean width relative to the ratio.
+
+    The rounds are divided between the processes.
+    """
     generator, covered, width = torch.Generator().manual_seed(0), 0, 0.0
     for _ in range(repetitions):
-        found = Ratio.of(*run_of(rounds, phi, generator))
+        runs = [run_of(rounds // processes, phi, generator) for _ in range(processes)]
+        sides = [torch.stack(side) for side in zip(*runs, strict=True)]
+        found = Ratio.of_processes(*sides) if processes > 1 else Ratio.of(*runs[0])
         covered += found.low <= 1.5 <= found.high
         width += (found.high - found.low) / 1.5
     return covered / repetitions, width / repetitions
@@ -148,11 +160,12 @@ def main() -> None:
             found = kept_promises(draw, n, times, repetitions)
             shares = " | ".join(f"{found[outcome]:.3f}" for outcome in (HOLDS, UNDECIDED, FAILS))
             print(f"| {name} | {n} | {times:g} x | {shares} |", flush=True)
-    print("\n| rounds | phi | coverage of the latency ratio | mean width |\n|---|---|---|---|")
-    for rounds in (8, 20, 30, 50, 100):
-        for phi in (0.0, 0.5, 0.7, 0.8):
-            covered, width = covers_ratio(rounds, phi, repetitions)
-            print(f"| {rounds} | {phi:g} | {covered:.3f} | {100 * width:.1f} % |", flush=True)
+    print(f"\n| rounds | phi | coverage in one process | mean width | in {PROCESSES} processes | mean width |")
+    print("|---|---|---|---|---|---|")
+    for rounds, phi in product((16, 32, 50, 100), (0.0, 0.5, 0.8, 0.9)):
+        cells = (covers_ratio(rounds, phi, processes, repetitions) for processes in (1, PROCESSES))
+        shown = " | ".join(f"{covered:.3f} | {100 * width:.1f} %" for covered, width in cells)
+        print(f"| {rounds} | {phi:g} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

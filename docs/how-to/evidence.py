@@ -94,8 +94,10 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
 # - One seed. Findings contain theirs; `rx.checks.aggregate` combines the evidence of several seeds, with intervals
 # over the seeds.
 # - Latency without conditions. The check times both models in turns, so other load slows both, and records the
-# hardware, the batch size and the threads. Its interval is a t interval over four consecutive parts of one run: rounds
-# beside each other are alike. Another process, or another day, can differ by more.
+# hardware, the batch size and the threads. The rounds are divided between four new processes, over whose medians the
+# interval is a t interval: rounds beside each other are alike, and processes differ by more than rounds do. A file, or
+# a model that cannot be pickled, is timed in one process; `interval` of the finding states which. Another day can
+# differ by more.
 #
 # ## The report
 #

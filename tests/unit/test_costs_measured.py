@@ -1,6 +1,7 @@
 """Latency and memory on models whose answer is known."""
 
 import copy
+import math
 import time
 from collections.abc import Mapping
 
@@ -39,6 +40,14 @@ class Slow(nn.Module):
         return images.sum((1, 2, 3))
 
 
+class Closed(Slow):
+    """Cannot be pickled, like a file that a runtime has opened."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.session = lambda: None
+
+
 class Wide(nn.Module):
     """Holds `copies` images of the batch at once, above the batch itself."""
 
@@ -49,6 +58,29 @@ class Wide(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         held = [images.clone() for _ in range(self.copies)]
         return held[-1]
+
+
+def test_rounds_are_divided_between_processes() -> None:
+    protocol = LatencyProtocol(rounds=5, warmup=1, processes=2)
+    vit = model(CONFIGS["svda"])
+    found = compare_latency(vit, copy.deepcopy(vit), images(vit.config), protocol, unchanged=vit)
+    assert (found.processes, found.rounds, found.interval) == (2, 6, "t over the medians of 2 processes")
+    assert found.faster.low < found.faster.value < found.faster.high
+    assert found.by_compression == Ratio(1.0, 1.0, 1.0) and found.candidate_kernel
+
+
+def test_models_that_cannot_be_pickled_are_measured_in_this_process() -> None:
+    protocol = LatencyProtocol(rounds=4, warmup=1, processes=2)
+    found = compare_latency(Closed(), Slow(0), torch.zeros(2, 1, 4, 4), protocol)
+    assert (found.processes, found.rounds) == (1, 4) and found.interval.endswith("parts of one run")
+
+
+def test_an_interval_over_processes_has_the_spread_of_their_medians() -> None:
+    medians = torch.tensor([1.0, 1.1, 1.2, 1.3], dtype=torch.float64)
+    found = Ratio.of_processes(medians[:, None].expand(4, 9), torch.ones(4, 9))
+    low, high = (found.value / found.low, found.high / found.value)
+    half = 3.182 * float(medians.log().std()) / 2
+    assert found.value == pytest.approx(1.15) and low == pytest.approx(high) == pytest.approx(math.exp(half))
 
 
 def test_a_slower_candidate_is_seen_as_slower() -> None:

@@ -21,6 +21,7 @@ from attnrx.decide.planning.space import Space
 from attnrx.support.progress import Log
 from attnrx.support.subprocess_runner import call_in_subprocess_if
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
+from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
 
 # Plans that are adjusted to their latency are timed on a part of the batch, in MORE times the rounds: at least CHUNK
@@ -36,8 +37,8 @@ def rounds_of(batch: int) -> int:
 
 
 def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
-    """Returns the protocol of results: whole batches, wall clock."""
-    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False)
+    """Returns the protocol of results: whole batches, wall clock, several processes."""
+    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False, processes=PROCESSES)
 
 
 def final_speeds(
@@ -49,7 +50,8 @@ def final_speeds(
     """
     shape = timing.batch, *family_of(original).input_shape(original)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    speeds = compare_latencies(models, reference, images, final_protocol(timing.conditions, timing.batch))
+    protocol = replace(final_protocol(timing.conditions, timing.batch), processes=1)
+    speeds = compare_latencies(models, reference, images, protocol)
     return {name: speed.faster.value for name, speed in speeds.items()}
 
 

@@ -12,7 +12,7 @@ from attnrx.show.checks.comparison import Comparison
 from attnrx.support import process_group
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latency, compare_memory
-from attnrx.vit.costs.latency import INTERVAL
+from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
 
 KERNELS = "attnrx's kernels"  # the runtime of models that are no exported files
@@ -53,7 +53,7 @@ class TimedModels:
     def findings(self, check: str, times: LatencyComparison) -> tuple[tuple[Finding, ...], dict[str, Any]]:
         """Returns the factors of a speed as findings, and the record of its measurement."""
         record = {
-            "interval": INTERVAL,
+            "interval": times.interval,
             **asdict(times),
             "image_shape": list(times.image_shape),
             "baseline": self.baseline_name,
@@ -73,7 +73,7 @@ class TimedModels:
                 low=ratio.low,
                 high=ratio.high,
                 n=times.rounds,
-                details={"quantity": quantity, "interval": INTERVAL},
+                details={"quantity": quantity, "interval": times.interval},
             )
             for (quantity, claim), ratio in zip(factors, (times.by_runtime, times.by_compression), strict=True)
             if ratio is not None
@@ -89,7 +89,8 @@ class Latency(Check):
     runtime gave (`speed of unchanged`: attnrx's kernels, or the runtime of a file) and what the compression gave
     (`speed by compression`: relative to the unchanged model in the same runtime and precision).
 
-    `batch` is the batch size. The device is that of the comparison, the other conditions are those of the protocol.
+    `batch` is the batch size. The device is that of the comparison, the other conditions are those of the protocol, by
+    default with the rounds divided between PROCESSES processes.
     `faster` is the least speed, e.g. 1.5; on a busy machine the interval is wide and the claim undecided. With
     `library` the reference is the model as implemented by its own library.
     """
@@ -97,7 +98,7 @@ class Latency(Check):
     name: ClassVar[str] = "latency"
     measures_speed: ClassVar[bool] = True
     batch: int = 32
-    protocol: LatencyProtocol = field(default_factory=LatencyProtocol)
+    protocol: LatencyProtocol = field(default_factory=lambda: LatencyProtocol(processes=PROCESSES))
     faster: float | None = None
     library: bool = False
 

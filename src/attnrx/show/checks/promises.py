@@ -14,9 +14,8 @@ from attnrx.show.checks.latency import TimedModels
 from attnrx.show.checks.statistics import Estimate, mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.subprocess_runner import call_in_subprocess_if
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency
-from attnrx.vit.costs.latency import INTERVAL
+from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
 
 # With so many times the images of the plan their own interval suffices: with a lognormal divergence of sigma 1.5, twice
@@ -72,15 +71,15 @@ class Promises(Check):
 
     def _speed(self, comparison: Comparison, promised: Mapping[str, Any]) -> tuple[Finding, ...]:
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
-        protocol = LatencyProtocol(conditions, self.rounds, warmup=2, clock=promised["clock"], kernels=False)
-        # As the plan was timed: by the same clock, and in a process of its own if it was.
+        # As the plan was timed: by the same clock, and in processes of its own if it was.
+        processes = PROCESSES if promised.get("in_subprocess", False) else 1
+        protocol = LatencyProtocol(conditions, self.rounds, 2, promised["clock"], kernels=False, processes=processes)
         model, family = comparison.reference, family_of(comparison.reference)
         size = promised["batch"], *family.input_shape(model)
         # Latency does not depend on the values of the pixels.
         images = torch.randn(size, generator=torch.Generator().manual_seed(0))
         timed = TimedModels.of(comparison, library=True)
-        sides = comparison.candidate, timed.baseline, images, protocol, timed.unchanged
-        measured = call_in_subprocess_if(compare_latency, *sides, in_subprocess=promised.get("in_subprocess", False))
+        measured = compare_latency(comparison.candidate, timed.baseline, images, protocol, timed.unchanged)
         faster, limit = measured.faster, promised["faster"] / (1 + self.within)
         factors, measurement = timed.findings(self.name, measured)
         speed_name = f"speed of a forward pass of {measured.batch}, relative to {timed.baseline_name}"
@@ -94,7 +93,7 @@ class Promises(Check):
                 "quantity": "promised speed",
                 "promised": dict(promised),
                 "within": self.within,
-                "interval": INTERVAL,
+                "interval": measured.interval,
                 "measured": measurement,
             },
         )

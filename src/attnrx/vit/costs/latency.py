@@ -1,25 +1,32 @@
-"""The latency of a candidate relative to its reference, measured in one process under stated conditions."""
+"""The latency of a candidate relative to its reference, measured in turns under stated conditions."""
 
 import gc
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from attnrx.support.arguments import COUNT, one_of, optional, require_fields, whole
-from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.subprocess_runner import run_in_subprocess, shared_subprocess
 from attnrx.vit.costs.conditions import Conditions
 from attnrx.vit.costs.memory import profiled
 
-# The 97.5 % quantiles of Student's t for the intervals of 2, 3 and 4 parts of a run.
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182}
-INTERVAL = "t over the medians of four consecutive parts of one run"
+# The 97.5 % quantiles of Student's t for the intervals of so many medians, and the parts of a run.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+PARTS = 4
+IN_RUN = f"t over the medians of {PARTS} consecutive parts of one run"
+# The processes of the measurements that are evidence: a run in another process differs by more than its rounds do, and
+# rounds of a run depend on each other. With three the intervals of as many rounds are 1.4 times as wide
+# (benchmarks/coverage.py).
+PROCESSES = 4
 # The roles beside the candidates in one run; blank, as no name of a candidate is.
 REFERENCE, UNCHANGED = "", " "
 
@@ -41,8 +48,9 @@ class Timing:
 class Ratio:
     """The median over rounds of one time divided by the other of the same round, with its 95 % interval.
 
-    The interval is a t interval over the medians of four consecutive parts of the run (batch means), on the scale of
-    the logarithm. It is that of one process: a repetition in another process can differ by more.
+    The interval is a t interval on the scale of the logarithm: over the medians of several processes, which include
+    what differs between processes (`of_processes`), or over those of four consecutive parts of one run (batch means;
+    `of`). A repetition in another process can differ by more than the latter.
     """
 
     value: float
@@ -60,12 +68,26 @@ class Ratio:
         # What remains of the load lasts for many rounds, and a bootstrap of single rounds would take them for
         # independent: its 95 % interval covers the ratio in 60 % of the runs. Quarters of the run are nearly
         # independent; fewer parts would have much wider intervals (benchmarks/coverage.py).
-        parts = ratios.tensor_split(min(len(ratios), max(STUDENT)))
+        parts = ratios.tensor_split(min(len(ratios), PARTS))
         # Medians, not means: in some rounds the machine does something else.
         value, medians = float(_median(ratios)), torch.stack([_median(part).log() for part in parts])
         # The shorter the parts are, the more their neighbours are correlated, and their spread too small.
         spread = float(medians.std()) * (1 + len(parts) / len(ratios))
-        factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
+        return cls._around(value, spread, len(parts))
+
+    @classmethod
+    def of_processes(
+        cls, seconds: Float[Tensor, "processes runs"], reference: Float[Tensor, "processes runs"]
+    ) -> "Ratio":
+        """Returns the ratio of at least two processes, each with its median over the rounds."""
+        ratios = (seconds / reference).double()
+        medians = torch.stack([_median(run).log() for run in ratios])
+        return cls._around(float(_median(ratios.flatten())), float(medians.std()), len(ratios))
+
+    @classmethod
+    def _around(cls, value: float, spread: float, parts: int) -> "Ratio":
+        """Returns a ratio with the t interval of so many medians, of which `spread` is the standard deviation."""
+        factor = math.exp(STUDENT[parts] * spread / parts**0.5)
         return cls(value, value / factor, value * factor)
 
 
@@ -158,9 +180,15 @@ class LatencyComparison:
     threads: int
     hardware: str
     torch_version: str
+    processes: int = 1
     unchanged: Timing | None = None
     by_runtime: Ratio | None = None
     by_compression: Ratio | None = None
+
+    @property
+    def interval(self) -> str:
+        """How the intervals of the ratios are computed."""
+        return IN_RUN if self.processes == 1 else f"t over the medians of {self.processes} processes"
 
     def __str__(self) -> str:
         """Formats the speed with its interval, its factors, its conditions and the median times."""
@@ -192,6 +220,10 @@ class LatencyProtocol:
     `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
     means "cuda" on a CUDA device and "wall" elsewhere. With `kernels` one more pass of every model is profiled for the
     name of its attention kernel.
+
+    With `processes` above 1 the rounds are divided between so many new processes, and the intervals include the
+    differences between them. Models that cannot be pickled are measured in this process instead, which
+    `LatencyComparison.processes` states.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -199,10 +231,12 @@ class LatencyProtocol:
     warmup: int = 5
     clock: str | None = None
     kernels: bool = True
+    processes: int = 1
 
     def __post_init__(self):
         # An interval needs two rounds, and the first pass is never typical.
-        require_fields(self, rounds=whole(2), warmup=COUNT, clock=optional(one_of(*CLOCKS)))
+        processes = whole(1, max(STUDENT))
+        require_fields(self, rounds=whole(2), warmup=COUNT, clock=optional(one_of(*CLOCKS)), processes=processes)
 
 
 def compare_latency(
@@ -235,46 +269,79 @@ def compare_latencies(
     if not len(images):
         raise InvalidInput("measuring latency needs at least one image; the batch is empty.")
     protocol = protocol or LatencyProtocol()
+    models: dict[str, nn.Module] = {**candidates, REFERENCE: reference}
+    # The unchanged model may be a candidate: it is timed once then, and its factor by compression is 1.
+    same = next((name for name, model in models.items() if model is unchanged), UNCHANGED)
+    if unchanged is not None:
+        models[same] = unchanged
+    runs = _runs(models, images, protocol)
+    # [processes, rounds]
+    seconds = {name: torch.stack([run.seconds[name] for run in runs]) for name in models}
+    if same in seconds:
+        seconds[UNCHANGED] = seconds[same]
+
+    def ratio(slower: str, faster: str) -> Ratio | None:
+        if slower not in seconds or faster not in seconds:
+            return None
+        sides = seconds[slower], seconds[faster]
+        return Ratio.of_processes(*sides) if len(runs) > 1 else Ratio.of(*(side[0] for side in sides))
+
+    def compared(name: str) -> LatencyComparison:
+        first, faster = runs[0], ratio(REFERENCE, name)
+        assert faster is not None
+        return LatencyComparison(
+            candidate=Timing.of(seconds[name].flatten()),
+            reference=Timing.of(seconds[REFERENCE].flatten()),
+            faster=faster,
+            candidate_kernel=first.kernels[name],
+            reference_kernel=first.kernels[REFERENCE],
+            batch=len(images),
+            image_shape=tuple(images.shape[1:]),
+            rounds=seconds[name].numel(),
+            clock=first.clock,
+            conditions=protocol.conditions,
+            threads=first.threads,
+            hardware=protocol.conditions.hardware,
+            torch_version=torch.__version__,
+            processes=len(runs),
+            unchanged=Timing.of(seconds[UNCHANGED].flatten()) if unchanged is not None else None,
+            by_runtime=ratio(REFERENCE, UNCHANGED),
+            by_compression=ratio(UNCHANGED, name),
+        )
+
+    return {name: compared(name) for name in candidates}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The seconds of every model in the rounds of one process, its attention kernel, and the conditions."""
+
+    seconds: dict[str, Float[Tensor, "rounds"]]
+    kernels: dict[str, str]
+    clock: str
+    threads: int
+
+
+def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
+    """Measures the models in the processes of the protocol, one after the other, or in this one."""
+    if protocol.processes > 1:
+        part = replace(protocol, rounds=max(-(-protocol.rounds // protocol.processes), 2), processes=1)
+        # Some models cannot be pickled: of classes that no module defines, or files that a runtime has opened. An error
+        # of the measurement itself is raised again below.
+        with suppress(NotSupported), shared_subprocess():
+            return [run_in_subprocess(_run, models, images, part) for _ in range(protocol.processes)]
+    return [_run(models, images, protocol)]
+
+
+def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> _Run:
     conditions = protocol.conditions
     with conditions.held():
         batch = conditions.place_images(images)
-        models = {**candidates, REFERENCE: reference}
-        # The unchanged model may be a candidate: it is timed once then, and its factor by compression is 1.
-        same = next((name for name, model in models.items() if model is unchanged), UNCHANGED)
-        if unchanged is not None:
-            models[same] = unchanged
         runs: dict[str, Callable[[], object]] = {
             name: partial(conditions.place(model), batch) for name, model in models.items()
         }
         clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
         seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
-        if same in seconds:
-            seconds[UNCHANGED] = seconds[same]
         # Profiled after the rounds: profiling slows a pass.
         kernels = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
-
-        def ratio(slower: str, faster: str) -> Ratio | None:
-            both = slower in seconds and faster in seconds
-            return Ratio.of(seconds[slower], seconds[faster]) if both else None
-
-        return {
-            name: LatencyComparison(
-                candidate=Timing.of(seconds[name]),
-                reference=Timing.of(seconds[REFERENCE]),
-                faster=Ratio.of(seconds[REFERENCE], seconds[name]),
-                candidate_kernel=kernels[name],
-                reference_kernel=kernels[REFERENCE],
-                batch=len(images),
-                image_shape=tuple(images.shape[1:]),
-                rounds=protocol.rounds,
-                clock=clock,
-                conditions=conditions,
-                threads=torch.get_num_threads(),
-                hardware=conditions.hardware,
-                torch_version=torch.__version__,
-                unchanged=Timing.of(seconds[UNCHANGED]) if unchanged is not None else None,
-                by_runtime=ratio(REFERENCE, UNCHANGED),
-                by_compression=ratio(UNCHANGED, name),
-            )
-            for name in candidates
-        }
+        return _Run(seconds, kernels, clock, torch.get_num_threads())
