@@ -75,7 +75,7 @@ def covers_mean(draw: Draw, n: int, repetitions: int) -> tuple[float, float]:
 BETWEEN = 0.02  # of the logarithm of the ratio, between processes
 
 
-def run_of(rounds: int, phi: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def run_of(rounds: int, phi: float, between: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Returns the seconds of two models, of which the first takes 1.5 times as long, in the rounds of a run.
 
     Both share a drift; each has correlated noise of 5 %, and is disturbed in 5 % of the rounds. The first one differs
@@ -90,18 +90,20 @@ def run_of(rounds: int, phi: float, generator: torch.Generator) -> tuple[Tensor,
     disturbed = torch.rand(2, rounds, generator=generator) < 0.05
     delays = -0.5 * torch.rand(2, rounds, generator=generator).double().clamp(min=1e-300).log()
     logarithms = drift + 0.05 * noise[:, warm:] + disturbed * delays
-    own = BETWEEN * torch.randn(1, generator=generator).double()
+    own = between * torch.randn(1, generator=generator).double()
     return 1.5 * (logarithms[0] + own).exp(), logarithms[1].exp()
 
 
-def covers_ratio(rounds: int, phi: float, processes: int, repetitions: int) -> tuple[float, float]:
+def covers_ratio(
+    rounds: int, phi: float, processes: int, repetitions: int, between: float = BETWEEN
+) -> tuple[float, float]:
     """Returns the coverage of the interval of a ratio of latencies, and its mean width relative to the ratio.
 
     The rounds are divided between the processes.
     """
     generator, covered, width = torch.Generator().manual_seed(0), 0, 0.0
     for _ in range(repetitions):
-        runs = [run_of(rounds // processes, phi, generator) for _ in range(processes)]
+        runs = [run_of(rounds // processes, phi, between, generator) for _ in range(processes)]
         sides = [torch.stack(side) for side in zip(*runs, strict=True)]
         found = Ratio.of_processes(*sides) if processes > 1 else Ratio.of(*runs[0])
         covered += found.low <= 1.5 <= found.high
