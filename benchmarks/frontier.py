@@ -23,7 +23,7 @@ import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
 from attnrx.decide.planning import TimingSettings
-from attnrx.decide.planning.plan import Plan
+from attnrx.nouns.plan import Plan
 from attnrx.show.checks import Accuracy, Comparison, Fidelity
 from attnrx.show.reports.figures import Chart, Curve, CurvePoint
 from attnrx.support.storage import read_json, write_json, write_text

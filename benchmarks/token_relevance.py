@@ -26,7 +26,8 @@ from attnrx.data import ImageSet
 from attnrx.decide.diagnosing import patches_left, token_relevance
 from attnrx.decide.diagnostics.perturbation import noise_like
 from attnrx.decide.diagnostics.watches import running_mean
-from attnrx.show.checks.statistics import Estimate, mean_estimate
+from attnrx.nouns.evidence import Estimate
+from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.storage import write_json

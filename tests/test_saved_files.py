@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import attnrx as rx
-from attnrx.show.reports import PlanFront
+from attnrx.nouns.plan import Plan
 
 SAVED = Path(__file__).parent / "saved" / "0.1.0"
 LOGITS = load_file(SAVED / "logits.safetensors")
@@ -58,9 +58,8 @@ def test_diagnoses_give_the_prescriptions_of_their_texts(name: str) -> None:
 
 
 def test_plans_are_read() -> None:
-    front = PlanFront.load(SAVED / "timm.plan.json" / "plan.json")
-    prescription = rx.Prescription.load(SAVED / "timm.plan.json" / "prescription.json")
-    assert front.points and prescription.layers
+    plan = Plan.load(SAVED / "timm.plan.json" / "plan.json")
+    assert plan.front and plan.expected["divergence"].value > 0 and plan.prescription.layers
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75])

@@ -36,7 +36,7 @@ images, others = splits.train.take(96), splits.validation.take(128)
 diagnosis = rx.diagnose(model, images)
 settings = rx.planning.PlanSettings(search=rx.planning.Search(trials=6))
 plan = rx.plan(model, diagnosis, TARGET, images, others, settings=settings)
-slim = rx.realize(model, plan.promising)
+slim = rx.realize(model, plan.with_predictions)
 family = rx.models.family_of(model)
 for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.costs(model).layers, strict=True), 1):
     print(f"layer {number}: {own.tokens} tokens, {100 * own.total.macs / before.total.macs:.0f} % of its MACs")
@@ -59,7 +59,7 @@ print(f"{point.cost:.3f} of the {plan.spend}: {point.sensitivity:.2g} nats predi
 
 # %%
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]
-evidence = rx.verify(slim, model, splits.test, checks, prescription=plan.promising)
+evidence = rx.verify(slim, model, splits.test, checks, prescription=plan.with_predictions)
 for finding in evidence.of("promises"):
     promised = finding.details["promised"]
     print(f"{finding.claim}: {finding.value:.3g} {finding.unit}, promised {promised:.3g}, limit {finding.limit:.3g}")

@@ -16,9 +16,9 @@ from test_exported_trust import planted
 import attnrx as rx
 from attnrx.change.exporting import load_exported
 from attnrx.change.realization.elastic import Elastic, Size
-from attnrx.decide.planning import Plan, Point
-from attnrx.nouns.predictions import PredictedQuantity
-from attnrx.show.reports import ComparisonRecord, PlanFront
+from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial
+from attnrx.nouns.evidence import Estimate
+from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError
 from attnrx.support.storage import SEAL, read_json, read_json_lines, read_tensors, sealed, write_json
 from attnrx.training.checkpoints import History
@@ -71,8 +71,8 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "prescription.json": rx.Prescription.load,
     "diagnosis.json": rx.Diagnosis.load,
     "evidence.json": rx.Evidence.load,
-    "plan/plan.json": PlanFront.load,
-    "comparison.json": ComparisonRecord.load,
+    "plan/plan.json": Plan.load,
+    "comparison.json": MethodComparison.load,
     "elastic/elastic.json": lambda path: rx.load(path.parent, macs=0.9),
     "model/config.json": lambda path: rx.load(path.parent),
     "model.onnx.json": lambda path: load_exported(path.with_name("model.onnx")),
@@ -100,12 +100,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evidence = rx.verify(small, model, pixels(CONFIG, 8), [rx.checks.Costs(), rx.checks.Fidelity()])
     evidence.save(root / "evidence.json")
     expected = {name: PredictedQuantity(0.1, 0.1, 8) for name in ("divergence", "agreement")}
-    Plan(prescription, "macs=0.7x", "macs", 0.7, expected, (), (Point(0.7, 0.01, 0.01),)).save(root / "plan")
-    number = {"value": 1.0, "low": 0.5, "high": 1.5}
-    trial = {"method": "a", "share": 0.5, "macs_share": 0.5, "accuracy": number, "divergence": number, "note": "b"}
-    pair = {"first": "a", "second": "b", "share": 0.5, "divergence": number}
-    record = {"kind": "attnrx comparison", "schema": read_schema(), "accuracy": number, "about": {"images": 3}}
-    write_json(root / "comparison.json", {**record, "trials": [trial, trial], "differences": [pair]})
+    Plan(prescription, "macs=0.7x", "macs", 0.7, expected, (), (PlanPoint(0.7, 0.01, 0.01),)).save(root / "plan")
+    number = Estimate(1.0, 0.5, 1.5)
+    trial = MethodTrial("a", 0.5, 10, 10, 0.5, 0.5, number, number, number, number, 3, 0.1)
+    pair = Difference("a", "b", 0.5, None, number, 0.5, number, 0.5, 3)
+    about = {"images": 3, "methods": [{"name": "a"}]}
+    MethodComparison((trial, trial), number, about, differences=(pair,)).save(root / "comparison.json")
     costs = [rx.models.family_of(each).costs(each) for each in (model, small)]
     shares = [(each.macs / costs[0].macs, each.params / costs[0].params) for each in costs]
     for name, each in (("original", model), ("macs-0.5", small)):
@@ -116,12 +116,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     planted(root, "onnx")
     (root / "history.jsonl").write_text('{"epoch": 1, "loss": 0.5, "layers": [{"a": [1]}]}\n' * 2)
     return root
-
-
-def read_schema() -> int:
-    from attnrx.show.reports.content import SCHEMA
-
-    return SCHEMA
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])

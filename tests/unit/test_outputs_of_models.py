@@ -80,7 +80,7 @@ def test_a_backbone_is_diagnosed_planned_and_verified(name):
     settings = rx.planning.PlanSettings.of("quick", axes=("qk", "vo"))
     plan = rx.plan(model, diagnosis, "macs=0.93", data, data, settings=settings)
     slim = rx.realize(model, plan.prescription)
-    evidence = rx.verify(slim, model, data, prescription=plan.promising)
+    evidence = rx.verify(slim, model, data, prescription=plan.with_predictions)
     found = {finding.details.get("quantity"): finding for finding in evidence.findings}
     with torch.no_grad():
         outputs = model(images), slim(images)
@@ -93,7 +93,7 @@ def test_a_backbone_is_diagnosed_planned_and_verified(name):
     right = 100 * float(((neighbours % 4) == torch.arange(48) % 4).double().mean())
     accuracy = next(own for own in evidence.findings if own.details.get("model") == "reference")
     assert accuracy.value == pytest.approx(right)
-    promised = rx.verify(slim, model, data, [Promises(rounds=2)], prescription=plan.promising)
+    promised = rx.verify(slim, model, data, [Promises(rounds=2)], prescription=plan.with_predictions)
     assert any("cosine distance" in finding.claim for finding in promised.findings)
     (change,) = promised.findings[2:]
     assert change.details["quantity"] == "promised_change" and "1-nearest-neighbour accuracy" in change.claim

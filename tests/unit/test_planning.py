@@ -36,7 +36,7 @@ from attnrx.decide.planning.sensitivity import Sensitivities, _errors, measure_s
 from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Finding
-from attnrx.nouns.predictions import limits_of
+from attnrx.nouns.plan import limits_of
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Comparison, Promises
 from attnrx.support.errors import (
@@ -251,7 +251,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
         return
     found = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
     again = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
-    assert found.promises == again.promises and found.front == again.front
+    assert found.predictions == again.predictions and found.front == again.front
     slim = realize(model, found.prescription)
     costs, before = (family_of(each).costs(each) for each in (slim, model))
     if not target.startswith("max-drop"):
@@ -265,7 +265,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     path = found.save(tmp_path / "plan")
     assert read_json(path)["target"] == target
     kept = Prescription.load(tmp_path / "plan" / "prescription.json")
-    assert kept.about["plan"] == found.promises
+    assert kept.about["plan"] == found.predictions
     findings = Promises()(Comparison(slim, model, pixels(CONFIG, 10), prescription=kept))
     assert [finding.details["quantity"] for finding in findings] == [
         "promised_divergence",
@@ -292,7 +292,7 @@ def test_a_search_goes_on_where_it_stopped(
     first, again, more = sought(3), sought(3), sought(5)
     assert len(first.about["trials"]) == 4  # that of the closed form, which is no trial of the study, and three
     # The finalists are chosen among all trials, also those of an earlier call.
-    assert first.about["trials"] == again.about["trials"] and first.promises == again.promises
+    assert first.about["trials"] == again.about["trials"] and first.predictions == again.predictions
     assert len(more.about["trials"]) == 6 and more.about["trials"][:4] == first.about["trials"]
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from attnrx.cli import main
-from attnrx.show.checks.statistics import Estimate
-from attnrx.show.reports import ComparisonRecord, ReportContent
-from attnrx.show.reports.page import render
+from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial, Unreached
+from attnrx.nouns.evidence import Estimate
+from attnrx.show.reports import ReportContent, render
 from attnrx.support.errors import CheckpointError
-from attnrx_lab.comparison.comparing import Difference, MethodTrial, Trials
-from attnrx_lab.comparison.methods import Unreached
 
 ABOUT: dict[str, Any] = {
     "diagnosis": {"data": {"images": 64, "fingerprint": "pets/train:64:ab"}},
@@ -58,7 +56,9 @@ def saved(tmp_path: Path) -> Path:
         for name, factor in (("mix", 0.9), ("<b>wide", 0.95))
         for share in (0.75, 0.5, 0.25)
     )
-    return Trials(trials, estimate(80.0, 5.0), ABOUT, differences=(DIFFERENCE,)).save(tmp_path / "comparison.json")
+    return MethodComparison(trials, estimate(80.0, 5.0), ABOUT, differences=(DIFFERENCE,)).save(
+        tmp_path / "comparison.json"
+    )
 
 
 def changed(path: Path, **changes: Any) -> Path:
@@ -75,39 +75,39 @@ def points(page: str, heading: str) -> list[str]:
 
 
 def test_what_compare_saves_is_read_as_it_was_measured(saved: Path) -> None:
-    found = ComparisonRecord.load(saved)
+    found = MethodComparison.load(saved)
     assert found.methods == ("mix", "<b>wide")
     assert found.accuracy.value == 80.0
     first = found.trials[0]
     assert (first.macs_share, first.divergence.low) == (pytest.approx(0.7875), pytest.approx(0.01 * 50**0.25 - 0.002))
-    assert all(each.reached for each in found.trials)
+    assert not found.unreached and len(found.trials) == 6
 
 
 def test_comparisons_of_embeddings_are_in_their_own_words(saved: Path) -> None:
     record = json.loads(saved.read_text())
-    logits = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    logits = render(ReportContent("compared", comparison=MethodComparison.load(saved)))
     record["about"]["outputs"] = "embedding"
     saved.write_text(json.dumps(record))
-    page = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    page = render(ReportContent("compared", comparison=MethodComparison.load(saved)))
     words = ("top-1", "KL, nats", "KL in nats", "A KL above 0")
     assert all(word in logits for word in words) and not any(word in page for word in words)
     for word in ("1-NN of the original", "Change of 1-nearest-neighbour accuracy", "A cosine distance above 0"):
         assert word in page
-    trials = Trials((), estimate(80.0, 5.0), record["about"])
+    trials = MethodComparison((), estimate(80.0, 5.0), record["about"])
     assert trials.columns[2:6] == ("1-NN", "change (points)", "agreement", "cosine distance")
     assert trials.difference_columns[2:5:2] == ("cosine distance", "1-NN (points)")
 
 
 def test_a_target_that_no_share_reaches_is_a_line_of_the_table(saved: Path) -> None:
-    trials = Trials((trial("mix", 0.5, 0.9),), estimate(80.0, 5.0), ABOUT, (Unreached("<b>wide", 0.25, 0.4),))
-    page = render(ReportContent("compared", comparison=ComparisonRecord.load(trials.save(saved))))
+    trials = MethodComparison((trial("mix", 0.5, 0.9),), estimate(80.0, 5.0), ABOUT, (Unreached("<b>wide", 0.25, 0.4),))
+    page = render(ReportContent("compared", comparison=MethodComparison.load(trials.save(saved))))
     assert re.search(r"&lt;b&gt;wide.*target not reached: 25.*% of the MACs; it costs at least 40", page, re.DOTALL)
-    alone = Trials((), estimate(80.0, 5.0), ABOUT, trials.unreached).save(saved)
-    assert "target not reached" in render(ReportContent("compared", comparison=ComparisonRecord.load(alone)))
+    alone = MethodComparison((), estimate(80.0, 5.0), ABOUT, trials.unreached).save(saved)
+    assert "target not reached" in render(ReportContent("compared", comparison=MethodComparison.load(alone)))
 
 
 def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
-    page = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    page = render(ReportContent("compared", comparison=MethodComparison.load(saved)))
     assert "<b>" not in page
     for heading in ("Change of top-1 accuracy", "Agreement with the original", "Divergence from the original"):
         reported = points(page, heading)
@@ -125,7 +125,7 @@ def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
 
 
 def test_differences_between_methods_have_intervals_and_corrected_p_values(saved: Path) -> None:
-    record = ComparisonRecord.load(saved)
+    record = MethodComparison.load(saved)
     (pair,) = record.differences
     assert (pair.first, pair.second, pair.target, pair.divergence_p) == ("mix", "<b>wide", 0.7, 3e-4)
     page = render(ReportContent("compared", comparison=record))
@@ -138,19 +138,19 @@ def test_small_differences_are_shown_on_a_linear_scale(saved: Path) -> None:
     for each in record["trials"]:
         each["divergence"] = {"value": 0.0, "low": 0.0, "high": 0.0} if each["share"] == 0.75 else each["divergence"]
     saved.write_text(json.dumps(record))
-    assert ">logarithmic<" not in render(ReportContent("zero", comparison=ComparisonRecord.load(saved)))
+    assert ">logarithmic<" not in render(ReportContent("zero", comparison=MethodComparison.load(saved)))
 
 
 def test_a_methods_of_one_trial_has_its_interval(saved: Path) -> None:
     path = changed(saved, method="alone", macs_share=0.8, unheard_of=[1, 2])
-    page = render(ReportContent("alone", comparison=ComparisonRecord.load(path)))
+    page = render(ReportContent("alone", comparison=MethodComparison.load(path)))
     assert page.count('class="whisker style-2"') == 3
 
 
-def test_what_was_not_reached_is_told_and_not_drawn(saved: Path) -> None:
-    path = changed(saved, method="large", reached=False, note="71 % is the least", macs_share=None, change=None)
-    page = render(ReportContent("missed", comparison=ComparisonRecord.load(path)))
-    assert "target not reached: 71 % is the least" in page
+def test_what_could_not_be_measured_is_not_drawn(saved: Path) -> None:
+    nothing = {"value": None, "low": None, "high": None}
+    path = changed(saved, method="large", macs_share=None, change=nothing)
+    page = render(ReportContent("missed", comparison=MethodComparison.load(path)))
     assert len(points(page, "Change of top-1 accuracy")) == 6
 
 
@@ -160,13 +160,13 @@ def test_what_was_not_reached_is_told_and_not_drawn(saved: Path) -> None:
         ({"kind": "attnrx evidence"}, "is not an attnrx comparison"),
         ({"trials": []}, "holds no trial yet"),
         ({"trials": [{"share": 0.5}]}, "method is missing"),
-        ({"trials": [{"method": "a", "macs_share": "much"}]}, "not a whole comparison"),
+        ({"accuracy": {"value": "much"}}, "accuracy.low is missing"),
     ],
 )
 def test_files_that_are_no_comparison_are_refused(saved: Path, changes: dict[str, Any], complaint: str) -> None:
     saved.write_text(json.dumps({**json.loads(saved.read_text()), **changes}))
     with pytest.raises(CheckpointError, match=complaint):
-        ComparisonRecord.load(saved)
+        MethodComparison.load(saved)
 
 
 def test_the_command_writes_the_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

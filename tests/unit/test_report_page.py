@@ -104,7 +104,7 @@ def test_every_section_is_left_out_without_its_data():
     ("part", "sections"),
     [
         ("prescription", ["changes", "prescription"]),
-        ("front", ["front"]),
+        ("plan", ["front"]),
         ("diagnosis", ["maps", "spectra"]),
         ("trade_off", ["trade-off"]),
         ("tokens", ["tokens"]),

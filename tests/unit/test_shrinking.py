@@ -15,7 +15,7 @@ import cases
 from attnrx.change.exporting import load_exported, parse_format
 from attnrx.data import three_parts
 from attnrx.data.model_data import splits_for
-from attnrx.decide.planning import Plan, Point, Target
+from attnrx.decide.planning import Plan, PlanPoint, Target
 from attnrx.decide.planning.effort import EFFORTS
 from attnrx.decide.planning.target import target_of
 from attnrx.show.checks import Costs
@@ -128,7 +128,7 @@ def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -
     model = original()
     prescription = rx.prescribe(model, "tokens=ward:0.5@2,3")
     evidence = rx.verify(rx.realize(model, prescription), model, images(16), prescription=prescription)
-    point = Point(0.7, 0.01, 0.01)
+    point = PlanPoint(0.7, 0.01, 0.01)
     plan = Plan(prescription, "macs=0.7x", "macs", 0.7, {}, (), (point,))
     shown = next(pixels(CONFIG, 8).batches(8)).images, ("cat",) * 8
     found = Shrunk(rx.realize(model, prescription), prescription, evidence, plan, Target("macs", 0.7), None, shown)

@@ -1,1 +1,1 @@
-"""What travels between the verbs, each with its file format: diagnosis, prescription, evidence."""
+"""What travels between the verbs, each with its file format: diagnosis, prescription, plan, evidence, comparison."""

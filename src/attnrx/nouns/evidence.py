@@ -142,6 +142,35 @@ def _rounded_up(count: float) -> int:
     return unit * math.ceil(count / unit)
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A measured number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> "Estimate":
+        """Returns the estimate in another unit; a negative factor swaps the ends."""
+        ends = sorted((self.low * factor, self.high * factor))
+        return Estimate(self.value * factor, *ends)
+
+    def judged(
+        self, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
+    ) -> dict[str, Any]:
+        """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
+        # All resamples of one image are that image: their interval without width says nothing, and decides no claim.
+        if n == 1 and math.isclose(self.low, self.high, rel_tol=1e-9):
+            undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
+            return {"value": self.value, "limit": limit, "n": n, **undecided}
+        ends = (self.low, self.high)
+        return {"value": self.value, **judged(self.value, limit, ends, n, at_least=at_least, strict=strict)}
+
+    def text(self, digits: int) -> str:
+        """Returns the value and its interval with this many decimals."""
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
 @dataclass(frozen=True, repr=False)
 class Evidence(Displayed, Tabular):
     """All findings about one candidate; `about` records the models, the data, the settings and the versions.

@@ -95,7 +95,7 @@ LATENCY = Record(
     {"in_subprocess": Flag()},
     open=True,  # what the check does not use is for readers
 )
-# The predictions of a plan (`Plan.promises`), which the check `promises` of `verify` compares with measurements.
+# The predictions of a plan (`Plan.predictions`), which the check `promises` of `verify` compares with measurements.
 PLAN = Record(
     {
         "expected": Record({"divergence": MEAN}, dict.fromkeys(("agreement", "change"), MEAN)),

@@ -162,7 +162,7 @@ class ShrinkRun:
         """Realizes a plan, repairs it and verifies the model."""
         log, batch, preset = self.settings.log, self.settings.timing.batch, self.settings.effort
         begin("realizing and repairing")
-        chosen = _by_image(found.promising) if self.by_image else found.promising
+        chosen = _by_image(found.with_predictions) if self.by_image else found.with_predictions
         # Ranks, repair, then tokens: the thresholds by image are known only afterwards, and are recorded.
         fitted, settings = self.parts.planned, Repair(preset.repair_steps, seed=self.seed)
         slim, how, fits = _repaired(self.original, chosen, fitted, settings, log)

@@ -18,7 +18,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
-from attnrx.show.reports import PlanFront, ReportContent, sample_tokens, summary_of, write_report
+from attnrx.show.reports import ReportContent, sample_tokens, summary_of, write_report
 from attnrx.support.arguments import ANY, BATCH, CALLBACK, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
 from attnrx.support.atomic_writes import replacing_folder
 from attnrx.support.display import Sentence
@@ -209,7 +209,7 @@ class Shrunk:
             self.diagnosis,
             self.evidence,
             tokens=tokens,
-            front=None if self.plan is None else PlanFront.of_record(self.plan.to_record()),
+            plan=self.plan,
         )
 
 

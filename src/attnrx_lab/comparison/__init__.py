@@ -1,6 +1,7 @@
 """Comparisons of methods on one model at equal shares or MACs: quality, paired by image, and latency, side by side."""
 
-from attnrx_lab.comparison.comparing import MethodTrial, Trials, compare_methods
+from attnrx.nouns.comparison import MethodComparison, MethodTrial
+from attnrx_lab.comparison.comparing import compare_methods
 from attnrx_lab.comparison.methods import Method, MethodBench, parse_methods
 from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 
@@ -8,11 +9,11 @@ __all__ = [
     "SPEED_COLUMNS",
     "Method",
     "MethodBench",
+    "MethodComparison",
     "MethodTrial",
     "Rates",
     "Speed",
     "Speeds",
-    "Trials",
     "compare_methods",
     "compare_speeds",
     "noise_bench",

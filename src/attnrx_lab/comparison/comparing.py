@@ -2,19 +2,19 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.data import require_labelled, require_labels
+from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial, Unreached
+from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.comparison import answer, chance_notes
 from attnrx.show.checks.statistics import (
-    Estimate,
     holm,
     mcnemar,
     mean_estimate,
@@ -26,134 +26,10 @@ from attnrx.show.checks.statistics import (
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.support.storage import write_json
-from attnrx.support.tables import Cell, Tabular, markdown_table
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import costs_by_image, evaluating, family_of, reduction_of
-from attnrx.vit.outputs import KINDS, Logits, OutputKind, output_kind_of
-from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, Unreached, kept, points, require_points
-
-
-@dataclass(frozen=True)
-class MethodTrial:
-    """The costs and the quality of one method at one share: shares of the original, points, and the mean divergence.
-
-    `share` is None for fixed rules, which have none. `target` is the share of the MACs for which the share was
-    selected, if any.
-    """
-
-    method: str
-    share: float | None
-    params: int
-    macs: int
-    params_share: float
-    macs_share: float
-    accuracy: Estimate
-    change: Estimate
-    agreement: Estimate
-    divergence: Estimate
-    n: int
-    seconds: float
-    target: float | None = None
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (
-            self.method,
-            kept(self.share),
-            f"{self.accuracy.value:.1f} %",
-            self.change.text(1),
-            f"{self.agreement.text(1)} %",
-            self.divergence.text(3),
-            f"{100 * self.macs_share:.1f} %",
-            f"{100 * self.params_share:.1f} %",
-        )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The second method minus the first at one budget: divergence (above 0: the second is worse), accuracy in points.
-
-    Intervals are 95 % bootstrap intervals over the images, each for its own difference. `divergence_p` is of a paired
-    sign-flip test of the mean, `accuracy_p` of McNemar's exact test; both are corrected by Holm's method over all
-    differences of the comparison in that measure.
-    """
-
-    first: str
-    second: str
-    share: float | None
-    target: float | None
-    divergence: Estimate
-    divergence_p: float
-    accuracy: Estimate
-    accuracy_p: float
-    n: int
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        budget = "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"
-        return (
-            f"{self.second} minus {self.first}",
-            budget if self.target is None else f"{100 * self.target:g} % of the MACs",
-            self.divergence.text(3),
-            f"{self.divergence_p:.3g}",
-            self.accuracy.text(1),
-            f"{self.accuracy_p:.3g}",
-        )
-
-
-@dataclass(frozen=True)
-class Trials(Tabular):
-    """All trials on one model, with the accuracy of the original and the measurement settings.
-
-    `differences` are those between every two methods at one budget; a method without {share} has no budget, and is
-    compared with the others of its kind.
-    """
-
-    trials: tuple[MethodTrial, ...]
-    accuracy: Estimate
-    about: dict[str, Any]
-    unreached: tuple[Unreached, ...] = ()
-    differences: tuple[Difference, ...] = ()
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of the columns of `rows`."""
-        accuracy, divergence = self._kind.columns
-        return ("method", "kept", accuracy, "change (points)", "agreement", divergence, "MACs", "parameters")
-
-    @property
-    def difference_columns(self) -> tuple[str, ...]:
-        """The names of the columns of the table of differences."""
-        accuracy, divergence = self._kind.columns
-        return ("difference", "budget", divergence, "p (Holm)", f"{accuracy} (points)", "p (Holm)")
-
-    @property
-    def _kind(self) -> OutputKind:
-        return KINDS[self.about.get("outputs", Logits.name)]
-
-    @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows of the table: one per trial and per unreached target, method by method."""
-        # Both kinds of rows, in the order in which the methods were given.
-        order = [method["name"] for method in self.about["methods"]]
-        return tuple(
-            each.cells for each in sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
-        )
-
-    def save(self, path: Path | str) -> Path:
-        return write_json(path, {"kind": "attnrx comparison", "schema": 2, **asdict(self)})
-
-    def to_rows(self) -> list[dict[str, Cell]]:
-        """Returns the rows of the table by the names of their columns, as texts; the file has the numbers."""
-        return [dict(zip(self.columns, cells, strict=True)) for cells in self.rows]
-
-    def to_markdown(self) -> str:
-        """Returns a table of the trials, and where there are any a second one of the differences."""
-        table = markdown_table(self.columns, self.rows)
-        if not self.differences:
-            return table
-        return f"{table}\n\n{markdown_table(self.difference_columns, [each.cells for each in self.differences])}"
+from attnrx.vit.outputs import Logits, OutputKind, output_kind_of
+from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, points, require_points
 
 
 @dataclass(frozen=True)
@@ -176,7 +52,7 @@ def compare_methods(
     log: Log = no_log,
     out: Path | str | None = None,
     macs: Iterable[float] = (),
-) -> Trials:
+) -> MethodComparison:
     """Makes and measures every method at every share, without fine-tuning.
 
     With `macs`, shares of the model's MACs, every method is also measured at the largest share {share} that costs no
@@ -202,7 +78,7 @@ def compare_methods(
         "images": len(original.labels),
         "notes": notes,
     }
-    trials, results = Trials((), original.accuracy, about), []
+    trials, results = MethodComparison((), original.accuracy, about), []
     for method in methods:
         compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
         for point in points(method, compressor, original.costs, shares, targets):

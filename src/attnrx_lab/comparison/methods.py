@@ -16,6 +16,7 @@ from attnrx.change.realization.repair import Repair, repair
 from attnrx.data import ImageSet
 from attnrx.decide.planning.budget import costs_at, least_share
 from attnrx.decide.rules import SHARE, Template
+from attnrx.nouns.comparison import Unreached
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.support.text_parsing import split_named
@@ -182,25 +183,6 @@ class RuleCompressor(ModelCompressor):
         if not method.distilled:
             return smaller
         return distill(smaller, bench.model, bench.calibration, Distill(method.distilled, seed=bench.seed)).model
-
-
-@dataclass(frozen=True)
-class Unreached:
-    """A method that cannot reach the requested cost, with the smallest share of the MACs that it can."""
-
-    method: str
-    target: float
-    least: float
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        reason = f"cannot cost {100 * self.target:g} % of the MACs"
-        return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
-
-
-def kept(share: float | None) -> str:
-    """Formats the kept share of a method for a table."""
-    return "-" if share is None else f"{100 * share:.4g} %"
 
 
 def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from attnrx.change.exporting import ExportSubject, Format, bare_subject, write_exported
 from attnrx.data import from_tensors
 from attnrx.data.model_data import normalization_of
+from attnrx.nouns.comparison import Unreached, kept_text
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
@@ -23,7 +24,7 @@ from attnrx.support.tables import markdown_table
 from attnrx.verbs.api import diagnose
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of, reduction_of
-from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, kept, points, require_points
+from attnrx_lab.comparison.methods import Method, MethodBench, points, require_points
 
 SPEED_COLUMNS = (
     "method",
@@ -67,7 +68,7 @@ class Speed:
         latency, (value, low, high) = self.latency, self.speedup
         return (
             self.method,
-            kept(self.share),
+            kept_text(self.share),
             str(latency.batch),
             str(latency.threads),
             f"{100 * self.macs_share:.1f} %",

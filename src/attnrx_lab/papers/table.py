@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from attnrx.show.checks.statistics import Estimate, crossed_interval, t_interval
+from attnrx.nouns.evidence import Estimate
+from attnrx.show.checks.statistics import crossed_interval, t_interval
 from attnrx.show.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.support.storage import write_json, write_text
 from attnrx.support.tables import Marked, markdown_table

@@ -46,6 +46,8 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.nouns.comparison import MethodComparison  # imports torch
+
     name = arguments.candidate
     candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
     folder = None if name is None or candidate is None else stored_folder(name, candidate)
@@ -73,8 +75,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         history=_history(arguments.training) if arguments.training else (),
         # The ranks of a prescription are shown by the report itself.
         ranks=() if prescription is not None or candidate is None else _ranks(candidate),
-        comparison=_part(rx.reports.ComparisonRecord, arguments.comparison),
-        front=_part(rx.reports.PlanFront, arguments.plan),
+        comparison=_part(MethodComparison, arguments.comparison),
+        plan=_part(rx.planning.Plan, arguments.plan),
     )
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome

@@ -2,18 +2,18 @@
 
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.planning.measured_costs import TimingSettings
-from attnrx.decide.planning.plan import Plan, Point, PredictedQuantity
 from attnrx.decide.planning.plan_search import Search
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.planner import plan, plan_each
 from attnrx.decide.planning.space import AXES
 from attnrx.decide.planning.target import Target
+from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 
 __all__ = [
     "AXES",
     "Plan",
+    "PlanPoint",
     "PlanSettings",
-    "Point",
     "PredictedQuantity",
     "Search",
     "Target",

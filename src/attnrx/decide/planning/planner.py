@@ -13,7 +13,6 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Step, filled, require_reachable
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.planning.cost_table import CostTable
-from attnrx.decide.planning.plan import Plan, Point, PredictedQuantity
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import EVEN, Trial, refine_plan, search_ranges, weights_of
 from attnrx.decide.planning.plan_settings import PlanSettings
@@ -22,7 +21,7 @@ from attnrx.decide.planning.sensitivity import Sensitivities
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.decide.planning.target import DROP, Target
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.predictions import limits_of
+from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
 from attnrx.support.arguments import ANY, MODEL, checked, instance, optional
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import begin, phases, track
@@ -335,7 +334,7 @@ class Planner:
             about,
         )
 
-    def _front(self, best: Trial, most: float) -> tuple[Point, ...]:
+    def _front(self, best: Trial, most: float) -> tuple[PlanPoint, ...]:
         """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
         frontier = self.measurements.frontier(best.knobs)
         plans = self.effort.front
@@ -344,11 +343,11 @@ class Planner:
         steps = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
         return tuple(self._point(step) for step in (*steps, best.step))
 
-    def _point(self, step: Step) -> Point:
+    def _point(self, step: Step) -> PlanPoint:
         space, choices, found = self.space, step.choices, self.measurements
         deviation, before = found.deviation(choices), family_of(space.model).costs(space.model)
         after = prescribed_costs(space.model, space.prescription(choices))
-        return Point(
+        return PlanPoint(
             step.cost,
             found.divergences.total(choices, weights_of(space, {})),
             deviation.mean,

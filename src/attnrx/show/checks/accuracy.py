@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attnrx.nouns.evidence import Finding
+from attnrx.nouns.evidence import Estimate, Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.statistics import Estimate, mcnemar, paired_change, proportion
+from attnrx.show.checks.statistics import mcnemar, paired_change, proportion
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.vit.outputs import Logits
 

@@ -9,8 +9,8 @@ from torch import nn
 from attnrx.data import ImageSet, require_labelled
 from attnrx.data.fixed import start_hint
 from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import Estimate
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks.statistics import Estimate
 from attnrx.support import process_group
 from attnrx.support.arguments import BATCH, DEVICE, FLAG, MODEL, SEED, instance, optional, require_fields
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs

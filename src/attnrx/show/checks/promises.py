@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, judged
-from attnrx.nouns.predictions import PredictedQuantity, limits_of
+from attnrx.nouns.evidence import HOLDS, UNDECIDED, Estimate, Finding, judged
+from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.latency import TimedModels
-from attnrx.show.checks.statistics import Estimate, mean_change, mean_estimate, mean_share
+from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency
@@ -35,7 +35,7 @@ class Promises(Check):
     the prediction interval is that of the quantity's range, which no model can miss, the mean is reported without a
     limit. The claim about speed, relative to the library's reference implementation, holds if a pass takes at most the
     share `within` longer than predicted. Precision, threads, clock and batch size are those of the plan. `promised`
-    replaces the record of the prescription (`Plan.promises`).
+    replaces the record of the prescription (`Plan.predictions`).
     """
 
     name: ClassVar[str] = "promises"

@@ -5,14 +5,12 @@ All intervals are at 95 %. Resampling is over images and paired: both models are
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
-from typing import Any
 
 import numpy as np
 import torch
 
-from attnrx.nouns.evidence import UNDECIDED, judged
+from attnrx.nouns.evidence import Estimate
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 
@@ -22,35 +20,6 @@ DRAWS, FLIPS = 2000, 9999  # bootstrap resamples; random swaps of a permutation 
 # Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
 CHUNK = 2**23
 MOST_DEGREES = 1000  # of Student's t, which is then normal to three digits
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A measured number with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def scaled(self, factor: float) -> "Estimate":
-        """Returns the estimate in another unit; a negative factor swaps the ends."""
-        ends = sorted((self.low * factor, self.high * factor))
-        return Estimate(self.value * factor, *ends)
-
-    def judged(
-        self, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
-    ) -> dict[str, Any]:
-        """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
-        # All resamples of one image are that image: their interval without width says nothing, and decides no claim.
-        if n == 1 and math.isclose(self.low, self.high, rel_tol=1e-9):
-            undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
-            return {"value": self.value, "limit": limit, "n": n, **undecided}
-        ends = (self.low, self.high)
-        return {"value": self.value, **judged(self.value, limit, ends, n, at_least=at_least, strict=strict)}
-
-    def text(self, digits: int) -> str:
-        """Returns the value and its interval with this many decimals."""
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def proportion(successes: int, n: int) -> Estimate:

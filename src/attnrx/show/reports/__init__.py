@@ -3,9 +3,6 @@
 from attnrx.show.reports.card import completed_card, is_unedited, model_card
 from attnrx.show.reports.content import (
     AttentionSamples,
-    ComparisonRecord,
-    FrontPoint,
-    PlanFront,
     ReportContent,
     TokenSamples,
     TradeOffPoint,
@@ -18,10 +15,7 @@ from attnrx.show.reports.samples import sample_attention, sample_tokens
 
 __all__ = [
     "AttentionSamples",
-    "ComparisonRecord",
-    "FrontPoint",
     "PathwayRanks",
-    "PlanFront",
     "ReportContent",
     "TokenSamples",
     "TradeOffPoint",

@@ -87,7 +87,7 @@ class Chart:
     def _points(self) -> list[CurvePoint]:
         return [point for curve in self.curves for point in curve.points]
 
-    def place(self, point: CurvePoint) -> tuple[Number, Number]:
+    def position(self, point: CurvePoint) -> tuple[Number, Number]:
         """Returns the position of a point in the picture."""
         # For the script of the page, which moves a mark along the curve.
         x, y = self._scales(self._points)

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks.latency import KERNELS
-from attnrx.show.reports.content import Measured, ReportContent
+from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.numbers import known
 from attnrx.vit.costs import factors_text, speed_text
 from attnrx.vit.outputs import KINDS
@@ -190,14 +190,11 @@ def accuracy_name(finding: Finding) -> str:
     return "accuracy" if measure == TOP_1 else measure
 
 
-def accuracies(content: ReportContent) -> tuple[Measured, Measured] | None:
+def accuracies(content: ReportContent) -> tuple[Finding, Finding] | None:
     """Returns the accuracies of the original and of the smaller model in percent."""
-    both = [finding_of(content, "accuracy", model) for model in ("reference", "candidate")]
-    if any(finding is None or known(finding.value) is None for finding in both):
+    before, after = (finding_of(content, "accuracy", model) for model in ("reference", "candidate"))
+    if before is None or after is None or known(before.value) is None or known(after.value) is None:
         return None
-    before, after = (
-        Measured(known(entry.value), known(entry.low), known(entry.high)) for entry in both if entry is not None
-    )
     return before, after
 
 

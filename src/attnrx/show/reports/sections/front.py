@@ -3,18 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnrx.show.reports.content import FrontPoint, PlanFront, ReportContent
+from attnrx.nouns.plan import Plan, PlanPoint
+from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.figures import Chart, Curve, CurvePoint
 from attnrx.show.reports.headline import cost_totals, finding_of, speeds
-from attnrx.show.reports.numbers import Number, fixed, interval, known, number, quantity, with_unit
-from attnrx.show.reports.sections.comparison import method_curves
+from attnrx.show.reports.numbers import MISSING, Number, fixed, interval, known, number, quantity, with_unit
 from attnrx.show.reports.sections.section import Figure, Section
 from attnrx.vit.costs import speed_text
 from attnrx.vit.outputs import KINDS
 
 STEPS = 200  # positions of the slider
 # No cost saved, no divergence, the same predictions, and all of the MACs, parameters and speed.
-ORIGINAL = FrontPoint(1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+ORIGINAL = PlanPoint(1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 AXES = {"latency": "speed, times the original's", "macs": "% fewer MACs", "params": "% fewer parameters"}
 
 
@@ -29,13 +29,15 @@ class Reading:
     signed: bool = False
     scale: float = 1.0
 
-    def of(self, point: FrontPoint) -> Number | None:
+    def value(self, point: PlanPoint) -> Number | None:
+        """Returns the quantity in its unit; None where it was not measured."""
         value = getattr(point, self.field)
         return None if value is None else self.scale * value
 
-    def text(self, point: FrontPoint) -> str:
-        value = self.of(point)
-        return "\N{EN DASH}" if value is None else with_unit(fixed(value, self.decimals, self.signed), self.unit)
+    def text(self, point: PlanPoint) -> str:
+        """Returns the quantity with its unit."""
+        value = self.value(point)
+        return MISSING if value is None else with_unit(fixed(value, self.decimals, self.signed), self.unit)
 
 
 SPEED = Reading("speedup", "Speed", "x", 2)
@@ -54,144 +56,108 @@ COSTS = (
 
 def front(content: ReportContent) -> Section | None:
     """Returns the charts of accuracy and divergence, the table of the plans, and the data of the slider."""
-    plan_front = content.front
-    if plan_front is None:
+    plan = content.plan
+    if plan is None or not plan.front:
         return None
-    points = sorted((ORIGINAL, *plan_front.points), key=lambda point: _place(plan_front, point))
-    chosen = points.index(plan_front.points[-1])
-    of_latency = plan_front.spend == "latency"
-    measured = (CHANGE, AGREEMENTS[plan_front.outputs], DIVERGENCES[plan_front.outputs], *COSTS)
+    points = sorted((ORIGINAL, *plan.front), key=lambda point: _x(plan, point))
+    chosen, of_latency = points.index(plan.front[-1]), plan.spend == "latency"
+    divergence = DIVERGENCES[plan.outputs.name]
+    measured = (CHANGE, AGREEMENTS[plan.outputs.name], divergence, *COSTS)
     readings = [SPEED] * of_latency + [
-        reading for reading in measured if any(reading.of(point) is not None for point in plan_front.points)
+        reading for reading in measured if any(reading.value(point) is not None for point in plan.front)
     ]
-    charts = [
-        _chart(content, plan_front, points, reading)
-        for reading in (CHANGE, DIVERGENCES[plan_front.outputs])
-        if reading in readings
-    ]
+    charts = [_chart(content, plan, points, reading) for reading in (CHANGE, divergence) if reading in readings]
     # Charts share their curves, so the page has one legend for all of them.
     legend = {name: picture for chart in charts for picture, name in chart.legend}
-    names = [_name(plan_front, point, index == chosen) for index, point in enumerate(points)]
+    names = [_name(plan, point) + ", this model" * (index == chosen) for index, point in enumerate(points)]
+    # Accuracy and divergence of all plans are measured, the speed of some is known by the cost table only.
+    predicted = [of_latency and point.faster is None for point in points]
+    rows = []
+    for name, point, is_predicted in zip(names, points, predicted, strict=True):
+        cells = [reading.text(point) for reading in readings]
+        rows.append((name, [f"({cells[0]})", *cells[1:]] if is_predicted else cells, point.description))
+    # The slider has whole positions, proportional to speed or cost, so plans are as far from each other as on the axis.
+    first, last = _x(plan, points[0]), _x(plan, points[-1])
+    shares = [(_x(plan, point) - first) / (last - first) if last > first else 0.0 for point in points]
+    explorer = {
+        "names": names,
+        "chosen": chosen,
+        "sources": ["measured plan" + ", speed predicted by the cost table" * each for each in predicted],
+        "at": [round(STEPS * share) for share in shares],
+        "readings": [
+            {
+                # Four decimals, because the page shows at most three.
+                "values": [None if (value := reading.value(point)) is None else round(value, 4) for point in points],
+                "unit": reading.unit,
+                "decimals": reading.decimals,
+                "signed": reading.signed,
+            }
+            for reading in readings
+        ],
+        # The position of every plan in each chart, in the units of the picture.
+        "places": [
+            [tuple(round(end, 1) for end in chart.position(point)) for point in chart.curves[0].points]
+            for chart in charts
+        ],
+    }
     data = {
         "figures": [Figure.of(chart) for chart in charts],
         "legend": [(picture, name) for name, picture in legend.items()],
         "readings": readings,
-        "rows": [
-            (name, [_cell(reading, plan_front, point) for reading in readings], point.description)
-            for name, point in zip(names, points, strict=True)
-        ],
-        "images": plan_front.images,
-        "predicted": any(_is_predicted(plan_front, point) for point in points),
-        "chosen": chosen,
+        "rows": rows,
+        "images": plan.about.get("images"),
+        "predicted": any(predicted),
         "steps": STEPS,
-        "explorer": {
-            "names": names,
-            "chosen": chosen,
-            "sources": [_source(plan_front, point) for point in points],
-            "at": [_position(plan_front, points, point) for point in points],
-            "readings": [
-                {
-                    # Four decimals, because the page shows at most three.
-                    "values": [None if (value := reading.of(point)) is None else round(value, 4) for point in points],
-                    "unit": reading.unit,
-                    "decimals": reading.decimals,
-                    "signed": reading.signed,
-                }
-                for reading in readings
-            ],
-            "places": [_places(chart) for chart in charts],
-        },
+        "explorer": explorer,
     }
     return Section("front", "Accuracy against " + ("speed" if of_latency else "cost"), data)
 
 
-def _place(found: PlanFront, point: FrontPoint) -> float:
-    """Returns the value of a plan on the horizontal axis."""
-    return point.speedup if found.spend == "latency" else 100 * (1 - point.cost)
+def _x(plan: Plan, point: PlanPoint) -> float:
+    """Returns the value of a plan on the horizontal axis: its speed, or the saved share of the cost in %."""
+    return point.speedup if plan.spend == "latency" else 100 * (1 - point.cost)
 
 
-def _position(found: PlanFront, points: list[FrontPoint], point: FrontPoint) -> int:
-    first, last = _place(found, points[0]), _place(found, points[-1])
-    # The slider has whole positions, proportional to speed or cost, so plans are as far from each other as on the axis.
-    return round(STEPS * (_place(found, point) - first) / (last - first)) if last > first else 0
-
-
-def _places(chart: Chart) -> list[tuple[float, float]]:
-    """Returns the position of every plan in the chart, in the units of the picture."""
-    return [(round(x, 1), round(y, 1)) for x, y in (chart.place(point) for point in chart.curves[0].points)]
-
-
-def _name(found: PlanFront, point: FrontPoint, is_chosen: bool) -> str:
+def _name(plan: Plan, point: PlanPoint) -> str:
     # By identity, because a plan may have the same numbers.
     if point is ORIGINAL:
         return "original"
-    value = _place(found, point)
-    text = with_unit(fixed(value, 2), "x") if found.spend == "latency" else f"{number(value)} % fewer"
-    return f"{text}, this model" if is_chosen else text
+    value = _x(plan, point)
+    return with_unit(fixed(value, 2), "x") if plan.spend == "latency" else f"{number(value)} % fewer"
 
 
-def _is_predicted(found: PlanFront, point: FrontPoint) -> bool:
-    """Whether the speed of a plan is known by the cost table only; its accuracy and divergence are always measured."""
-    return found.spend == "latency" and point.faster is None
-
-
-def _source(found: PlanFront, point: FrontPoint) -> str:
-    return "measured plan" + ", speed predicted by the cost table" * _is_predicted(found, point)
-
-
-def _cell(reading: Reading, found: PlanFront, point: FrontPoint) -> str:
-    text = reading.text(point)
-    return f"({text})" if reading is SPEED and _is_predicted(found, point) else text
-
-
-def _chart(content: ReportContent, found: PlanFront, points: list[FrontPoint], reading: Reading) -> Chart:
-    shown = [(point, value) for point in points if (value := reading.of(point)) is not None]
-    curve_points = tuple(
-        CurvePoint(_place(found, point), value, tip=f"{_name(found, point, False)}: {reading.text(point)}")
-        for point, value in shown
-    )
-    label = f"change of {KINDS[found.outputs].accuracy} in points"
+def _chart(content: ReportContent, plan: Plan, points: list[PlanPoint], reading: Reading) -> Chart:
+    """Draws one quantity of all plans, and the verified and the unchanged model beside them."""
+    title, label = "Change of accuracy", f"change of {plan.outputs.accuracy} in points"
     if reading is not CHANGE:
+        title = "Divergence from the original"
         label = f"{reading.label} in {reading.unit}" if reading.unit else reading.label
-    title = "Change of accuracy" if reading is CHANGE else "Divergence from the original"
-    curves = [
-        Curve("plans, on the images of the plan", curve_points, "style-0", 0),
-        *_verified(content, found, reading),
-    ]
-    if found.spend == "latency":
-        curves += _unchanged(content)
-    # A front of MACs has the saved share as its axis, and the curves of methods have the remaining one.
-    if content.comparison is not None and found.spend == "latency":
-        field = "change" if reading is CHANGE else "divergence"
-        curves += method_curves(content.comparison, field, reading.unit, by="speed", first=3)
-    return Chart(title, AXES.get(found.spend, found.spend), label, tuple(curves), level=0.0, band=True)
+    drawn = tuple(
+        CurvePoint(_x(plan, point), value, tip=f"{_name(plan, point)}: {reading.text(point)}")
+        for point in points
+        if (value := reading.value(point)) is not None
+    )
+    curves = [Curve("plans, on the images of the plan", drawn, "style-0", 0), *_verified(content, plan, reading)]
+    speed = next(iter(speeds(content)), None)
+    if plan.spend == "latency" and speed is not None and speed.by_runtime is not None:
+        # The unchanged model at the speed that its runtime gives, beside which the others have to be read.
+        name = f"unchanged model in {speed.runtime}"
+        unchanged = CurvePoint(speed.by_runtime, 0.0, tip=f"{name}: {speed_text(speed.by_runtime)}")
+        curves.append(Curve(name, (unchanged,), "style-2", 2))
+    return Chart(title, AXES.get(plan.spend, plan.spend), label, tuple(curves), level=0.0, band=True)
 
 
-def _verified(content: ReportContent, found: PlanFront, reading: Reading) -> Iterator[Curve]:
+def _verified(content: ReportContent, plan: Plan, reading: Reading) -> Iterator[Curve]:
     """Yields the point of this model on the images of the evidence."""
     finding = finding_of(content, "accuracy change" if reading is CHANGE else "divergence")
-    place = _verified_place(content, found)
-    if finding is None or known(finding.value) is None or place is None:
+    if plan.spend == "latency":
+        x = next((speed.value for speed in speeds(content)), None)
+    else:
+        totals = cost_totals(content, plan.spend) if plan.spend in ("macs", "params") else None
+        x = None if totals is None or not totals[0] else 100 * (1 - totals[1] / totals[0])
+    if finding is None or known(finding.value) is None or x is None:
         return
     low, high = known(finding.low), known(finding.high)
     words = f"{quantity(finding.value, reading.unit, low, high, signed=reading.signed)} {interval(low, high)}"
-    point = CurvePoint(place, finding.value, low, high, f"this model, verified: {words}")
+    point = CurvePoint(x, finding.value, low, high, f"this model, verified: {words}")
     yield Curve("this model, on the test images", (point,), "style-1", 3)
-
-
-def _unchanged(content: ReportContent) -> Iterator[Curve]:
-    """Yields the unchanged model at the speed that its runtime gives, beside which the others have to be read."""
-    speed = next(iter(speeds(content)), None)
-    if speed is None or speed.by_runtime is None:
-        return
-    words = f"unchanged model in {speed.runtime}"
-    yield Curve(
-        words, (CurvePoint(speed.by_runtime, 0.0, tip=f"{words}: {speed_text(speed.by_runtime)}"),), "style-2", 2
-    )
-
-
-def _verified_place(content: ReportContent, found: PlanFront) -> float | None:
-    if found.spend == "latency":
-        return next((speed.value for speed in speeds(content)), None)
-    totals = cost_totals(content, found.spend) if found.spend in ("macs", "params") else None
-    return None if totals is None or not totals[0] else 100 * (1 - totals[1] / totals[0])

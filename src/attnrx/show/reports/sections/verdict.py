@@ -3,20 +3,20 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from attnrx.nouns.comparison import MethodComparison
 from attnrx.nouns.evidence import REPORTED, Evidence
-from attnrx.show.reports.content import ComparisonRecord, Measured, ReportContent
+from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.headline import (
     TOP_1,
     MeasuredSpeed,
     accuracies,
     cost_totals,
-    finding_of,
     nothing_removed,
     speeds,
     statements,
     summary_parts,
 )
-from attnrx.show.reports.numbers import Number, fixed, number, typeset, with_unit
+from attnrx.show.reports.numbers import fixed, number, typeset, with_unit
 from attnrx.show.reports.sections.section import Section
 
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -94,11 +94,12 @@ def sentence(evidence: Evidence | None) -> str:
     return f"{outcome} {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
 
 
-def _compared(found: ComparisonRecord) -> str:
+def _compared(found: MethodComparison) -> str:
     names, images = len(found.methods), found.about.get("images")
     methods = "method was" if names == 1 else "methods were"
     where = f" on {number(images)} images" if isinstance(images, int) else ""
-    tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
+    trials = len(found.trials) + len(found.unreached)
+    tried = "one trial" if trials == 1 else f"{trials} trials"
     return f"{names} {methods} compared with the original in {tried}{where}; there are no claims with a limit."
 
 
@@ -116,9 +117,10 @@ def _bars(content: ReportContent) -> Iterator[BarPair]:
     if measured := speeds(content):
         yield _latency_bars(measured[0], name)
     if (both_accuracies := accuracies(content)) is not None:
-        before, after = (_accuracy_bar(own) for own in both_accuracies)
-        finding = finding_of(content, "accuracy", "candidate")
-        measure = TOP_1 if finding is None else str(finding.details.get("measure", TOP_1))
+        measure = str(both_accuracies[1].details.get("measure", TOP_1))
+        before, after = (
+            Bar(fixed(each.value, 1), each.value / 100, _share(each.low), _share(each.high)) for each in both_accuracies
+        )
         yield BarPair(measure[0].upper() + measure[1:], "%", before, after, name)
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
         if (totals := cost_totals(content, unit)) is not None:
@@ -151,7 +153,5 @@ def _latency_bars(speed: MeasuredSpeed, name: str) -> BarPair:
     return BarPair("Latency", note, Bar("100", 1 / longest), after, name, between)
 
 
-def _accuracy_bar(found: Measured) -> Bar:
-    value: Number = found.value or 0.0
-    low, high = (None if end is None else end / 100 for end in (found.low, found.high))
-    return Bar(fixed(value, 1), value / 100, low, high)
+def _share(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100

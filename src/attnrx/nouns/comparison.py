@@ -1,0 +1,256 @@
+"""A comparison of several ways of compressing one model: costs and quality of each on the same images."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attnrx.nouns.evidence import Estimate
+from attnrx.support import validation as fields
+from attnrx.support.errors import CheckpointError
+from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx.support.tables import Cell, Tabular, markdown_table
+from attnrx.support.validation import validated
+from attnrx.vit.outputs import KINDS, OutputKind
+
+KIND, SCHEMA = "attnrx comparison", 2
+# More than a page can show; their charts would take hours.
+MOST_TRIALS, MOST_PAIRS = 5000, 50_000
+
+# JSON has no NaN: null is a number that could not be measured.
+NUMBER = fields.Optional(fields.Number())
+ESTIMATE = fields.Record(dict.fromkeys(("value", "low", "high"), NUMBER))
+COUNT = fields.Integer(0)
+TRIAL = fields.Record(
+    {
+        "method": fields.Text(),
+        **dict.fromkeys(("accuracy", "change", "agreement", "divergence"), ESTIMATE),
+        **dict.fromkeys(("share", "params_share", "macs_share", "seconds"), NUMBER),
+        **dict.fromkeys(("params", "macs", "n"), COUNT),
+    },
+    {"target": NUMBER},
+    open=True,
+)
+PAIR = fields.Record(
+    {
+        **dict.fromkeys(("first", "second"), fields.Text()),
+        **dict.fromkeys(("divergence", "accuracy"), ESTIMATE),
+        **dict.fromkeys(("share", "target", "divergence_p", "accuracy_p"), NUMBER),
+        "n": COUNT,
+    }
+)
+RECORD = fields.Record(
+    {
+        "trials": fields.Items(TRIAL, 0, MOST_TRIALS),
+        "accuracy": ESTIMATE,
+        "about": fields.Record(
+            more={
+                "outputs": fields.Choice(tuple(KINDS)),
+                "methods": fields.Items(fields.Record({"name": fields.Text()}, open=True)),
+                "images": COUNT,
+                "diagnosis": fields.JSON_OBJECT,
+            },
+            open=True,
+        ),
+    },
+    {
+        "unreached": fields.Items(
+            fields.Record({"method": fields.Text(), "target": fields.Number(), "least": fields.Number()}),
+            0,
+            MOST_TRIALS,
+        ),
+        "differences": fields.Items(PAIR, 0, MOST_PAIRS),
+    },
+    open=True,
+)
+
+
+@dataclass(frozen=True)
+class MethodTrial:
+    """The costs and the quality of one method at one share: shares of the original, points, and the mean divergence.
+
+    `share` is None for fixed rules, which have none. `target` is the share of the MACs for which the share was
+    selected, if any. `n` is the number of images, `seconds` the time that making the model took.
+    """
+
+    method: str
+    share: float | None
+    params: int
+    macs: int
+    params_share: float
+    macs_share: float
+    accuracy: Estimate
+    change: Estimate
+    agreement: Estimate
+    divergence: Estimate
+    n: int
+    seconds: float
+    target: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        return (
+            self.method,
+            kept_text(self.share),
+            f"{self.accuracy.value:.1f} %",
+            self.change.text(1),
+            f"{self.agreement.text(1)} %",
+            self.divergence.text(3),
+            f"{100 * self.macs_share:.1f} %",
+            f"{100 * self.params_share:.1f} %",
+        )
+
+
+@dataclass(frozen=True)
+class Unreached:
+    """A method that cannot reach the requested share of the MACs, with the smallest share that it can."""
+
+    method: str
+    target: float
+    least: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        reason = f"cannot cost {100 * self.target:g} % of the MACs"
+        return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The second method minus the first at one budget: divergence (above 0: the second is worse), accuracy in points.
+
+    Intervals are 95 % bootstrap intervals over the images, each for its own difference. `divergence_p` is of a paired
+    sign-flip test of the mean, `accuracy_p` of McNemar's exact test; both are corrected by Holm's method over all
+    differences of the comparison in that measure.
+    """
+
+    first: str
+    second: str
+    share: float | None
+    target: float | None
+    divergence: Estimate
+    divergence_p: float
+    accuracy: Estimate
+    accuracy_p: float
+    n: int
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table of differences."""
+        budget = "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"
+        return (
+            f"{self.second} minus {self.first}",
+            budget if self.target is None else f"{100 * self.target:g} % of the MACs",
+            self.divergence.text(3),
+            f"{self.divergence_p:.3g}",
+            self.accuracy.text(1),
+            f"{self.accuracy_p:.3g}",
+        )
+
+
+@dataclass(frozen=True)
+class MethodComparison(Tabular):
+    """All trials on one model, with the accuracy of the original in % and the measurement settings.
+
+    `differences` are those between every two methods at one budget; a method without {share} has no budget, and is
+    compared with the others of its kind. `unreached` are the methods that cannot cost so little.
+    """
+
+    trials: tuple[MethodTrial, ...]
+    accuracy: Estimate
+    about: Mapping[str, Any]
+    unreached: tuple[Unreached, ...] = ()
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def outputs(self) -> OutputKind:
+        """What the models return; logits in a file that does not state it."""
+        return KINDS[self.about.get("outputs", "logits")]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the methods in the order of the trials, those without any last."""
+        return tuple(dict.fromkeys(each.method for each in (*self.trials, *self.unreached)))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns of `rows`."""
+        accuracy, divergence = self.outputs.columns
+        return ("method", "kept", accuracy, "change (points)", "agreement", divergence, "MACs", "parameters")
+
+    @property
+    def difference_columns(self) -> tuple[str, ...]:
+        """The names of the columns of the table of differences."""
+        accuracy, divergence = self.outputs.columns
+        return ("difference", "budget", divergence, "p (Holm)", f"{accuracy} (points)", "p (Holm)")
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The rows of the table: one per trial and per unreached target, method by method."""
+        # Both kinds of rows, in the order in which the methods were given.
+        order = [method["name"] for method in self.about["methods"]]
+        return tuple(
+            each.cells for each in sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
+        )
+
+    def to_rows(self) -> list[dict[str, Cell]]:
+        """Returns the rows of the table by the names of their columns, as texts; the file has the numbers."""
+        return [dict(zip(self.columns, cells, strict=True)) for cells in self.rows]
+
+    def to_markdown(self) -> str:
+        """Returns a table of the trials, and where there are any a second one of the differences."""
+        table = markdown_table(self.columns, self.rows)
+        if not self.differences:
+            return table
+        return f"{table}\n\n{markdown_table(self.difference_columns, [each.cells for each in self.differences])}"
+
+    def save(self, path: Path | str) -> Path:
+        """Writes the JSON file, and returns its path."""
+        return write_json(path, {"kind": KIND, "schema": SCHEMA, **asdict(self)})
+
+    @classmethod
+    def load(cls, path: Path | str) -> "MethodComparison":
+        """Reads the file of `attnrx compare`; unknown fields are ignored.
+
+        Raises:
+            CheckpointError: The file is not a comparison, is damaged, or contains no trial.
+        """
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
+        unreached = tuple(Unreached(**each) for each in record.get("unreached", ()))
+        if not record["trials"] and not unreached:
+            raise CheckpointError(f"{path} holds no trial yet; let `attnrx compare` finish its first one.")
+        return cls(
+            tuple(MethodTrial(**_measured(TRIAL, trial)) for trial in record["trials"]),
+            _estimate(record["accuracy"]),
+            record["about"],
+            unreached,
+            tuple(Difference(**_measured(PAIR, pair)) for pair in record.get("differences", ())),
+        )
+
+
+def kept_text(share: float | None) -> str:
+    """Formats the kept share of a method for a table."""
+    return "-" if share is None else f"{100 * share:.4g} %"
+
+
+def _measured(known: fields.Record, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the known fields of a record, with its measured numbers as estimates."""
+    names = known.known.keys() & record.keys()
+    return {
+        name: _estimate(record[name]) if known.known[name] is ESTIMATE else _number(name, record[name])
+        for name in names
+    }
+
+
+def _number(name: str, value: Any) -> Any:
+    # Of these, null is a number that could not be measured; shares and targets are absent.
+    return math.nan if value is None and name not in ("share", "target") else value
+
+
+def _estimate(record: Mapping[str, float | None]) -> Estimate:
+    return Estimate(*(math.nan if (end := record[name]) is None else end for name in ("value", "low", "high")))

@@ -1,0 +1,217 @@
+"""A plan: target, prescription, explanations, predicted costs and accuracy, and alternative plans."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from attnrx.nouns.prescription import Prescription
+from attnrx.nouns.prescription_schema import KIND as PRESCRIPTION
+from attnrx.nouns.prescription_schema import PLAN
+from attnrx.support import validation as fields
+from attnrx.support.atomic_writes import parts_by, replacing_folder
+from attnrx.support.display import Displayed
+from attnrx.support.storage import check_schema, file_kind, read_json, write_json
+from attnrx.support.validation import validated
+from attnrx.vit.outputs import KINDS, Embeddings, OutputKind
+
+KIND, SCHEMA = "attnrx plan", 2
+# More points than a page can show are no result of attnrx; their charts would take hours.
+MOST_POINTS = 5000
+
+NUMBER = fields.Optional(fields.Number())
+RECORD = fields.Record(
+    {
+        **{name: PLAN.known[name] for name in ("expected", "measured")},
+        "kind": fields.Choice((KIND,)),
+        "schema": fields.Choice((SCHEMA,)),
+        "target": fields.Text(),
+        "spend": fields.Text(),
+        "price": fields.Number(),
+        "explained": fields.Items(fields.Text()),
+        "front": fields.Items(
+            fields.Record(
+                {"cost": fields.Number(1e-9), "sensitivity": NUMBER, "divergence": NUMBER},
+                {
+                    **dict.fromkeys(("agreement", "change", "macs", "params"), NUMBER),
+                    "faster": fields.Optional(fields.Number(1e-6)),
+                    "description": fields.Text(),
+                },
+            ),
+            1,
+            MOST_POINTS,
+        ),
+        "about": fields.Record(more={"outputs": fields.Choice(tuple(KINDS)), "images": fields.Integer(0)}, open=True),
+    }
+)
+
+
+@dataclass(frozen=True)
+class PredictedQuantity:
+    """The prediction of one quantity: mean and standard deviation over images, and the number of images.
+
+    These images are not among those the plan was made on. `limits` is the range of the quantity (`limits_of`).
+    """
+
+    value: float
+    spread: float
+    images: int
+    limits: tuple[float, float] = (-inf, inf)
+
+    def interval(self, images: int) -> tuple[float, float]:
+        """Returns the 95 % prediction interval of the mean over this many other images, within the limits."""
+        # The variance of a difference of two means, of the images of the plan and of these; 1.96 for 95 %.
+        half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
+        # The normal distribution continues beyond the range of the quantity, e.g. beyond an agreement of 100 %.
+        least, most = self.limits
+        return max(self.value - half, least), min(self.value + half, most)
+
+    def to_record(self) -> dict[str, float]:
+        """Returns the prediction as JSON-ready values; the limits follow from the name of the quantity."""
+        return {"value": self.value, "spread": self.spread, "images": self.images}
+
+
+def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
+    """Returns the smallest and largest possible value: of agreement and change as shares, of the divergence."""
+    if quantity == "divergence":
+        return 0.0, 2.0 if isinstance(outputs, Embeddings) else inf  # the cosine distance is at most 2
+    return (0.0, 1.0) if quantity == "agreement" else (-1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """One plan of the Pareto front: its cost as a share of the original's, predicted and measured divergence (nats).
+
+    `agreement` and `change` of top-1 accuracy are shares of the images of the plan, `macs` and `params` shares of the
+    original's. `faster` is the measured speed relative to the original, None for a plan that was not timed.
+    `description` summarizes the choices.
+    """
+
+    cost: float
+    sensitivity: float | None
+    divergence: float | None
+    agreement: float | None = None
+    change: float | None = None
+    macs: float | None = None
+    params: float | None = None
+    faster: float | None = None
+    description: str = ""
+
+    @property
+    def speedup(self) -> float:
+        """The speed relative to the original: measured if the plan was timed, else predicted; for plans of latency."""
+        # The cost of a plan of latency is its share of the original's latency.
+        return 1 / self.cost if self.faster is None else self.faster
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Displayed):
+    """A prescription for a target, with its predictions.
+
+    `spend` is the cost that the plan limits ("latency", "macs" or "params"), `cost` the predicted share of the
+    original's, `measured` the latency measured while planning (for latency). `expected` holds the divergence in nats,
+    and the agreement and the change of top-1 accuracy as shares. `explained` has one line per choice; `front` contains
+    plans between the original and this one, cheapest last. `about` records the settings, what the model returns
+    ("outputs") and the number of "images" behind the measured values of the front.
+    """
+
+    prescription: Prescription
+    target: str
+    spend: str
+    cost: float
+    expected: Mapping[str, PredictedQuantity]
+    explained: tuple[str, ...]
+    front: tuple[PlanPoint, ...]
+    measured: Mapping[str, Any] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> OutputKind:
+        """What the model returns; logits for a plan that does not record it."""
+        return KINDS[self.about.get("outputs", "logits")]
+
+    @property
+    def predictions(self) -> dict[str, Any]:
+        """What the check `promises` verifies, as JSON-ready values; the prescription records them."""
+        return {
+            "target": self.target,
+            "spend": self.spend,
+            "price": self.cost,  # the name in the file format, schema 2
+            "expected": {name: quantity.to_record() for name, quantity in self.expected.items()},
+            "measured": None if self.measured is None else dict(self.measured),
+        }
+
+    @property
+    def with_predictions(self) -> Prescription:
+        """The prescription with the predictions in `about["plan"]`."""
+        return replace(self.prescription, about={**self.prescription.about, "plan": self.predictions})
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the content of plan.json."""
+        return {
+            "kind": KIND,
+            "schema": SCHEMA,
+            **self.predictions,
+            "explained": list(self.explained),
+            "front": [asdict(point) for point in self.front],
+            "about": dict(self.about),
+        }
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically.
+
+        Args:
+            folder: The folder, which is created.
+
+        Returns:
+            The path of plan.json.
+
+        Raises:
+            InvalidInput: The prescription has a record that could not be read again.
+        """
+        # plan.json is moved last: a folder that has it is complete.
+        with replacing_folder(folder, parts_by(_is_part), last="plan.json") as new:
+            self.with_predictions.save(new / "prescription.json")
+            write_json(new / "plan.json", self.to_record())
+        return Path(folder) / "plan.json"
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Plan":
+        """Reads plan.json, and the prescription.json beside it.
+
+        Args:
+            path: The file plan.json in the folder of `save`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            CheckpointError: One of the files is missing, damaged or of another kind.
+        """
+        path = Path(path)
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
+        outputs = KINDS[record["about"].get("outputs", "logits")]
+        return cls(
+            Prescription.load(path.with_name("prescription.json")),
+            record["target"],
+            record["spend"],
+            record["price"],
+            {
+                name: PredictedQuantity(**quantity, limits=limits_of(name, outputs))
+                for name, quantity in record["expected"].items()
+            },
+            tuple(record["explained"]),
+            tuple(PlanPoint(**point) for point in record["front"]),
+            record["measured"],
+            record["about"],
+        )
+
+
+def _is_part(path: Path) -> bool:
+    # By name and content: a user's file of the same name is not replaced.
+    kind = KIND if path.name == "plan.json" else PRESCRIPTION
+    kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
+    return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind
