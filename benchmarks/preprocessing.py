@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageOps
 
 import attnrx as rx
-from attnrx.data.model_data import input_options
+from attnrx.data.model_data import input_options, preprocessing_of
 
 ODD = 6  # kinds of changes, by turns
 COMMANDS = 6  # scripts that are run as commands; for the others their functions are called
@@ -121,7 +121,7 @@ def loaded(root: Path, model: torch.nn.Module) -> Any:
 
 
 def of_script(names: dict[str, Any], content: bytes, model: torch.nn.Module) -> np.ndarray:
-    how = rx.model_data.preprocessing_of(model).to_dict()
+    how = preprocessing_of(model).to_dict()
     pixels = names["pixels_of"](names["open_picture"](content), how["channels"], how["alpha"])
     return names["normalize_pixels"](names["fit_pixels"](pixels, how), how["mean"], how["std"])
 

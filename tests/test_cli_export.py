@@ -13,6 +13,8 @@ import torch
 
 import attnrx as rx
 import pretrained
+from attnrx.data.model_data import preprocessing_of
+from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import build_model, save_model
 from pictures import write_folder
 from test_cli import call, record
@@ -55,7 +57,7 @@ def test_the_script_beside_the_file_classifies_an_image(made: SimpleNamespace) -
     done = subprocess.run([sys.executable, str(script), str(picture)], capture_output=True, text=True, check=True)
     words = done.stdout.split()
     reference = rx.load(made.run).float()
-    pixels = rx.model_data.preprocessing_of(reference)(picture.read_bytes())[None].float()
+    pixels = preprocessing_of(reference)(picture.read_bytes())[None].float()
     with torch.no_grad():
         shares = reference(pixels).softmax(-1)[0]
     assert int(words[0]) == int(shares.argmax()) and float(words[1]) == pytest.approx(float(shares.max()), abs=2e-3)
@@ -91,7 +93,7 @@ def test_a_file_is_timed_beside_the_originals(made: SimpleNamespace) -> None:
     # The names of the classes come from the data, because this model has none.
     (names,) = [one.value for one in onnx.load(out).metadata_props if one.key == "class_names"]
     assert json.loads(names) == found["class_names"] and len(found["class_names"]) == 3
-    with pytest.raises(rx.errors.InvalidInput, match="2 class_names for a model with 3 outputs"):
+    with pytest.raises(InvalidInput, match="2 class_names for a model with 3 outputs"):
         rx.export(rx.load(made.run), made.root / "named.onnx", class_names=("a", "b"))
 
 

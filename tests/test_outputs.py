@@ -16,7 +16,7 @@ import torch
 
 import attnrx as rx
 from attnrx.support import atomic_writes
-from attnrx.support.errors import FingerprintMismatch, InvalidInput
+from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.vit.models import ViTConfig
 from interruptions import visible
 from pictures import write_folder
@@ -143,7 +143,7 @@ def test_the_current_folder_is_filled_but_never_replaced(
     rx.save(rx.load(here.run), ".")
     before = visible(Path())
     assert set(before) == {"config.json", "model.safetensors", "README.md"}
-    with pytest.raises(rx.errors.CheckpointError, match="current folder"):
+    with pytest.raises(CheckpointError, match="current folder"):
         rx.save(rx.load(here.slim), ".")
     assert visible(Path()) == before
 

@@ -15,6 +15,7 @@ from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.refinement import Refinement
 from attnrx.change.realization.repair import Repair
 from attnrx.data import Augmentation, Columns
+from attnrx.data.model_data import splits_for
 from attnrx.decide.diagnostics import DIAGNOSTICS
 from attnrx.decide.planning import PlanSettings, Search, Target, TimingSettings
 from attnrx.show.checks import CHECKS
@@ -71,7 +72,7 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
     diagnosis = rx.diagnose(model, images)
     prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5")
     slim = rx.realize(model, prescription)
-    named = {"splits": rx.model_data.splits_for(model, {"train": (images, labels), "validation": (images, labels)})}
+    named = {"splits": splits_for(model, {"train": (images, labels), "validation": (images, labels)})}
     pair, on_images = {"candidate": slim, "reference": model}, {"model": model, "data": images}
     return {
         "adapt_preprocessing": {**named, "model": model},

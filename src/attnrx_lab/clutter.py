@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.data import ImageSet, load_data, object_patches
-from attnrx.data.cluttered_digits import PLACEMENTS
+from attnrx.data.digits import PLACEMENTS
 from attnrx.decide.diagnosing import patches_left
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks import statistics

@@ -12,7 +12,7 @@ from PIL import Image
 import attnrx as rx
 import odd_pictures
 from attnrx.data import load_data
-from attnrx.data.model_data import input_options
+from attnrx.data.model_data import images_for, input_options
 from pictures import CLASSES, write_parquet
 
 timm = pytest.importorskip("timm")
@@ -105,7 +105,7 @@ def test_pil_items_are_turned_upright_and_keep_16_bits() -> None:
     turned = Image.open(io.BytesIO(odd_pictures.oriented("png", 6)))
     upright = Image.fromarray(np.rot90(odd_pictures.scene(60, 91), -1).copy())
     for given, same in ((Image.open(io.BytesIO(content)), upper), (turned, upright)):
-        found = [rx.model_data.images_for(model, Items([picture])) for picture in (given, same)]
+        found = [images_for(model, Items([picture])) for picture in (given, same)]
         first, second = (next(iter(images.batches(1))).images for images in found)
         assert torch.equal(first, second)
 

@@ -103,7 +103,7 @@ def test_a_set_too_large_for_memory_streams_the_same_images(tmp_path: Path, monk
     path = write_parquet(tmp_path / "small.parquet", rows(40) + rows(6, "test"))
     in_memory = load_data(path)
     monkeypatch.setattr(loading_module, "IN_MEMORY", 1000)
-    monkeypatch.setattr(loading_module, "fetch", lambda _: None)
+    monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path / "other"))
     streamed = load_data(path)
     assert isinstance(streamed.train, StreamedImages)
     assert equal(passes(streamed.train, streamed), passes(in_memory.train, in_memory))

@@ -14,7 +14,7 @@ from attnrx.change.realization import realize
 from attnrx.decide.planning import Plan, PlanSettings, Search, Target
 from attnrx.decide.planning.measured_costs import measured_cost_table
 from attnrx.decide.planning.space import Choices
-from attnrx.support.errors import NotSupported
+from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.vit.models import family_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -67,7 +67,7 @@ def test_every_architecture_is_planned_over_the_axes_that_it_has(name: str) -> N
     with torch.no_grad():
         slim(pretrained.inputs(model))
     for axis in lacking:  # an axis that is named is not left out
-        with pytest.raises((NotSupported, rx.errors.InvalidRule), match=r"[Oo]mit|nothing of|pruned only"):
+        with pytest.raises((NotSupported, InvalidRule), match=r"[Oo]mit|nothing of|pruned only"):
             plan_of(model, axes=(axis,))
 
 

@@ -10,7 +10,7 @@ that do not fit stream. Decoded copies are kept in the user's cache folder and m
 
 from attnrx.data.adapters import ImageData, image_set, training_set
 from attnrx.data.catalogue import DATASETS, DatasetCard
-from attnrx.data.cluttered_digits import object_patches
+from attnrx.data.digits import object_patches
 from attnrx.data.division import Parts, three_parts
 from attnrx.data.fixed import MOST_IMAGES, FixedImages
 from attnrx.data.images import Batch, ImageSet

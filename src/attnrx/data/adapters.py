@@ -371,7 +371,12 @@ class _Source:
 
     def fixed(self, limit: int, normalization: Normalization | None) -> FixedImages:
         """Reads the rows once, or `limit` of them."""
-        rows, notes = self._chosen(limit)
+        rows, notes = self.rows, [] if self.note is None else [self.note]
+        if len(rows) > limit:
+            positions, is_balanced = self.choose(limit)
+            how = "as many of each class" if is_balanced else "evenly spread"
+            notes.append(f"{self.reading.argument}: {limit:,} of its {len(rows):,} images are used, {how}")
+            rows = [rows[position] for position in positions.sort().values.tolist()]
         size = BATCH if self.loader is None else self.loader.batch_size or BATCH
         batches = self.batches([list(rows[first : first + size]) for first in range(0, len(rows), size)])
         images = fix(batches, self.reading.name, total=-(-len(rows) // size), normalization=normalization)
@@ -383,20 +388,19 @@ class _Source:
                 notes.append(_one_draw(self.reading.argument, len(images)))
         return replace(images, notes=(*notes, *images.notes))
 
-    def _chosen(self, limit: int) -> tuple[Sequence[int], list[str]]:
-        """Returns at most `limit` rows, and notes."""
-        notes = [] if self.note is None else [self.note]
-        count = len(self.rows)
-        if count <= limit:
-            return self.rows, notes
-        # A dataset may be sorted by class, and may have more rows than labels fit into memory.
-        few = [self.rows[position * count // CANDIDATES] for position in range(CANDIDATES)]
-        candidates = self.rows if count <= CANDIDATES else few
-        labels = self.labels_of(candidates)
-        positions = torch.arange(limit) * len(candidates) // limit if labels is None else by_turns(labels)[:limit]
-        how = "evenly spread" if labels is None else "as many of each class"
-        notes.append(f"{self.reading.argument}: {limit:,} of its {count:,} images are used, {how}")
-        return [candidates[position] for position in positions.sort().values.tolist()], notes
+    def choose(self, count: int, among: Int[Tensor, "rows"] | None = None) -> tuple[Int[Tensor, "chosen"], bool]:
+        """Returns the positions of `count` rows, of all or of those `among`, and whether they go round the classes.
+
+        They do where the dataset lists its labels, because it may be sorted by class; else they are evenly spread.
+        """
+        total = len(self.rows) if among is None else len(among)
+        # The labels of all rows need not fit into memory.
+        size = min(total, max(count, CANDIDATES))
+        spread = torch.arange(size) * total // size
+        candidates = spread if among is None else among[spread]
+        labels = self.labels_of([self.rows[position] for position in candidates.tolist()])
+        chosen = torch.arange(count) * size // count if labels is None else by_turns(labels)[:count]
+        return candidates[chosen], labels is not None
 
     def batch(self, rows: Sequence[int]) -> Batch:
         argument, items = self.reading.argument, []
@@ -471,7 +475,7 @@ def _one_draw(argument: str, count: int) -> str:
 def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
     try:
         if isinstance(found, Tensor | np.ndarray):
-            labels = torch.as_tensor(found[torch.as_tensor(rows) if isinstance(rows, list) else slice(len(rows))])
+            labels = torch.as_tensor(found[torch.as_tensor(rows)])
         else:
             labels = torch.as_tensor([found[row] for row in rows])
     except (TypeError, ValueError, RuntimeError, IndexError):  # names of classes, or nested lists
@@ -582,12 +586,7 @@ class IndexedImages(RowImages):
     def take(self, count: int) -> ImageSet:
         """Returns `count` rows: going round the classes where the dataset lists its labels, else evenly spread."""
         require_held(count, len(self))
-        # Of very many rows, the labels of some are read.
-        size = min(len(self), max(count, CANDIDATES))
-        some = self.rows[torch.arange(size) * len(self) // size]
-        labels = self.store.labels_of(self._rows(some))
-        chosen = torch.arange(count) * size // count if labels is None else by_turns(labels)[:count]
-        return replace(self, rows=some[chosen])
+        return replace(self, rows=self.store.choose(count, self.rows)[0])
 
     def _rows(self, positions: Int[Tensor, "chosen"]) -> list[int]:
         return [self.store.rows[position] for position in positions.tolist()]
@@ -608,5 +607,4 @@ class IndexedImages(RowImages):
         require_no_augmentation(order, self.store.reading.argument)  # so that every step's random numbers are None
         steps = [self._rows(self.rows[positions]) for positions, _ in order.steps(len(self))]
         for batch in self.store.batches(steps):
-            device = order.device
-            yield Batch(batch.images.to(device), batch.labels.to(device), batch.index.to(device))
+            yield batch.to(order.device)

@@ -1,7 +1,4 @@
-"""Datasets that need no library of their own: folders of image files, and scikit-learn's digits.
-
-Also the helpers for all datasets in files: a stamp that changes with the files, and the split that a path names.
-"""
+"""Folders of image files, and what all datasets in files need: their stamp, and the split that a path names."""
 
 import hashlib
 import re
@@ -11,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from attnrx.data.images import by_turns, held_out
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.support.errors import DataError
-from attnrx.support.optional import required_module
-from attnrx.support.shapes import Int, Tensor, UInt8
+from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
@@ -27,7 +22,6 @@ SAMPLED = 512  # files of a dataset whose content is part of its key
 BLOCK, BLOCKS = 2**16, 10  # bytes of a block, and blocks of a file, that are part of its key
 MOST_FILES = 10_000_000  # files and folders of one class
 SYSTEM = ("/proc", "/sys")  # folders of the kernel, whose files are no data and never end
-DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 
 
 def stamp(files: Iterable[Path]) -> str:
@@ -245,36 +239,3 @@ def _stored(files: list[Path], labels: Int[Tensor, "_"], rows: Int[Tensor, "_"] 
         lambda at: require_regular(split_files[at], DataError).read_bytes(),
         lambda at: str(split_files[at]),
     )
-
-
-class DigitsReader(DatasetReader):
-    """The 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
-
-    def identity(self) -> str:
-        return "digits"
-
-    def open(self) -> Opened:
-        images, labels = digit_images()
-        pixels = images.numpy()
-        stored = StoredImages(
-            labels,
-            torch.arange(len(labels)),
-            lambda at: grey_file(pixels[at]),
-            lambda at: f"digit {at} of scikit-learn",
-        )
-        return Opened({"train": stored}, tuple("0123456789"))
-
-
-def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digits"]]:
-    """Returns the pixels and the labels of scikit-learn's digits."""
-    digits = required_module("sklearn.datasets", "data", "the digits")
-    images, labels = digits.load_digits(return_X_y=True)
-    pixels = (images * 255 / GREYS).round().astype("uint8").reshape(-1, DIGIT_SIDE, DIGIT_SIDE)
-    return torch.from_numpy(pixels), torch.from_numpy(labels).long()
-
-
-def grey_file(pixels: np.ndarray) -> bytes:
-    """Encodes the pixels [height, width] of a grey image as PGM: a header before the pixels."""
-    # A file, so that these images take the same way as all others: decoding, cached copies, streaming.
-    height, width = pixels.shape
-    return b"P5 %d %d 255\n" % (width, height) + pixels.tobytes()

@@ -143,8 +143,8 @@ class FixedImages(Displayed, RowImages):
     def _pass(self, order: Pass) -> Iterator[Batch]:
         require_no_augmentation(order, self.name)
         for positions, _ in order.steps(len(self)):
-            rows, store, device = self.rows[positions], self.store, order.device
-            yield Batch(store.images(rows).to(device), store.numbers[rows].to(device), store.sources[rows].to(device))
+            rows, store = self.rows[positions], self.store
+            yield Batch(store.images(rows), store.numbers[rows], store.sources[rows]).to(order.device)
 
 
 def require_no_augmentation(order: Pass, name: str) -> None:

@@ -41,6 +41,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def to(self, device: torch.device) -> "Batch":
+        """Returns the batch on a device."""
+        return Batch(self.images.to(device), self.labels.to(device), self.index.to(device))
+
 
 def generator(*parts: int) -> torch.Generator:
     """Returns a CPU generator that depends on every part; neighbouring seeds or steps have unrelated numbers."""
@@ -202,6 +206,33 @@ class ImageSet(ABC):
         process p of N, `shard=(p, N)`, receives its part of each batch. `start` skips the first steps.
         """
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
+
+
+@dataclass(frozen=True, eq=False)
+class WrappedImages(ImageSet):
+    """The images of another set, `source`, which subclasses change in `_pass`."""
+
+    source: ImageSet
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the source: the images are the same."""
+        return self.source.fingerprint
+
+    def take(self, count: int) -> ImageSet:
+        return replace(self, source=self.source.take(count))
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        return replace(self, source=self.source.part(process, processes, batch_size))
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        return replace(self, source=self.source.renormalized(normalization))
+
+    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
+        return replace(self, source=self.source.with_geometry(geometry))
 
 
 @dataclass(frozen=True, eq=False)

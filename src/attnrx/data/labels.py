@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass
+from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass, WrappedImages
 from attnrx.data.splits import Splits
 from attnrx.support.errors import DataError, UnknownName
-from attnrx.support.preprocessing import ImageGeometry, Normalization
 from attnrx.support.shapes import Int, Tensor
 
 IMAGENET_1K = 1000
@@ -18,42 +17,24 @@ WORDNET_ID = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True, eq=False)
-class _OtherLabels(ImageSet):
-    """The images of another set, `source`, whose labels are replaced in `_pass`."""
+class Relabelled(WrappedImages):
+    """The images of another set with labels in the order of a head, without labels, or with labels that fit no head.
 
-    source: ImageSet
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the source: the images are the same."""
-        return self.source.fingerprint
-
-    def take(self, count: int) -> ImageSet:
-        return replace(self, source=self.source.take(count))
-
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        return replace(self, source=self.source.part(process, processes, batch_size))
-
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        return replace(self, source=self.source.renormalized(normalization))
-
-    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
-        return replace(self, source=self.source.with_geometry(geometry))
-
-
-@dataclass(frozen=True, eq=False)
-class Relabelled(_OtherLabels):
-    """The images of another set with labels in the order of a head; without a map, labels that fit no head.
-
-    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset, `problem` the reason
-    why its labels fit no head.
+    `source` is the set as it was loaded. `numbers` are the head's class of every class of the dataset, -1 for no label;
+    without them the labels stay as they are, and `problem` is the reason why they fit no head.
     """
 
     numbers: Int[Tensor, "classes"] | None
     problem: str | None = None
+
+    @classmethod
+    def without_labels(cls, source: ImageSet, problem: str) -> "Relabelled":
+        """Returns images that were stored without labels (all are 0); `problem` is raised where labels are needed."""
+        return cls(source, torch.tensor([UNLABELLED]), problem)
+
+    @property
+    def has_labels(self) -> bool:
+        return self.numbers is None or bool((self.numbers != UNLABELLED).any())
 
     @property
     def label_problem(self) -> str | None:
@@ -66,34 +47,15 @@ class Relabelled(_OtherLabels):
             yield batch if self.numbers is None else replace(batch, labels=self.numbers.to(labels.device)[labels])
 
 
-@dataclass(frozen=True, eq=False)
-class Unlabelled(_OtherLabels):
-    """The images of a set that was stored without labels; `problem` says so where labels are needed."""
-
-    problem: str
-
-    @property
-    def has_labels(self) -> bool:
-        return False
-
-    @property
-    def label_problem(self) -> str | None:
-        return self.problem
-
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        for batch in self.source._pass(order):
-            yield replace(batch, labels=torch.full_like(batch.labels, UNLABELLED))
-
-
 def own_labels(images: ImageSet) -> ImageSet:
     """The images with the labels of their dataset, for a head that is trained on them."""
-    return images.source if isinstance(images, Relabelled) else images
+    return images.source if isinstance(images, Relabelled) and images.has_labels else images
 
 
 def own_classes(splits: Splits) -> int:
     """The number of classes of the dataset itself."""
     train = splits.train
-    mapped = train.numbers if isinstance(train, Relabelled) else None
+    mapped = train.numbers if isinstance(train, Relabelled) and train.has_labels else None
     return len(splits.class_names) if mapped is None else len(mapped)
 
 

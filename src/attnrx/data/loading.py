@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from attnrx.data.files import FolderReader
 from attnrx.data.images import ImageSet, evenly_spaced
-from attnrx.data.labels import Unlabelled
+from attnrx.data.labels import Relabelled
 from attnrx.data.locating import DatasetLocation, locate
 from attnrx.data.pixels import (
     Augmentation,
@@ -43,7 +43,7 @@ from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Int, Tensor, UInt8
+from attnrx.support.shapes import Tensor, UInt8
 from attnrx.support.storage import (
     check_seal,
     file_sha256,
@@ -60,22 +60,17 @@ PARTS = ("pixels", "labels", "sources")  # the tensors of a split in a decoded c
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """A whole dataset as pixels, with its class names, geometry and notes."""
+class Content:
+    """A whole dataset: its stored splits, decoded or to stream, class names, and the geometry of its pictures.
 
-    splits: Mapping[str, PixelStore]
+    `photos`: whether training crops parts of the pictures.
+    """
+
+    splits: Mapping[str, PixelStore | StoredImages]
     class_names: tuple[str, ...]
     geometry: ImageGeometry
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A whole dataset to stream, and the geometry of its pictures; `photos`: whether training crops parts of them."""
-
-    opened: Opened
-    geometry: ImageGeometry
-    photos: bool
+    photos: bool = False
 
 
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
@@ -129,20 +124,25 @@ class _Loading:
 
     def read(self, reader: DatasetReader) -> Splits:
         content = self._content(reader)
-        if isinstance(content, Encoded):
-            return self._streamed(content)
-        again: dict[ImageGeometry, Decoded | Encoded] = {}
-        for name, store in content.splits.items():
-            store.decode_again = partial(self._decode_again, reader, again, name, store)
-        parts, notes = self._assign(content.splits)
-        scale = self._normalization(content.geometry)
-        sets = {
-            split: MemoryImages(f"{self.location.name}/{split}", content.splits[stored], rows, scale)
-            for split, (stored, rows) in parts.items()
-        }
-        return self._splits(sets, content.geometry, content.class_names, (*content.notes, *notes))
+        again: dict[ImageGeometry, Content] = {}
+        parts, notes = assign(
+            {name: store.labels for name, store in content.splits.items()},
+            self.location.requested,
+            self.validation_share,
+            self.seed,
+        )
+        scale, sets = self._normalization(content.geometry), {}
+        for split, (stored, rows) in parts.items():
+            name, store = f"{self.location.name}/{split}", content.splits[stored]
+            if isinstance(store, PixelStore):
+                store.decode_again = partial(self._decode_again, reader, again, stored, store)
+                sets[split] = MemoryImages(name, store, rows, scale)
+            else:
+                sets[split] = StreamedImages(name, store, rows, self._stream(content.geometry))
+        is_streamed = any(isinstance(images, StreamedImages) for images in sets.values())
+        return self._splits(sets, replace(content, notes=(*content.notes, *notes)), is_streamed)
 
-    def _content(self, reader: DatasetReader) -> Decoded | Encoded:
+    def _content(self, reader: DatasetReader) -> Content:
         """Decodes a set of small images, or finds its decoded copy; others are opened only."""
         card_geometry = self.location.card.geometry if self.location.card else None
         # Photographs are streamed, so their files are not decoded beforehand.
@@ -150,26 +150,26 @@ class _Loading:
         # The copy has the splits as they are stored: which rows are held out is decided afterwards, by share and seed.
         key = (reader.identity(), card_geometry, self.image_size, self.geometry, self.on_corrupt) if not photos else ()
         copy = _copy_path(*key) if key else None
-        decoded = fetch(copy) if copy else None
+        decoded = _read_copy(copy) if copy else None
         if decoded is not None:
             return decoded
         opened = by_canonical_name(reader.open(), self.location.requested)
         records = opened.splits.get("train") or next(iter(opened.splits.values()))
         # Pictures spread over the split, because datasets are often sorted, by class or by size.
-        own = self._own_geometry(partial(records.picture, at, None) for at in evenly_spaced(len(records), 16))
-        geometry, photos = self.geometry or own, _are_photos(own)
+        stated = self._dataset_geometry(partial(records.picture, at, None) for at in evenly_spaced(len(records), 16))
+        geometry, photos = self.geometry or stated, _are_photos(stated)
         size = sum(map(len, opened.splits.values())) * math.prod(geometry.shape)
         # Photographs stream whatever their number, because the usual augmentation crops whole pictures.
         if copy is None or photos or size > IN_MEMORY:
-            return Encoded(opened, geometry, photos)
+            return Content(opened.splits, opened.class_names, geometry, opened.notes, photos)
         decoded = self._decode(opened, geometry)
-        _store(copy, decoded)
+        _write_copy(copy, decoded)
         return decoded
 
     def _decode_again(
         self,
         reader: DatasetReader,
-        again: dict[ImageGeometry, Decoded | Encoded],
+        again: dict[ImageGeometry, Content],
         name: str,
         like: PixelStore,
         geometry: ImageGeometry,
@@ -177,11 +177,11 @@ class _Loading:
         """Returns the images of a store with another geometry, at the same positions."""
         if geometry not in again:
             again[geometry] = replace(self, image_size=None, geometry=geometry)._content(reader)
-        content = again[geometry]
-        if isinstance(content, Decoded):
-            return content.splits[name]
+        records = again[geometry].splits[name]
+        if isinstance(records, PixelStore):
+            return records
         # The store may lack corrupt images.
-        records, (_, labels, sources) = content.opened.splits[name], like.on(CPU)
+        _, labels, sources = like.on(CPU)
         position_of = {source: position for position, source in enumerate(records.sources.tolist())}
         positions = [position_of[source] for source in sources.tolist()]
         return StoredImages(
@@ -193,15 +193,15 @@ class _Loading:
         shards, notes = assign_shards(opened, self.location.requested)
         sampled_shards = shards["train"] if "train" in shards else next(iter(shards.values()))
         first = islice(read_shard(sampled_shards[0]), 16)
-        own = self._own_geometry(partial(sample.picture, None) for sample in first)
-        geometry = self.geometry or own
+        stated = self._dataset_geometry(partial(sample.picture, None) for sample in first)
+        geometry = self.geometry or stated
         sets = {
             split: ShardImages(f"{self.location.name}/{split}", split_shards, self._stream(geometry))
             for split, split_shards in shards.items()
         }
-        return self._splits(sets, geometry, opened.class_names, (*notes, *self._skip_note()), _are_photos(own))
+        return self._splits(sets, Content({}, opened.class_names, geometry, notes, _are_photos(stated)), True)
 
-    def _own_geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
+    def _dataset_geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
         """Returns the geometry of the catalogue, or guesses one from pictures; a requested size overrides its size."""
         if self.location.card is not None:
             card_geometry = self.location.card.geometry
@@ -225,7 +225,7 @@ class _Loading:
             )
         return guess_geometry(samples, self.image_size)
 
-    def _decode(self, opened: Opened, geometry: ImageGeometry) -> Decoded:
+    def _decode(self, opened: Opened, geometry: ImageGeometry) -> Content:
         splits, corrupt = {}, CorruptImages(self.on_corrupt)
         # One object for all splits, so that the note counts the corrupt images of the whole dataset.
         for name, records in opened.splits.items():
@@ -238,64 +238,42 @@ class _Loading:
             check_labels(
                 {name: store.labels for name, store in splits.items()}, opened.class_names, self.location.requested
             )
-        return Decoded(splits, opened.class_names, geometry, notes)
-
-    def _streamed(self, content: Encoded) -> Splits:
-        opened, geometry = content.opened, content.geometry
-        parts, notes = self._assign(opened.splits)
-        sets = {
-            split: StreamedImages(f"{self.location.name}/{split}", opened.splits[stored], rows, self._stream(geometry))
-            for split, (stored, rows) in parts.items()
-        }
-        notes = (*opened.notes, *notes, *self._skip_note())
-        return self._splits(sets, geometry, opened.class_names, notes, content.photos)
-
-    def _assign(self, splits: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
-        labels = {name: stored.labels for name, stored in splits.items()}
-        return assign(labels, self.location.requested, self.validation_share, self.seed)
+        return Content(splits, opened.class_names, geometry, notes)
 
     def _stream(self, geometry: ImageGeometry) -> Stream:
         # One object for every split, which lists its own corrupt images.
         return Stream(geometry, self._normalization(geometry), CorruptImages(self.on_corrupt))
-
-    def _skip_note(self) -> tuple[str, ...]:
-        skipping = "corrupt images are skipped while streaming; each split lists them as `skipped`"
-        return (skipping,) if self.on_corrupt == "skip" else ()
 
     def _normalization(self, geometry: ImageGeometry) -> Normalization:
         card = self.location.card
         fits = card is not None and len(card.normalization.mean) == geometry.channels
         return card.normalization if card and fits else Normalization.half(geometry.channels)
 
-    def _splits(
-        self,
-        sets: Mapping[str, ImageSet],
-        geometry: ImageGeometry,
-        class_names: tuple[str, ...],
-        notes: tuple[str, ...],
-        photos: bool = False,
-    ) -> Splits:
-        location = self.location
-        if not class_names:
+    def _splits(self, sets: Mapping[str, ImageSet], content: Content, is_streamed: bool) -> Splits:
+        location, geometry = self.location, content.geometry
+        if not content.class_names:
             remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
             if isinstance(location.reader, FolderReader):
                 remedy = "put the images of every class into a folder of their own"
             problem = f"{location.requested} has no labels, and this needs them: {remedy}."
-            sets = {split: Unlabelled(images, problem) for split, images in sets.items()}
+            sets = {split: Relabelled.without_labels(images, problem) for split, images in sets.items()}
         missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
         flip, shift = (True, True) if location.card is None else (location.card.flip, location.card.shift)
         augmentation = Augmentation(padding_for(geometry) if shift else 0, flip)
-        if photos:
+        if content.photos:
             augmentation = Augmentation(padding=0, area=(0.08, 1.0))  # as usual for ImageNet
+        notes = (*location.notes, *content.notes)
+        if is_streamed and self.on_corrupt == "skip":
+            notes = (*notes, "corrupt images are skipped while streaming; each split lists them as `skipped`")
         return Splits(
             name=location.name,
             **{**missing, **sets},
-            class_names=class_names,
+            class_names=content.class_names,
             channels=geometry.channels,
             image_size=geometry.side,
             normalization=self._normalization(geometry),
             augmentation=augmentation,
-            notes=(*location.notes, *notes),
+            notes=notes,
             geometry=geometry,
         )
 
@@ -318,12 +296,13 @@ def _copy_path(*parts: object) -> Path:
     return cache_folder() / "decoded" / f"{key}.safetensors"
 
 
-def _store(path: Path, decoded: Decoded) -> None:
+def _write_copy(path: Path, decoded: Content) -> None:
     """Writes a decoded copy: tensors first, then the JSON that makes it valid. A full disk costs only the copy."""
     tensors = {
         f"{name}.{part}": tensor
-        for name, split in decoded.splits.items()
-        for part, tensor in zip(PARTS, split.on(CPU), strict=True)
+        for name, store in decoded.splits.items()
+        if isinstance(store, PixelStore)
+        for part, tensor in zip(PARTS, store.on(CPU), strict=True)
     }
     about = {
         "splits": list(decoded.splits),
@@ -341,7 +320,7 @@ def _store(path: Path, decoded: Decoded) -> None:
             path.unlink(missing_ok=True)
 
 
-def fetch(path: Path) -> Decoded | None:
+def _read_copy(path: Path) -> Content | None:
     """Reads a decoded copy back, or returns None if it is missing, damaged or edited."""
     try:
         about = read_json(path.with_suffix(".json"))
@@ -349,9 +328,8 @@ def fetch(path: Path) -> Decoded | None:
         tensors = read_tensors(path, about["pixels_sha256"])
         parts = {name: [tensors[f"{name}.{part}"] for part in PARTS] for name in about["splits"]}
         splits = {name: PixelStore(pixels, labels, sources) for name, (pixels, labels, sources) in parts.items()}
-        return Decoded(
-            splits, tuple(about["class_names"]), ImageGeometry.from_dict(about["geometry"]), tuple(about["notes"])
-        )
+        geometry = ImageGeometry.from_dict(about["geometry"])
+        return Content(splits, tuple(about["class_names"]), geometry, tuple(about["notes"]))
     # The copy can be made again, so damage of it is no error.
     except (CheckpointError, InvalidInput, KeyError, TypeError, AttributeError):
         return None

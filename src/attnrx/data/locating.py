@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from attnrx.data.catalogue import DATASETS, DatasetCard, known_as, local_copy
-from attnrx.data.cluttered_digits import ClutteredDigitsReader
-from attnrx.data.files import DigitsReader, FolderReader, group_by_split
+from attnrx.data.digits import ClutteredDigitsReader, DigitsReader
+from attnrx.data.files import FolderReader, group_by_split
 from attnrx.data.shards import OpenedShards, open_index, open_tars
 from attnrx.data.splits import DatasetReader
 from attnrx.data.tables import Columns, HubReader, ParquetReader

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass
+from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass, WrappedImages
 from attnrx.data.loading import load_data
 from attnrx.data.splits import Splits
 from attnrx.support.arguments import COUNT, checked, instance
@@ -85,10 +85,9 @@ def _side(splits: Splits) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Mosaics(ImageSet):
+class Mosaics(WrappedImages):
     """Images of `size` x `size` pixels, each of `tiles` x `tiles` images of another set, without labels."""
 
-    source: ImageSet
     tiles: int
     size: int
 
@@ -109,8 +108,9 @@ class Mosaics(ImageSet):
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
         return replace(self, source=self.source.part(process, processes, batch_size * self.tiles**2))
 
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        return replace(self, source=self.source.renormalized(normalization))
+    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
+        """Returns the set itself: the tiles make up the size."""
+        return self
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         each = self.tiles**2

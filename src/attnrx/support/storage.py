@@ -46,42 +46,56 @@ def json_text(record: Mapping[str, Any] | list[Any]) -> str:
 
 
 def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """Reads JSON; raises CheckpointError for a missing, irregular, too large, too deeply nested or invalid file."""
-    path = require_regular(path)
-    # Before reading, so that a wrong file cannot exhaust the memory.
-    size = path.stat().st_size
-    if size > most_bytes:
-        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
+    """Reads a JSON file.
+
+    Raises:
+        CheckpointError: The file is missing, no regular file, larger than `most_bytes`, nested too deep or no JSON.
+    """
+    path = _require_small(path, most_bytes)
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text)
-        # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
+        return _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
         ) from error
-    if nesting(value) > DEEPEST_JSON:
-        raise CheckpointError(f"{path} nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep.")
-    return value
 
 
-def read_json_lines(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> list[dict[str, Any]]:
-    """Reads a file with one JSON object per line; raises CheckpointError as `read_json`, naming the line."""
+def _require_small(path: Path | str, most_bytes: int) -> Path:
+    # Before reading, so that a wrong file cannot exhaust the memory.
     path = require_regular(path)
     size = path.stat().st_size
     if size > most_bytes:
         raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
-    records = []
+    return path
+
+
+def _parsed(text: str) -> Any:
+    value = json.loads(text)
+    # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    if nesting(value) > DEEPEST_JSON:
+        raise ValueError(f"it nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep")
+    return value
+
+
+def read_json_lines(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> list[dict[str, Any]]:
+    """Reads a file with one JSON object per line.
+
+    Raises:
+        CheckpointError: As of `read_json`; the message names the line.
+    """
+    path, records = _require_small(path, most_bytes), []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            record = json.loads(line)
-            if not isinstance(record, dict) or nesting(record) > DEEPEST_JSON:
-                raise CheckpointError(f"{path}: line {number} is no JSON object, or nests too deep; make it again.")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = _parsed(line)
+            if not isinstance(record, dict):
+                raise ValueError("it is no JSON object")
             records.append(record)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); it was truncated or edited. Make it again.") from error
+        raise CheckpointError(
+            f"{path}, line {len(records) + 1}, cannot be read ({error}); it was truncated or edited. Make it again."
+        ) from error
     return records
 
 

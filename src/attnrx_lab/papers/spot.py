@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attnrx.data import Normalization, Splits, object_patches
-from attnrx.data.cluttered_digits import canvases
+from attnrx.data.digits import canvases
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.atomic_writes import locked

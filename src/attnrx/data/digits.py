@@ -1,8 +1,9 @@
-"""Handwritten digits among clutter: images in which few patches matter, and it is known which ones.
+"""Handwritten digits, which need no download, and digits among clutter: images in which few patches matter, and it is
+known which ones.
 
-Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits, 2 x 2 patches large, is at a random place of
-this grid, and half of the other patches hold a fragment of another digit, at half the contrast. The splits share no
-digits, neither as objects nor as fragments.
+Every image of the second is a canvas of 10 x 10 patches. One of scikit-learn's digits, 2 x 2 patches large, is at a
+random place of this grid, and half of the other patches hold a fragment of another digit, at half the contrast. The
+splits share no digits, neither as objects nor as fragments.
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,13 @@ from functools import cache
 import numpy as np
 import torch
 
-from attnrx.data.files import DIGIT_SIDE, digit_images, grey_file
 from attnrx.data.images import held_out
 from attnrx.data.splits import DatasetReader, Opened, StoredImages
 from attnrx.support.errors import UnknownName
+from attnrx.support.optional import required_module
 from attnrx.support.shapes import Bool, Int, Tensor, UInt8
 
+DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 PATCH, GRID = 4, 10  # pixels and patches of a side
 SPAN = DIGIT_SIDE // PATCH  # the patches of a side of the digit
 CLUTTER, CONTRAST = 0.5, 0.5  # the share of the other patches that hold a fragment, and its brightness
@@ -28,6 +30,39 @@ NOTE = (
     f"each test digit occurs in {PLACEMENTS['test']} images, at other places among other clutter; intervals treat the "
     "images as independent"
 )
+
+
+class DigitsReader(DatasetReader):
+    """The 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
+
+    def identity(self) -> str:
+        return "digits"
+
+    def open(self) -> Opened:
+        images, labels = digit_images()
+        pixels = images.numpy()
+        stored = StoredImages(
+            labels,
+            torch.arange(len(labels)),
+            lambda at: grey_file(pixels[at]),
+            lambda at: f"digit {at} of scikit-learn",
+        )
+        return Opened({"train": stored}, tuple("0123456789"))
+
+
+def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digits"]]:
+    """Returns the pixels and the labels of scikit-learn's digits."""
+    digits = required_module("sklearn.datasets", "data", "the digits")
+    images, labels = digits.load_digits(return_X_y=True)
+    pixels = (images * 255 / GREYS).round().astype("uint8").reshape(-1, DIGIT_SIDE, DIGIT_SIDE)
+    return torch.from_numpy(pixels), torch.from_numpy(labels).long()
+
+
+def grey_file(pixels: np.ndarray) -> bytes:
+    """Encodes the pixels [height, width] of a grey image as PGM: a header before the pixels."""
+    # A file, so that these images take the same way as all others: decoding, cached copies, streaming.
+    height, width = pixels.shape
+    return b"P5 %d %d 255\n" % (width, height) + pixels.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
