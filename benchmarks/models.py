@@ -69,7 +69,7 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
         "qk": not any(spec.fixes_scores for spec in specs),
         "vo": not any(spec.fixes_values for spec in specs),
         "hidden": bool(family.mlp(adopted)),
-        "tokens": family.pooling(adopted.source) in ("class", "mean"),
+        "tokens": family.parts(adopted.source).pooling in ("class", "mean"),
     }
     return Outcome(kind, tuple(axis for axis in AXES if works[axis]))
 

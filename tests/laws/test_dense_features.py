@@ -30,7 +30,7 @@ HALF = TokenPolicy(ToMe(), (2,), (0.5,))
 
 def supports_tokens(name: str) -> bool:
     family, _, adopted = adopted_once(name)
-    return family.pooling(adopted.source) in ("class", "mean")
+    return family.parts(adopted.source).pooling in ("class", "mean")
 
 
 def shapes(found: Any) -> Any:

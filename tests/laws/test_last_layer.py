@@ -20,7 +20,9 @@ POOLING = ("vit, norms after", "vit, no class token", "vit, mean pooled", "hf cl
 POOLING += ("open_clip, mean pooled", "open_clip, mean before the norm")
 POOLING += ("hf beit", "hf beit, one bias", "hf data2vec", "hf yolos", "hf dpt", "hf videomae", "hf siglip2 tower")
 POOLING += ("hf ijepa", "hf ijepa, backbone", "hf dinov2", "hf dinov2, gated MLP", "hf dinov2, registers")
-POOLING += tuple(name for name, (family, make) in CASES.items() if family is TIMM and family.pooling(make()) != "class")
+POOLING += tuple(
+    name for name, (family, make) in CASES.items() if family is TIMM and family.parts(make()).pooling != "class"
+)
 ANSWERING = {name: name not in POOLING for name in CASES}
 
 
@@ -38,7 +40,7 @@ def seen_by_the_last_mlp(model: Any) -> Iterator[list[int]]:
     """Counts the tokens by a function that replaces the MLP's own, which nobody can tell from it."""
     seen: list[int] = []
     family: Any = family_of(model)
-    mlp = family.layers(model.source)[-1].get_submodule(family.paths(model.source).mlp[0])
+    mlp = family.blocks(model.source)[-1].get_submodule(family.parts(model.source).mlp[0])
     own = mlp.forward
 
     def counting(tokens: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,7 @@ def test_the_answer_is_that_of_all_tokens(name: str) -> None:
         whole = model.logits(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
-    prefix = family.prefix_tokens(model.source)
+    prefix = family.parts(model.source).prefix_tokens
     assert seen == [prefix if ANSWERING[name] else prefix + family.positions(model)]
     assert (model.last is not None) == ANSWERING[name]
     assert tokens_through(copy.deepcopy(model), inputs)[1] == seen

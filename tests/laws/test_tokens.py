@@ -137,7 +137,7 @@ def test_a_stage_can_leave_few(kind: str) -> None:
 @pytest.mark.parametrize("by", ["mask", "compress"])
 def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     model = original(name)
-    if name in CASES and CASES[name][0].pooling(adopted_once(name)[2].source) not in ("class", "mean"):
+    if name in CASES and CASES[name][0].parts(adopted_once(name)[2].source).pooling not in ("class", "mean"):
         with pytest.raises(NotSupported, match="pools its tokens by"):
             reduced(name, TokenPolicy(REDUCTIONS["random"], (2,), (1.0,)), by)
         return

@@ -55,16 +55,16 @@ class TorchPruningBaseline(ModelCompressor):
             # At least one feature stays in every head.
             self._prune_(timm_model, 1 - max(share, 1 / self.head_dim), importance, batches)
         pruned: Any = copy.deepcopy(self.model)
-        for index, layer in enumerate(self.family.layers(timm_model)):
+        for index, layer in enumerate(self.family.blocks(timm_model)):
             block: Any = layer
-            self.family.set_attention_(pruned, index, self.family.own(timm_model, block.attn))
+            self.family.set_attention_(pruned, index, self.family.convert_attention(timm_model, block.attn))
             for which, linear in enumerate((block.mlp.fc1, block.mlp.fc2)):
                 self.family.set_mlp_(pruned, index, which, linear)
         return pruned.eval()
 
     def _prune_(self, timm_model: nn.Module, ratio: float, importance: Any, batches: Iterable[Batch]) -> None:
         parameter = next(timm_model.parameters())
-        blocks: list[Any] = list(self.family.layers(timm_model))
+        blocks: list[Any] = list(self.family.blocks(timm_model))
         # The residual stream keeps its width: the maps that write to it are not pruned, nor the classifiers.
         fixed = [
             module for name, module in timm_model.named_modules() if name in ("head", "head_dist", "patch_embed.proj")
@@ -116,7 +116,7 @@ def _as_timm(model: nn.Module) -> nn.Module:
         timm_model.load_state_dict(state)
     except RuntimeError as error:  # compressed: other names or shapes
         raise NotSupported(refusal) from error
-    for layer in family.layers(timm_model):
+    for layer in family.blocks(timm_model):
         attention: Any = layer.get_submodule("attn")
         attention.fused_attn = False  # unfused, so that the library can trace it
     return timm_model.eval().requires_grad_()

@@ -209,9 +209,8 @@ def load_model(
         return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
     # Without a colon it is a folder, also one that is called like a library.
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
-    with_weights = {"timm": TimmFamily(), "torchvision": TorchvisionFamily()}
-    if library in with_weights:
-        return with_weights[library].load(name, weights, pretrained)
+    if library in LIBRARIES and LIBRARIES[library].takes_weights:
+        return LIBRARIES[library].load(name, weights=weights, pretrained=pretrained)
     if library == "lvvit" and weights is not None and not pretrained:
         return LVViTFamily().load(name, weights)
     is_saved = not library and is_model_folder(source)

@@ -5,13 +5,14 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.support.dataclass_records import from_dict, to_dict
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.storage import require_finite_tensors
@@ -20,6 +21,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
+from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_weights
 from attnrx.vit.models.foreign_code import plain_copy, reparametrized, require_own_code, require_unchanged
 from attnrx.vit.models.fused_mlp import FusedMLP
@@ -32,33 +34,45 @@ from attnrx.vit.tokens import TokenLayout, TokenPolicy
 
 
 @dataclass(frozen=True)
-class ModelPaths:
-    """Where the parts of a model are.
+class ModelParts:
+    """Where the parts of a library's model are, how many tokens it has besides the patches, and how it pools them.
 
-    `attention` is the path of the attention in a layer; `patches`, the convolution of the patch embedding, and `norm`,
-    the norm after the last layer, are paths in the body. `mlp` are the paths, in a layer, of the modules that form its
-    MLP, and `mlps` the classes of the first of them whose two linear maps, at `maps`, have an activation between them;
-    others are not compressed. `heads` are the paths, in the source, of the classifiers and the norm before them,
-    `classifiers` those of the classifiers, `pooled` those of norms that run on one pooled token instead of all tokens;
-    paths that a model lacks are skipped. The classifiers run on `head_tokens` tokens.
+    Paths are those of modules in the model: `blocks` the list of blocks, `patches` the convolution of the patch
+    embedding (or the linear map of patches that come ready), `norm` the norm after the last block, `heads` the
+    classifiers with the norms before them, `classifiers` the classifiers alone, `pooled_norms` the norms that run on
+    one pooled token instead of all tokens; paths that a model lacks are skipped.
+
+    In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
+    that form its MLP, and its two linear maps `maps`. The MLP is compressed if the class of the first of its modules is
+    in `mlp_classes`: then only an activation is between its maps.
+
+    `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
+    if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling. The
+    classifiers run on `head_tokens` tokens.
     """
 
+    blocks: str
     attention: str
     patches: str
     norm: str
-    mlps: tuple[str, ...]
+    mlp_classes: tuple[str, ...]
     heads: tuple[str, ...]
     classifiers: tuple[str, ...]
-    pooled: tuple[str, ...] = ()
+    pooled_norms: tuple[str, ...] = ()
+    norm_before: str | None = None
     mlp: tuple[str, ...] = ("mlp",)
     maps: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    prefix_tokens: int = 0
+    has_class_token: bool = False
+    pooling: str = "class"
     head_tokens: int = 1
 
 
 class AdoptedFamily(Family):
     """A family of models of another library: adoption by proof, description, rebuilding, costs.
 
-    A subclass states where the parts of the library's models are, and lists unsupported features.
+    A subclass states where the parts of the library's models are (`parts`), how their attention is converted
+    (`convert_attention`, `adapter`) and how they are created, and lists unsupported features (`refusals`).
     """
 
     exposes_tokens = True
@@ -68,9 +82,11 @@ class AdoptedFamily(Family):
     adapter_type: type[Adapter]
     shapes_are_stated = False
     """Whether the input shape is stated by the user instead of the model."""
+    takes_weights = False
+    """Whether `load` takes the weights of a file, or downloads them."""
 
     @abstractmethod
-    def paths(self, source: nn.Module) -> "ModelPaths":
+    def parts(self, source: nn.Module) -> ModelParts:
         """Returns where the parts of a model are."""
 
     def adopts(self, model: nn.Module) -> bool:
@@ -93,58 +109,28 @@ class AdoptedFamily(Family):
         """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
 
     @abstractmethod
-    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the transformer blocks."""
-
-    @abstractmethod
-    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
 
-    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
-        """Returns the module that takes the place of a library's attention module."""
-        return self.adapter_type(replacement, rotations, prefix, self.pair_bias(attention))
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
+        """Returns the module that replaces an attention module of `source` and calls `attention`."""
+        return self.adapter_type(attention, rotations, self.parts(source).prefix_tokens, self.pair_bias(module))
 
-    def inner_norm(self, attention: nn.Module, name: str) -> nn.Module:
+    def inner_norm(self, module: nn.Module, name: str) -> nn.Module:
         """Returns the library's norm of this name (INNER_NORMS) in one of its attention modules."""
         raise NotImplementedError
 
-    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+    def pair_bias(self, module: nn.Module) -> nn.Module | None:
         """Returns a module that computes the bias of pairs, [1, heads, tokens, tokens], of an attention module."""
         return None
 
-    @abstractmethod
-    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
-        """Returns the path, inside a block, of the norm before its attention; used by the last-layer class-token
-        shortcut.
-        """
-
-    def body(self, source: nn.Module) -> nn.Module:
-        """Returns the model without its classifier, in which the paths are."""
-        return source
-
-    def patches(self, source: nn.Module) -> nn.Conv2d | nn.Conv3d | nn.Linear:
-        """Returns the convolution of the patch embedding, or the linear map of patches that come ready."""
-        return self.body(source).get_submodule(self.paths(source).patches)  # type: ignore[return-value]
+    def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns the transformer blocks."""
+        return tuple(source.get_submodule(self.parts(source).blocks).children())
 
     def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the last layer; an identity where a norm follows the mean in its place."""
-        return self.body(source).get_submodule(self.paths(source).norm)
-
-    @abstractmethod
-    def prefix_tokens(self, source: nn.Module) -> int:
-        """Returns the number of tokens before the patches: class, distillation and register tokens."""
-
-    def tokens_of_head(self, source: nn.Module, tokens: int) -> int:
-        """Returns the tokens that a pooling by attention attends to, of all tokens after the last layer."""
-        return tokens
-
-    def has_class_token(self, source: nn.Module) -> bool:
-        """Returns whether the first token is a class token."""
-        return True
-
-    @abstractmethod
-    def pooling(self, source: nn.Module) -> str:
-        """Returns how the tokens are pooled: "class", "mean", or another name for an unsupported kind of pooling."""
+        """Returns the norm after the last block; an identity where a model has none."""
+        return dict(source.named_modules()).get(self.parts(source).norm, nn.Identity())
 
     def adopt(
         self,
@@ -186,13 +172,13 @@ class AdoptedFamily(Family):
         require_unchanged(model, wrapped, origin.input_shape)
         adopted = self.model_type(copy_module(model) if plain is model else plain, origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
-        self._install_(adopted, self._own_attention(adopted))
+        self._install_(adopted, self._converted_attention(adopted.source))
         require_ordinary_weights(adopted)  # here, because every later step requires it
-        because = (
+        self._require_equal(
+            (wrapped, adopted),
             "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
-            "of its projections are not those that were read"
+            "of its projections are not those that were read",
         )
-        self._require_equal((wrapped, adopted), because)
         # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
         return adopted
@@ -202,56 +188,96 @@ class AdoptedFamily(Family):
         return self.create(self._adopted(model).origin)
 
     @abstractmethod
-    def initialized(self, name: str, **arguments: Any) -> nn.Module:
-        """Returns the library's model of this name with weights from seed 0, or none on the meta device."""
+    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
+        """Returns the library's model of this name with weights from seed 0, or none on the meta device.
+
+        With `pretrained`, which families may lack (`takes_weights`), the library downloads the weights.
+        """
 
     def has(self, name: str) -> bool:
         """Returns whether the library has a model of this name."""
         return False
 
+    def load(
+        self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
+    ) -> Adopted:
+        """Creates a model by its name in the library and adopts it, in evaluation mode.
+
+        Args:
+            name: The name in the library.
+            weights: A file with the weights under the library's names (`read_weight_file`); by default the library
+                downloads them.
+            pretrained: False initializes the weights from seed 0 instead.
+            **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
+
+        Raises:
+            InvalidInput: Both `weights` and `pretrained=True` were given, or wrong arguments.
+            UnknownName: The library has no model of this name.
+            NotSupported: The model has an unsupported feature.
+            CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
+        """
+        if weights is not None and pretrained:
+            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
+        with torch.device("meta"):
+            self.require_supported(self.initialized(name, **arguments))  # before anything is downloaded or read
+        if weights is None and pretrained is not False:
+            return self.adopt(self.initialized(name, pretrained=True, **arguments), **self.input_format(name)).eval()
+        model = self.initialized(name, **arguments)
+        if weights is not None:
+            state = read_weight_file(Path(weights))
+            try:
+                model.load_state_dict(self.fitted(state, model), strict=True)
+            except Exception as error:  # the conversions of libraries and torch raise errors of many types
+                raise CheckpointError(f"the weights in {weights} do not fit {self.name}:{name} ({error}).") from error
+        return self.adopt(model).eval()
+
+    def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        """Returns the tensors of a weight file as the library converts them for this model."""
+        return state
+
+    def input_format(self, name: str) -> dict[str, Any]:
+        """Returns the input format of the downloaded weights, as `adopt` takes it; {} where the model holds it."""
+        return {}
+
     def fresh(self, name: str, **arguments: Any) -> Adopted:
-        """Adopts a model with fresh weights; on the meta device it has none, and only its costs are available."""
+        """Adopts a model with fresh weights; on the meta device, where its logits cannot be checked, it has none."""
         model = self.initialized(name, **arguments)
         if not next(model.parameters()).is_meta:
             return self.adopt(model).eval()
-        return self.outline(model)
-
-    def outline(self, model: nn.Module) -> Adopted:
-        """Adopts a model on the meta device, in place; its logits cannot be checked."""
         self.require_supported(model)
         adopted = self.model_type(model, self._stated(model, {}))
-        self._install_(adopted, self._own_attention(adopted))
+        self._install_(adopted, self._converted_attention(adopted.source))
         return adopted
 
-    def _own_attention(self, adopted: Adopted) -> list[Attention]:
-        name = self.paths(adopted.source).attention
-        return [self.own(adopted.source, layer.get_submodule(name)) for layer in self.layers(adopted.source)]
+    def _converted_attention(self, source: nn.Module) -> list[Attention]:
+        path = self.parts(source).attention
+        return [self.convert_attention(source, block.get_submodule(path)) for block in self.blocks(source)]
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Sets the attention of every layer, removes dropout of rate 0, packs linear maps, and enables the shortcut of
+        """Sets the attention of every block, removes dropout of rate 0, packs linear maps, and enables the shortcut of
         `LastLayer` for models with class-token pooling.
         """
-        source, layers = adopted.source, self.layers(adopted.source)
-        paths, rotations = self.paths(source), RotationCache()  # one cache for all layers
-        for layer, new_attention in zip(layers, attention, strict=True):
-            module = layer.get_submodule(paths.attention)
+        source, blocks = adopted.source, self.blocks(adopted.source)
+        parts, rotations = self.parts(source), RotationCache()  # one cache for all blocks
+        for block, new_attention in zip(blocks, attention, strict=True):
+            module = block.get_submodule(parts.attention)
             for name, norm in new_attention.inner_norms.items():
                 if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
                     new_attention.inner_norms[name] = self.inner_norm(module, name)
-            adapter = self.adapter(new_attention, module, rotations, self.prefix_tokens(source))
-            layer.set_submodule(paths.attention, adapter.train(module.training))
+            adapter = self.adapter(source, module, new_attention, rotations)
+            block.set_submodule(parts.attention, adapter.train(module.training))
             # A list, because the loop replaces modules; with duplicates, because one dropout may have several names.
-            for name, part in list(layer.named_modules(remove_duplicate=False)):
+            for name, part in list(block.named_modules(remove_duplicate=False)):
                 # Calling a dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
-                    layer.set_submodule(name, nn.Identity().train(part.training))
+                    block.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
                     packed_(part)
-            _fuse_mlp_(layer, paths)
-        if layers and self.pooling(source) == "class":
-            # Every other pooling uses the patches of the last block.
-            norm, prefix = self.norm_before(source, layers[-1]), self.prefix_tokens(source)
-            adopted.last = LastLayer(layers[-1], paths.attention, norm, self.last_norm(source), prefix)
+            _fuse_mlp_(block, parts)
+        if blocks and parts.pooling == "class":  # every other pooling uses the patches of the last block
+            adopted.last = LastLayer(
+                blocks[-1], parts.attention, parts.norm_before, self.last_norm(source), parts.prefix_tokens
+            )
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -266,11 +292,11 @@ class AdoptedFamily(Family):
 
     def _changed_mlps(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields the maps of MLPs that are not a plain nn.Linear, e.g. adapters around one."""
-        paths = self.paths(model)
-        for layer in self.layers(model):
-            named = dict(layer.named_modules())
-            if type(named.get(paths.mlp[0])).__name__ in paths.mlps:
-                yield from changed_linears(layer, tuple(name for name in paths.maps if name in named))
+        parts = self.parts(model)
+        for block in self.blocks(model):
+            named = dict(block.named_modules())
+            if type(named.get(parts.mlp[0])).__name__ in parts.mlp_classes:
+                yield from changed_linears(block, tuple(name for name in parts.maps if name in named))
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, self.model_type)
@@ -284,15 +310,15 @@ class AdoptedFamily(Family):
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         source = self._adopted(model).source
-        maps = zip(self.layers(source), self._maps(source), strict=False)  # no maps where a layer has another MLP
-        return tuple((layer.get_submodule(first), layer.get_submodule(second)) for layer, (first, second) in maps)
+        maps = zip(self.blocks(source), self._maps(source), strict=False)  # no maps where a block has another MLP
+        return tuple((block.get_submodule(first), block.get_submodule(second)) for block, (first, second) in maps)
 
     def has_plain_units(self, model: nn.Module) -> bool:
-        layers, paths = self.layers(self._adopted(model).source), self.paths(self._adopted(model).source)
-        for layer, pair in zip(layers, self.mlp(model), strict=False):
+        source = self._adopted(model).source
+        for block, pair in zip(self.blocks(source), self.mlp(model), strict=False):
             # By id, because tensors are compared elementwise.
             maps = {id(parameter) for linear in pair for parameter in linear.parameters()}
-            inside = (parameter for name in paths.mlp for parameter in layer.get_submodule(name).parameters())
+            inside = (tensor for name in self.parts(source).mlp for tensor in block.get_submodule(name).parameters())
             if any(id(parameter) not in maps for parameter in inside):  # a norm over all units
                 return False
         return bool(self.mlp(model))
@@ -302,20 +328,17 @@ class AdoptedFamily(Family):
         maps = self._maps(source)
         if not maps:
             raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
-        block, name = self.layers(source)[layer], maps[layer][which]
+        block, name = self.blocks(source)[layer], maps[layer][which]
         block.set_submodule(name, linear.train(block.get_submodule(name).training))
 
     def _maps(self, source: nn.Module) -> tuple[tuple[str, str], ...]:
-        """Returns the paths, in every layer, of the two maps of its MLP; () where a layer has another kind."""
-        paths = self.paths(source)
-        fused = f"{paths.mlp[0]}.{LINEAR_MAPS[0]}", f"{paths.mlp[0]}.{LINEAR_MAPS[1]}"
-        maps = []
-        for layer in self.layers(source):
-            mlp = layer.get_submodule(paths.mlp[0])
-            if not isinstance(mlp, FusedMLP) and type(mlp).__name__ not in paths.mlps:
-                return ()
-            maps.append(fused if isinstance(mlp, FusedMLP) else paths.maps)
-        return tuple(maps)
+        """Returns the paths, in every block, of the two maps of its MLP; () where a block has another kind."""
+        parts = self.parts(source)
+        fused = f"{parts.mlp[0]}.{LINEAR_MAPS[0]}", f"{parts.mlp[0]}.{LINEAR_MAPS[1]}"
+        mlps = [block.get_submodule(parts.mlp[0]) for block in self.blocks(source)]
+        if not all(isinstance(mlp, FusedMLP) or type(mlp).__name__ in parts.mlp_classes for mlp in mlps):
+            return ()
+        return tuple(fused if isinstance(mlp, FusedMLP) else parts.maps for mlp in mlps)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
@@ -342,10 +365,10 @@ class AdoptedFamily(Family):
         created = self.create(origin)
         self.restore_buffers_(created)
         adopted = self.model_type(created, origin)
-        layers, specs = self.layers(adopted.source), description["attention"]
-        if len(layers) != len(specs):
+        blocks, specs = self.blocks(adopted.source), description["attention"]
+        if len(blocks) != len(specs):
             raise InvalidInput(
-                f"{origin.architecture} has {len(layers)} layers, and the model that was made from it {len(specs)}: "
+                f"{origin.architecture} has {len(blocks)} layers, and the model that was made from it {len(specs)}: "
                 "blocks cannot be added or removed after a model is created. Create it with that number of blocks, "
                 "e.g. depth=N of timm."
             )
@@ -378,27 +401,28 @@ class AdoptedFamily(Family):
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
         adopted = self._adopted(model)
-        source, pooled = adopted.source, self.pooling(adopted.source)
-        if pooled not in ("class", "mean"):
+        parts = self.parts(adopted.source)
+        if parts.pooling not in ("class", "mean"):
             raise NotSupported(
-                f"{adopted.origin.architecture} pools its tokens by {pooled!r}; tokens can be pruned only where the "
-                "head takes a token before the patches, or the mean of the patches."
+                f"{adopted.origin.architecture} pools its tokens by {parts.pooling!r}; tokens can be pruned only where "
+                "the head takes a token before the patches, or the mean of the patches."
             )
-        return TokenLayout(self.prefix_tokens(source), self.positions(adopted), self.has_class_token(source), pooled)
+        return TokenLayout(parts.prefix_tokens, self.positions(adopted), parts.has_class_token, parts.pooling)
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         adopted = self._adopted(model)
-        return adopted.all_tokens(images)[:, self.prefix_tokens(adopted.source) :]
+        return adopted.all_tokens(images)[:, self.parts(adopted.source).prefix_tokens :]
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        return self.patches(self._adopted(model).source)
+        source = self._adopted(model).source
+        return source.get_submodule(self.parts(source).patches)
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         return self.last_norm(self._adopted(model).source)
 
     def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
         named = dict(self._adopted(model).source.named_modules())
-        heads = (named.get(name) for name in self.paths(self._adopted(model).source).classifiers)
+        heads = (named.get(name) for name in self.parts(self._adopted(model).source).classifiers)
         return tuple(head for head in heads if isinstance(head, nn.Linear))
 
     def positions(self, adopted: Adopted) -> int:
@@ -407,7 +431,7 @@ class AdoptedFamily(Family):
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         """Returns the number of patches of an image of this shape; a border narrower than a patch is not read."""
-        patches: Any = self.patches(source)
+        patches: Any = source.get_submodule(self.parts(source).patches)
         (height, width), (down, right) = input_shape[1:], patches.stride
         return (height // down) * (width // right)
 
@@ -426,36 +450,36 @@ class AdoptedFamily(Family):
         the model.
         """
         adopted = self._adopted(model)
-        source, layers, maps = adopted.source, self.layers(adopted.source), self.mlp(adopted)
-        paths = self.paths(source)
+        source, blocks, maps = adopted.source, self.blocks(adopted.source), self.mlp(adopted)
+        parts = self.parts(source)
         specs = tuple(layer.spec for layer in self.attention(adopted)) if attention is None else attention
         ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
         units = hidden_units(maps) if hidden is None else hidden
-        if len(specs) != len(layers) or len(ranks) != len(maps) or len(units) != len(maps):
+        if len(specs) != len(blocks) or len(ranks) != len(maps) or len(units) != len(maps):
             raise InvalidInput(
                 f"{len(specs)} attention specs, {len(ranks)} pairs of MLP ranks and {len(units)} numbers of hidden "
-                f"units for {len(layers)} layers and {len(maps)} MLPs of two maps: give one for each."
+                f"units for {len(blocks)} layers and {len(maps)} MLPs of two maps: give one for each."
             )
         positions = self.positions(adopted)
-        token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
+        token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + parts.prefix_tokens)
         classifier = sum(num_params(module) for module in self._heads(source))
-        before = num_params(source) - classifier - sum(num_params(layer) for layer in layers)
-        mlps = [[layer.get_submodule(name) for name in paths.mlp] for layer in layers]
+        before = num_params(source) - classifier - sum(num_params(block) for block in blocks)
+        mlps = [[block.get_submodule(name) for name in parts.mlp] for block in blocks]
         # Where MLPs are of another kind, nothing in them changes.
-        changes = list(zip(maps, ranks, units, strict=True)) or [((), (), 0)] * len(layers)
+        changes = list(zip(maps, ranks, units, strict=True)) or [((), (), 0)] * len(blocks)
         return ModelCosts(
-            patches=PartCosts(before, positions * self.patches(source).weight.numel()),
+            patches=PartCosts(before, positions * source.get_submodule(parts.patches).weight.numel()),  # type: ignore[operator, union-attr]
             layers=tuple(
                 replace(
                     # The formulas of an MLP and of norms are those of attnrx models; a library's may have others.
                     layer_costs(spec, num_tokens, 0),
                     mlp=mlp_costs(mlp, num_tokens, *change),
                     layer_norms=PartCosts(
-                        num_params(layer) - sum(map(num_params, mlp)) - projection_params(layer_attention)
+                        num_params(block) - sum(map(num_params, mlp)) - projection_params(layer_attention)
                     ),
                 )
-                for layer, mlp, layer_attention, spec, change, num_tokens in zip(
-                    layers, mlps, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
+                for block, mlp, layer_attention, spec, change, num_tokens in zip(
+                    blocks, mlps, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
                 )
             ),
             classifier=PartCosts(classifier),
@@ -467,26 +491,25 @@ class AdoptedFamily(Family):
 
     def _heads(self, source: nn.Module) -> list[nn.Module]:
         """Returns the classifiers and the norms before them."""
-        names = self.paths(source).heads
+        names = self.parts(source).heads
         return [module for name, module in source.named_modules() if name in names]
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of the classifiers on one image, whose last layer has this many tokens."""
+        """Returns the MACs of the classifiers on one image; a pooling by attention attends to `tokens` tokens."""
         source = adopted.source
-        attended = self.tokens_of_head(source, tokens)
-        return self.paths(source).head_tokens * sum(classifier_macs(head, attended) for head in self._heads(source))
+        return self.parts(source).head_tokens * sum(classifier_macs(head, tokens) for head in self._heads(source))
 
     def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
         """Returns the features of the norms outside the layers and inside their MLPs, times the tokens of each."""
         # Norms inside the blocks are counted by the costs of a layer, except those inside an MLP (e.g. after its
         # activation).
-        last, pooled = self.last_norm(source), self.paths(source).pooled
-        inside = {module for layer in self.layers(source) for module in layer.modules()}
+        last, parts, blocks = self.last_norm(source), self.parts(source), self.blocks(source)
+        inside = {module for block in blocks for module in block.modules()}
         total = sum(
             math.prod(getattr(part, "normalized_shape", (0,))) * count
-            for layer, count in zip(self.layers(source), tokens, strict=True)
-            for name in self.paths(source).mlp
-            for part in layer.get_submodule(name).modules()
+            for block, count in zip(blocks, tokens, strict=True)
+            for name in parts.mlp
+            for part in block.get_submodule(name).modules()
         )
         for name, module in source.named_modules():
             shape = getattr(module, "normalized_shape", None)
@@ -494,7 +517,7 @@ class AdoptedFamily(Family):
                 continue
             # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were
             # pruned.
-            if name in pooled or name.startswith("attn_pool."):
+            if name in parts.pooled_norms or name.startswith("attn_pool."):
                 count = 1
             elif name.startswith("patch_embed."):
                 count = positions
@@ -506,7 +529,7 @@ class AdoptedFamily(Family):
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         origin = self.origin(model, stated)
         height, width = origin.input_shape[1:]
-        convolution = self.body(model).get_submodule(self.paths(model).patches)
+        convolution = model.get_submodule(self.parts(model).patches)
         # A library's model may leave a border unread; a shape that a user states may not.
         is_stated = self.shapes_are_stated or stated.get("input_shape")
         if is_stated and isinstance(convolution, nn.Conv2d):
@@ -519,8 +542,8 @@ class AdoptedFamily(Family):
 
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
         source = self._adopted(model).source
-        name = self.paths(source).attention
-        return tuple(layer.get_submodule(name) for layer in self.layers(source))  # type: ignore[misc]
+        path = self.parts(source).attention
+        return tuple(block.get_submodule(path) for block in self.blocks(source))  # type: ignore[misc]
 
     def _adopted(self, model: nn.Module) -> Adopted:
         if not isinstance(model, self.model_type):
@@ -546,8 +569,8 @@ class AdoptedFamily(Family):
         self._require_equal((adopted, rebuilt), because)
 
     def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
-        paths = self.paths(models[1].source)
-        require_equal_logits(models, because, lambda model: self.layers(model.source), paths.attention)
+        path = self.parts(models[1].source).attention
+        require_equal_logits(models, because, lambda model: self.blocks(model.source), path)
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> str:
@@ -573,16 +596,16 @@ def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _fuse_mlp_(layer: nn.Module, paths: ModelPaths) -> None:
+def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:
     """Replaces the library's MLP by one with the same parts, if it is one module without other ones."""
-    name, *others = paths.mlp
-    mlp = layer.get_submodule(name)
-    if others or type(mlp).__name__ not in paths.mlps:
+    name, *others = parts.mlp
+    mlp = block.get_submodule(name)
+    if others or type(mlp).__name__ not in parts.mlp_classes:
         return
-    first, second = (path.removeprefix(f"{name}.") for path in paths.maps)
-    parts = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}
-    activation = [part for child, part in parts.items() if child not in (first, second)]
+    first, second = (path.removeprefix(f"{name}.") for path in parts.maps)
+    inside = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}
+    activation = [part for child, part in inside.items() if child not in (first, second)]
     # Exactly two maps and an activation without parameters: a dropout, a gate or a norm between them would be lost.
-    if len(parts) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
-        fused = FusedMLP(parts[first], activation[0], parts[second])
-        layer.set_submodule(name, fused.train(mlp.training))
+    if len(inside) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
+        fused = FusedMLP(inside[first], activation[0], inside[second])
+        block.set_submodule(name, fused.train(mlp.training))

@@ -4,6 +4,7 @@ The files of a saved model, PARTS, are replaced together, so that no file of an 
 All other files in the folder (notes, training checkpoints) are kept.
 """
 
+import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -48,6 +49,7 @@ from attnrx.vit.tokens import policy_from_dict
 KIND, SCHEMA = "attnrx model", 1
 MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
+STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
 TOKENS = Record({"policy": JSON_OBJECT, "by": Choice(REALIZATIONS), "heads": Integer(1, MOST_HEADS)})
 RECORD = Record(
@@ -182,6 +184,33 @@ def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path
     if record.get("outputs") is not None:
         setattr(model, STATED_OUTPUTS, record["outputs"])
     return model.eval()
+
+
+def read_weight_file(path: Path) -> dict[str, Tensor]:
+    """Reads a weight file of another library: safetensors, or a torch checkpoint, which is never unpickled as code.
+
+    Of a checkpoint with more than weights, the state dict under the first of STATE_KEYS is taken; the prefixes of
+    wrappers (DistributedDataParallel, torch.compile) are removed.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or holds something other than tensors.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file with weights.")
+    if path.suffix == ".safetensors":
+        state: Any = read_tensors(path)
+    else:
+        try:
+            # Checkpoints of timm hold the options of the training, too.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # the error depends on what the file holds
+            raise CheckpointError(f"{path} cannot be read as weights ({error}).") from error
+        key = next((key for key in STATE_KEYS if isinstance(state, Mapping) and state.get(key) is not None), None)
+        state = state if key is None else state[key]
+    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise CheckpointError(f"{path} holds values that are not tensors, so it is not a file with weights.")
+    return {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor for name, tensor in state.items()}
 
 
 def _weight_file(path: Path) -> Path:

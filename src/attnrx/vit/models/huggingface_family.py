@@ -20,18 +20,12 @@ from attnrx.support.shapes import Float, ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
-from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, assembled, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, RotationCache, assembled, image_shape
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.vit.models.token_hooks import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features, without_reader
-
-# Parameters of the embeddings, and names of modules, over all classes of READERS: a class has some of each.
-PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
-NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
-HEADS = ("classifier", "cls_classifier", "distillation_classifier")
-CLASSIFIERS = (*HEADS, "classifier.dense")
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -236,25 +230,8 @@ class HuggingFaceFamily(AdoptedFamily):
     model_type = HuggingFaceModel
     adapter_type = HuggingFaceAttention
 
-    def paths(self, source: nn.Module) -> ModelPaths:
-        reader = reader_of(source)
-        norm, head, pooler = (f"{reader.body}.{name}".strip(".") for name in (reader.norm, "head", "pooler"))
-        heads = (*HEADS, *reader.heads, "fc_norm", "visual_projection", norm, head, pooler)
-        # The norm of a tower with a class token is applied to that token only.
-        pooled = (f"{head}.layernorm", f"{pooler}.layernorm", "classifier.layernorm", "fc_norm")
-        pooled += (norm,) if reader.word == "CLIP" else ()
-        return ModelPaths(
-            attention=reader.attention,
-            patches=reader.patches,
-            norm=reader.norm,
-            mlps=(f"{reader.word}{reader.mlp_class}",),
-            heads=heads,
-            classifiers=CLASSIFIERS,
-            pooled=pooled,
-            mlp=reader.mlp,
-            maps=reader.maps,
-            head_tokens=getattr(source.config, reader.head_tokens) if reader.head_tokens else 1,
-        )
+    def parts(self, source: nn.Module) -> ModelParts:
+        return reader_of(source).parts(source)
 
     def output_kind(self, model: nn.Module) -> str:
         source: Any = self._adopted(model).source
@@ -262,33 +239,40 @@ class HuggingFaceFamily(AdoptedFamily):
             PROBLEMS.get(source.config.problem_type, "logits") if reader_of(source).answer == "logits" else "embedding"
         )
 
-    def load(self, source: Path | str, **changes: Any) -> Adopted:
+    def load(self, name: Path | str, **changes: Any) -> Adopted:
         """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
 
         A model is read as the class that it was saved as, if it is one of `READERS`, else as an image classifier; of
-        CLIP and SigLIP the image tower is read.
+        CLIP and SigLIP the image tower is read. Mean, std and image size come from the image processor in the same
+        folder; without one they are 0.5 and the size in the configuration.
 
-        Mean, std and image size come from the image processor in the same folder; without one they are 0.5 and the size
-        in the configuration. `changes` override fields of the configuration.
+        Args:
+            name: The folder or the id.
+            **changes: Fields of the configuration, in place of the saved ones.
+
+        Raises:
+            CheckpointError: The model cannot be read, or weights are missing.
+            NotSupported: The model has an unsupported feature.
         """
-        with local_copies_if_unreachable(source) as unreachable:
+        with local_copies_if_unreachable(name) as unreachable:
             try:
-                kind = _class_of(_transformers("AutoConfig").from_pretrained(source))
-                model, report = kind.from_pretrained(source, output_loading_info=True, **changes)
+                kind = _class_of(_transformers("AutoConfig").from_pretrained(name))
+                model, report = kind.from_pretrained(name, output_loading_info=True, **changes)
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 reason = f"{unreachable}." if unreachable else error
                 raise CheckpointError(
-                    f"hf:{source} cannot be read as an image classifier or an image tower: {reason} Give a folder "
+                    f"hf:{name} cannot be read as an image classifier or an image tower: {reason} Give a folder "
                     "written by save_pretrained, or the id of such a model on the hub."
                 ) from error
         # transformers initializes missing weights randomly with a warning only, e.g. the head of a pretrained backbone.
         missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise CheckpointError(
-                f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
+                f"hf:{name} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
                 "Fine-tune it as a classifier first, and save the result."
             )
-        return self.adopt(model, **_processor(source, _resizes(model))).eval()
+        reader = READERS.get(type(model).__name__)
+        return self.adopt(model, **_processor(name, reader is not None and reader.resizes)).eval()
 
     def knows_normalization(self, model: nn.Module) -> bool:
         return bool(self._adopted(model).origin.preprocessing)  # the statistics are those of an image processor
@@ -310,7 +294,7 @@ class HuggingFaceFamily(AdoptedFamily):
         """
         return _geometry(self.input_shape(model), self._adopted(model).origin.preprocessing)
 
-    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
         with local_copies_if_unreachable(name) as unreachable:
             try:
                 config = _transformers("AutoConfig").from_pretrained(name, **arguments)
@@ -335,8 +319,8 @@ class HuggingFaceFamily(AdoptedFamily):
         yield from unread
         if unread:  # such a model may lack the parts that the reader names
             return
-        for layer in self.layers(model):
-            attention: Any = getattr(layer, reader.attention)
+        for block in self.blocks(model):
+            attention: Any = getattr(block, reader.attention)
             if type(attention).__name__ != f"{reader.word}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
@@ -352,7 +336,7 @@ class HuggingFaceFamily(AdoptedFamily):
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
         reader, source = reader_of(model), getattr(config, "_name_or_path", "")
-        model_shape = image_shape(reader.input.shape(self.body(model).config))
+        model_shape = image_shape(reader.input.shape(reader.body_of(model).config))
         if source and not stated.get("preprocessing"):
             saved = _processor(source, reader.resizes, local_files_only=True)
             if len(saved.get("mean", ())) == model_shape[0]:
@@ -382,45 +366,39 @@ class HuggingFaceFamily(AdoptedFamily):
                     module._buffers[name] = computed.get_buffer(name)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        return reader_of(source).input.num_patches(self.body(source).config, input_shape)
+        reader = reader_of(source)
+        return reader.input.num_patches(reader.body_of(source).config, input_shape)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         if isinstance(adopted, HuggingFaceModel) and reader_of(adopted.source).answer == "depth":
             return adopted.dense_head_macs
         return super().head_macs(adopted, tokens)
 
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the last layer; an identity where a model has none."""
-        named = dict(self.body(source).named_modules())
-        return named.get(reader_of(source).norm) or nn.Identity()
-
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         super()._install_(adopted, attention)
-        reader, source = reader_of(adopted.source), adopted.source
+        source = adopted.source
         source.save_pretrained = _refuse_save  # type: ignore[assignment]
         for name, module in list(source.named_modules()):
-            if type(module).__name__ == f"{reader.word}RelativePositionBias":
+            if type(module).__name__ == f"{reader_of(source).word}RelativePositionBias":
                 source.set_submodule(name, WindowBias(module).train(module.training))
-        for layer in self.layers(source):
-            adapter: Any = layer.get_submodule(reader.attention)
-            adapter.returns_weights = reader.returns_weights
+        for block in self.blocks(source):
             # Towers (CLIP, SigLIP) have layers whose mask is a required argument.
-            mask = inspect.signature(layer.forward).parameters.get("attention_mask")
+            mask = inspect.signature(block.forward).parameters.get("attention_mask")
             if mask is not None and mask.default is inspect.Parameter.empty:
-                layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
+                block.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
-    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        return tuple(self.body(source).get_submodule(reader_of(source).layers).children())
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
+        adapter = super().adapter(source, module, attention, rotations)
+        assert isinstance(adapter, HuggingFaceAttention)
+        adapter.returns_weights = reader_of(source).returns_weights
+        return adapter
 
-    def body(self, source: nn.Module) -> nn.Module:
-        return reader_of(source).body_of(source)
-
-    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
-        reader, body = reader_of(source), self.body(source)
-        config: Any = body.config
-        linears: list[Any] = [attention.get_submodule(name) for name in reader.projections]
+    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
+        reader = reader_of(source)
+        body: Any = reader.body_of(source)
+        linears: list[Any] = [module.get_submodule(name) for name in reader.projections]
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        heads = config.num_attention_heads
+        heads = body.config.num_attention_heads
         names = "use_relative_position_bias", "use_shared_relative_position_bias"
         # transformers rotates halves of a row (`rotate_half`).
         return assembled(
@@ -429,12 +407,12 @@ class HuggingFaceFamily(AdoptedFamily):
             heads,
             (weights[0].shape[0] // heads) ** -0.5,
             rotary=HALVES if hasattr(body, "rope_embeddings") else None,
-            pair_bias=any(getattr(config, name, False) for name in names),
+            pair_bias=any(getattr(body.config, name, False) for name in names),
         )
 
-    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
+    def pair_bias(self, module: nn.Module) -> nn.Module | None:
         """Returns the bias that an attention module computes itself (Data2Vec); BEiT's layers pass theirs as a mask."""
-        return dict(attention.named_modules()).get("attention.relative_position_bias")
+        return dict(module.named_modules()).get("attention.relative_position_bias")
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
@@ -443,21 +421,6 @@ class HuggingFaceFamily(AdoptedFamily):
         config: Any = self._adopted(model).source.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
-
-    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
-        return next((name for name in NORMS_BEFORE if hasattr(layer, name)), None)
-
-    def prefix_tokens(self, source: nn.Module) -> int:
-        # [1, tokens, width], or [width] for the class embedding of CLIP.
-        parameters = self.body(source).get_submodule("embeddings").named_parameters(recurse=False)
-        return sum(token.shape[1] if token.ndim == 3 else 1 for name, token in parameters if name in PREFIX)
-
-    def has_class_token(self, source: nn.Module) -> bool:
-        return self.prefix_tokens(source) > 0
-
-    def pooling(self, source: nn.Module) -> str:
-        """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
-        return reader_of(source).pooling_of(source.config)
 
 
 def _refuse_save(*_: object, **__: object) -> None:
@@ -516,12 +479,6 @@ def _image_processor(source: Path | str, **options: Any) -> Any:
     # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return None
-
-
-def _resizes(source: nn.Module) -> bool:
-    """Returns whether the model accepts images of another size."""
-    name = type(source).__name__
-    return name in READERS and READERS[name].resizes
 
 
 # The settings of an image processor that decide what it computes.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.support.shapes import Tensor
+from attnrx.vit.models.adopted_family import ModelParts
 from attnrx.vit.models.huggingface_inputs import (
     ImageInput,
     OrderedImageInput,
@@ -18,6 +19,11 @@ from attnrx.vit.models.huggingface_inputs import (
 from attnrx.vit.models.unsupported_features import Refusal
 
 CLASS_TOKEN = "class token"
+# Parameters of the embeddings, and names of modules, over all classes of READERS: a class has some of each.
+PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
+NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
+HEADS = ("classifier", "cls_classifier", "distillation_classifier")
+CLASSIFIERS = (*HEADS, "classifier.dense")
 # What a model returns, where it is not one field of the output of transformers; each is [batch, features].
 ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
     CLASS_TOKEN: lambda output: output.last_hidden_state[:, 0],
@@ -64,6 +70,37 @@ class ModelReader:
 
     def body_of(self, source: nn.Module) -> nn.Module:
         return source.get_submodule(self.body)
+
+    def parts(self, source: nn.Module) -> ModelParts:
+        """Returns where the parts of a model of this class are."""
+        body = self.body_of(source)
+        layers, norm, patches, head, pooler = (
+            f"{self.body}.{path}".strip(".") for path in (self.layers, self.norm, self.patches, "head", "pooler")
+        )
+        pooled_norms = (f"{head}.layernorm", f"{pooler}.layernorm", "classifier.layernorm", "fc_norm")
+        # [1, tokens, width], or [width] for the class embedding of CLIP.
+        tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
+        prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
+        last_block = list(body.get_submodule(self.layers).children())[-1:]
+        config: Any = source.config
+        return ModelParts(
+            blocks=layers,
+            attention=self.attention,
+            patches=patches,
+            norm=norm,
+            mlp_classes=(f"{self.word}{self.mlp_class}",),
+            heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler),
+            classifiers=CLASSIFIERS,
+            # The norm of a CLIP tower is applied to the class token only.
+            pooled_norms=(*pooled_norms, *((norm,) if self.word == "CLIP" else ())),
+            norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
+            mlp=self.mlp,
+            maps=self.maps,
+            prefix_tokens=prefix_tokens,
+            has_class_token=prefix_tokens > 0,
+            pooling=self.pooling_of(config),
+            head_tokens=getattr(config, self.head_tokens) if self.head_tokens else 1,
+        )
 
     def pooling_of(self, config: Any) -> str:
         """Returns the pooling; some classes choose by their configuration between the class token and the mean."""

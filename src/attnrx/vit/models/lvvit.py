@@ -10,10 +10,10 @@ from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
-from attnrx.support.storage import read_tensors, require_finite_tensors
+from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
+from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.chunked_forward import require_images
-from attnrx.vit.models.timm_family import read_checkpoint
 from attnrx.vit.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
@@ -219,7 +219,7 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
         with torch.device("meta"):  # all weights come from the file
             model = LVViT(config)
         path = Path(weights)
-        tensors = read_tensors(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+        tensors = read_weight_file(path)
         require_finite_tensors(tensors, str(path))
         named = renamed(tensors, model, f"the weights in {path} do not fit lvvit:{size}")
         model.load_state_dict(named, strict=True, assign=True)

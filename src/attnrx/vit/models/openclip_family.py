@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import ModelPaths
+from attnrx.vit.models.adopted_family import ModelParts
 from attnrx.vit.models.reader import Reader, ReaderFamily
 from attnrx.vit.models.unsupported_features import Refusal, without_reader
 
@@ -57,7 +57,7 @@ class OpenClipFamily(ReaderFamily):
     def has(self, name: str) -> bool:
         return name in _open_clip("").list_models()
 
-    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
         """Returns the image tower alone; `arguments` override fields of its configuration."""
         library, models = _open_clip(""), _open_clip(".model")
         if name not in library.list_models():
@@ -84,7 +84,7 @@ class OpenClipFamily(ReaderFamily):
         tower: Any = model
         if tower.attn_pool is not None:
             yield Refusal("attentional pooling (attn_pool)")
-        for block in self.layers(model):
+        for block in self.blocks(model):
             if type(block).__name__ != "ResidualAttentionBlock":
                 yield Refusal(f"the block {type(block).__name__} has no reader")
                 return
@@ -146,10 +146,10 @@ class OpenClipFamily(ReaderFamily):
             arguments[field] = nn.GELU if name == "GELU" else getattr(towers, name)
         return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
 
-    def paths(self, source: nn.Module) -> ModelPaths:
+    def parts(self, source: nn.Module) -> ModelParts:
         # The norm after the pooling runs on one token, which matters for the costs.
-        paths = super().paths(source)
-        return replace(paths, pooled=(paths.norm,)) if source.final_ln_after_pool else paths
+        parts = super().parts(source)
+        return replace(parts, pooled_norms=(parts.norm,)) if source.final_ln_after_pool else parts
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         """Returns the MACs of the projection, which is a parameter and no module."""

@@ -1,7 +1,7 @@
 """Reads a Vision Transformer by the paths of its parts: the base of torchvision's, open_clip's and users' models."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import Adapter, Adopted, RotationCache, assembled
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features
 
@@ -152,9 +152,10 @@ class ReaderFamily(AdoptedFamily):
         if not isinstance(named[reader.patches], nn.Conv2d):
             kind = type(named[reader.patches]).__name__
             yield Refusal(f"{reader.patches} is a {kind}, not the convolution that makes the patch tokens")
-        if not self.layers(model):
+        blocks = tuple(named[reader.blocks].children())
+        if not blocks:
             yield Refusal(f"{reader.blocks} has no blocks")
-        for index, block in enumerate(self.layers(model)):
+        for index, block in enumerate(blocks):
             inside = dict(block.named_modules())
             maps = () if reader.maps is None else tuple(f"{reader.mlp}.{name}" for name in reader.maps)
             norms = () if reader.norm_before is None else (reader.norm_before,)
@@ -169,10 +170,10 @@ class ReaderFamily(AdoptedFamily):
         adopted = super().adopt(model, *args, **stated)
         # Equal logits do not prove `prefix_tokens`, which a user states: the number is compared with a forward pass.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
-        first_block = self.layers(adopted.source)[:1]
+        first_block = self.blocks(adopted.source)[:1]
         with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
             adopted(images)
-        prefix, patches = self.prefix_tokens(adopted.source), self.positions(adopted)
+        prefix, patches = self.reader(adopted.source).prefix_tokens, self.positions(adopted)
         if counts != [prefix + patches]:
             raise NotSupported(
                 f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
@@ -217,11 +218,10 @@ class ReaderFamily(AdoptedFamily):
                 "maps=None in the reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
             )
 
-    def paths(self, source: nn.Module) -> ModelPaths:
+    def parts(self, source: nn.Module) -> ModelParts:
         reader = self.reader(source)
-        layers = self.layers(source)
         # Whatever class the blocks have here is an MLP: the reader states its path and its maps.
-        kinds = {type(layer.get_submodule(reader.mlp)).__name__ for layer in layers if reader.maps is not None}
+        blocks = source.get_submodule(reader.blocks).children() if reader.maps is not None else ()
         first, second = reader.maps or ("", "")
         # A head may be an MLP: its last linear map is the classifier.
         head = () if reader.head is None else (reader.head,)
@@ -231,25 +231,27 @@ class ReaderFamily(AdoptedFamily):
             for path, module in source.get_submodule(name).named_modules()
             if isinstance(module, nn.Linear)
         ]
-        return ModelPaths(
+        return ModelParts(
+            blocks=reader.blocks,
             attention=reader.attention,
             patches=reader.patches,
             norm=reader.norm,
-            mlps=tuple(kinds),
+            mlp_classes=tuple({type(block.get_submodule(reader.mlp)).__name__ for block in blocks}),
             heads=(reader.norm, *head),
             classifiers=tuple(linears[-1:]),
+            norm_before=reader.norm_before,
             mlp=(reader.mlp,),
             maps=(f"{reader.mlp}.{first}", f"{reader.mlp}.{second}"),
+            prefix_tokens=reader.prefix_tokens,
+            has_class_token=reader.prefix_tokens > 0,
+            pooling=reader.pooling,
         )
 
     def output_kind(self, model: nn.Module) -> str:
         return "logits" if self.heads(model) else "embedding"
 
-    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        return tuple(source.get_submodule(self.reader(source).blocks).children())
-
-    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
-        reader, module = self.reader(source), attention
+    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
+        reader = self.reader(source)
         if isinstance(module, nn.MultiheadAttention):  # its fused projection is a parameter, not a module
             weights, biases = (
                 [module.in_proj_weight, module.out_proj.weight],
@@ -264,31 +266,12 @@ class ReaderFamily(AdoptedFamily):
         heads = _heads(module, reader)
         return assembled(weights, biases, heads, reader.scale or (weights[0].shape[0] // heads) ** -0.5)
 
-    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
-        adapter = super().adapter(replacement, attention, rotations, prefix)
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
+        adapter = super().adapter(source, module, attention, rotations)
         assert isinstance(adapter, ReaderAttention)
-        # It returns a pair also where its weights are not requested.
-        adapter.returns_weights = isinstance(attention, nn.MultiheadAttention)
+        # nn.MultiheadAttention returns a pair also where its weights are not requested.
+        adapter.returns_weights = isinstance(module, nn.MultiheadAttention) or self.reader(source).returns_weights
         return adapter
-
-    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        super()._install_(adopted, attention)
-        for adapter in self._adapters(adopted):
-            assert isinstance(adapter, ReaderAttention)
-            # As nn.MultiheadAttention, or as the reader states.
-            adapter.returns_weights |= self.reader(adopted.source).returns_weights
-
-    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
-        return self.reader(source).norm_before
-
-    def prefix_tokens(self, source: nn.Module) -> int:
-        return self.reader(source).prefix_tokens
-
-    def has_class_token(self, source: nn.Module) -> bool:
-        return self.prefix_tokens(source) > 0
-
-    def pooling(self, source: nn.Module) -> str:
-        return self.reader(source).pooling
 
 
 def _heads(attention: nn.Module, reader: Reader) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -31,7 +30,7 @@ from attnrx.vit.models.adopted import (
     assembled,
     image_shape,
 )
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelPaths
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.unsupported_features import (
     ATTENTION_FEATURES,
     NOT_PLAIN,
@@ -56,15 +55,6 @@ INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm":
 # Where the classes of layers are that a model may be created with, and the name under which they are saved.
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
-PATHS = ModelPaths(
-    attention="attn",
-    patches="patch_embed.proj",
-    norm="norm",
-    mlps=("Mlp",),
-    heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS),
-    classifiers=CLASSIFIERS,
-    pooled=("fc_norm",),
-)
 # Arguments of timm's factory that read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
@@ -219,37 +209,18 @@ class TimmFamily(AdoptedFamily):
 
     name = library = "timm"
     model_type = TimmModel
+    takes_weights = True
     adapter_type = TimmAttention
 
-    def load(
-        self, name: str, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
-    ) -> Adopted:
-        """Creates a model by its timm name and adopts it, in evaluation mode.
-
-        The weights come from a file (safetensors or a torch checkpoint, with timm's names), are downloaded by timm, or
-        are initialized from seed 0 with `pretrained=False`. `arguments` are passed to timm, e.g. `num_classes=10`,
-        `img_size=160`.
-        """
-        if weights is not None and pretrained:
-            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
-        with torch.device("meta"):
-            self.require_supported(_create(name, arguments))  # before anything is downloaded or read
-        model = _create(name, arguments, pretrained=weights is None and pretrained is not False)
-        if weights is not None:
-            state = read_checkpoint(Path(weights))
-            try:
-                # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
-                state = importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
-                model.load_state_dict(state, strict=True)
-            except Exception as error:  # timm's conversion and torch raise errors of many types
-                raise CheckpointError(f"the weights in {weights} do not fit timm:{name} ({error}).") from error
-        return self.adopt(model).eval()
+    def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
+        return importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
 
     def has(self, name: str) -> bool:
         return bool(_timm("models").is_model(name.partition(".")[0]))
 
-    def initialized(self, name: str, **arguments: Any) -> nn.Module:
-        return _create(name, arguments)
+    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
+        return _create(name, arguments, pretrained)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
@@ -347,84 +318,85 @@ class TimmFamily(AdoptedFamily):
                 for name in unsaved:
                     module._buffers[name] = copied._buffers[name]
 
-    def paths(self, source: nn.Module) -> ModelPaths:
-        return PATHS
+    def parts(self, source: nn.Module) -> ModelParts:
+        model: Any = source
+        pooling = {"token": "class", "avg": "mean"}.get(str(model.global_pool), str(model.global_pool))
+        if getattr(model, "pool_include_prefix", False):
+            pooling = f"{model.global_pool} with the tokens before the patches"
+        post_norm = any(type(block).__name__ in POST_NORM for block in model.blocks)
+        return ModelParts(
+            blocks="blocks",
+            attention="attn",
+            patches="patch_embed.proj",
+            norm="norm",
+            mlp_classes=("Mlp",),
+            heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS),
+            classifiers=CLASSIFIERS,
+            pooled_norms=("fc_norm",),
+            norm_before=None if post_norm else "norm1",
+            prefix_tokens=int(model.num_prefix_tokens),
+            has_class_token=getattr(model, "cls_token", None) is not None,
+            pooling=pooling,
+        )
 
     def output_kind(self, model: nn.Module) -> str:
         # With num_classes=0 timm's head is an identity.
         return "logits" if self.heads(model) else "embedding"
 
-    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        return tuple(source.get_submodule("blocks").children())
-
-    def own(self, source: nn.Module, attention: nn.Module) -> Attention:
+    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Splits the fused projection into query, key and value; keys and values of grouped heads are repeated."""
-        module: Any = attention
-        if getattr(module, "qkv", None) is not None:
-            weights = list(module.qkv.weight.chunk(3))
-            biases = [None] * 3 if module.qkv.bias is None else list(module.qkv.bias.chunk(3))
-            if getattr(module, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
-                biases = [module.q_bias, None, module.v_bias]
+        attention: Any = module
+        if getattr(attention, "qkv", None) is not None:
+            weights = list(attention.qkv.weight.chunk(3))
+            biases = [None] * 3 if attention.qkv.bias is None else list(attention.qkv.bias.chunk(3))
+            if getattr(attention, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
+                biases = [attention.q_bias, None, attention.v_bias]
         else:
-            linears = [module.q_proj, module.k_proj, module.v_proj]
-            groups = getattr(module, "num_kv_groups", 1)
+            linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+            groups = getattr(attention, "num_kv_groups", 1)
             weights = [linear.weight for linear in linears]
             biases = [linear.bias for linear in linears]
             # Repetition is exact, and gives every head rows of its own, as a spec describes them.
             for side in (1, 2) if groups > 1 else ():
-                weights[side] = _repeated(weights[side], module.num_kv_heads, groups)
-                biases[side] = None if biases[side] is None else _repeated(biases[side], module.num_kv_heads, groups)
-        rotary = _layout(module) if getattr(source, "rope", None) is not None else None
+                weights[side] = _repeated(weights[side], attention.num_kv_heads, groups)
+                biases[side] = None if biases[side] is None else _repeated(biases[side], attention.num_kv_heads, groups)
+        rotary = _layout(attention) if getattr(source, "rope", None) is not None else None
         # A bias that all layers share belongs to the model, which passes it to every block.
         shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
-        norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(module, path)) is not None}
+        norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(attention, path)) is not None}
         return assembled(
-            (*weights, module.proj.weight),
-            (*biases, module.proj.bias),
-            module.num_heads,
-            module.scale,
+            (*weights, attention.proj.weight),
+            (*biases, attention.proj.bias),
+            attention.num_heads,
+            attention.scale,
             rotary=rotary,
-            pair_bias=shared is not None or self.pair_bias(module) is not None,
+            pair_bias=shared is not None or self.pair_bias(attention) is not None,
             inner_norms=norms,
         )
 
-    def adapter(self, replacement: Attention, attention: nn.Module, rotations: RotationCache, prefix: int) -> Adapter:
-        adapter = super().adapter(replacement, attention, rotations, prefix)
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
+        adapter = super().adapter(source, module, attention, rotations)
         assert isinstance(adapter, TimmAttention)
-        adapter.layout = _layout(attention)
+        adapter.layout = _layout(module)
         return adapter
 
-    def inner_norm(self, attention: nn.Module, name: str) -> nn.Module:
-        return attention.get_submodule(INNER_NORM_PATHS[name])
+    def inner_norm(self, module: nn.Module, name: str) -> nn.Module:
+        return module.get_submodule(INNER_NORM_PATHS[name])
 
-    def pair_bias(self, attention: nn.Module) -> nn.Module | None:
-        table = getattr(attention, "relative_position_bias_table", None)
-        if table is not None:
-            return TableBias(table, attention.relative_position_index)  # type: ignore[arg-type]
-        module = getattr(attention, "rel_pos", None)
-        if module is None:
-            return None
+    def pair_bias(self, module: nn.Module) -> nn.Module | None:
         table = getattr(module, "relative_position_bias_table", None)
-        return LibraryBias(module) if table is None else TableBias(table, module.relative_position_index)
+        if table is not None:
+            return TableBias(table, module.relative_position_index)  # type: ignore[arg-type]
+        bias = getattr(module, "rel_pos", None)
+        if bias is None:
+            return None
+        table = getattr(bias, "relative_position_bias_table", None)
+        return LibraryBias(bias) if table is None else TableBias(table, bias.relative_position_index)
 
-    def norm_before(self, source: nn.Module, layer: nn.Module) -> str | None:
-        """Returns the first norm, unless the block is post-norm."""
-        return None if type(layer).__name__ in POST_NORM else "norm1"
-
-    def prefix_tokens(self, source: nn.Module) -> int:
-        return int(source.num_prefix_tokens)  # type: ignore[arg-type]
-
-    def tokens_of_head(self, source: nn.Module, tokens: int) -> int:
-        excludes = getattr(source, "pool_include_prefix", True) is False  # the attention pooling of VisionTransformer
-        return tokens - self.prefix_tokens(source) if excludes else tokens
-
-    def has_class_token(self, source: nn.Module) -> bool:
-        return getattr(source, "cls_token", None) is not None
-
-    def pooling(self, source: nn.Module) -> str:
-        if getattr(source, "pool_include_prefix", False):
-            return f"{source.global_pool} with the tokens before the patches"
-        return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
+    def head_macs(self, adopted: Adopted, tokens: int) -> int:
+        # The attention pooling of VisionTransformer may leave the prefix tokens out.
+        excludes = getattr(adopted.source, "pool_include_prefix", True) is False
+        return super().head_macs(adopted, tokens - self.parts(adopted.source).prefix_tokens if excludes else tokens)
 
 
 def _described_layer(value: Any) -> Any:
@@ -516,17 +488,3 @@ def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -
                     "pretrained=False for fresh weights."
                 ) from error
             raise InvalidInput(f"timm cannot create {name} with {dict(arguments)}: {error}") from error
-
-
-def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Reads a weight file with timm, which loads tensors only and finds the state dict under the usual keys."""
-    load = _timm("models").load_state_dict
-    try:
-        tensors = dict(load(str(path)))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not a file with weights.") from error
-    except Exception as error:  # the error for a file without weights depends on its format
-        raise CheckpointError(f"{path} cannot be read as weights ({error}).") from error
-    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{path} holds values that are not tensors, so it is not a file with weights.")
-    return tensors

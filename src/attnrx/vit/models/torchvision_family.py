@@ -2,11 +2,9 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
@@ -30,6 +28,7 @@ class TorchvisionFamily(ReaderFamily):
 
     name = library = "torchvision"
     model_type = TorchvisionModel
+    takes_weights = True
 
     def reader(self, source: nn.Module) -> Reader:
         size: Any = source.image_size  # torchvision's models take square images of three channels only
@@ -46,34 +45,31 @@ class TorchvisionFamily(ReaderFamily):
             std=STD,
         )
 
-    def load(self, name: str, weights: Path | str | None = None, pretrained: bool | None = None) -> Adopted:
-        """Creates a model by its torchvision name and adopts it, in evaluation mode.
-
-        The weights come from a file (safetensors or a torch checkpoint), are those that torchvision downloads by
-        default, or are initialized from seed 0 with `pretrained=False`.
-        """
-        if weights is not None and pretrained:
-            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
-        with torch.device("meta"):
-            self.require_supported(_created(name))  # before anything is downloaded or read
-        model = _created(name, pretrained=weights is None and pretrained is not False)
-        if weights is not None:
-            path = Path(weights)
-            try:
-                is_tensors = path.suffix == ".safetensors"
-                state = load_file(path) if is_tensors else torch.load(path, "cpu", weights_only=True)
-                model.load_state_dict(state, strict=True)
-            except Exception as error:  # the error for a file without fitting weights depends on its format
-                raise CheckpointError(f"the weights in {path} do not fit torchvision:{name} ({error}).") from error
-        pretrained = weights is None and pretrained is not False
-        return self.adopt(model, **(_transform_of(name) if pretrained else {})).eval()
-
     def has(self, name: str) -> bool:
         models = _torchvision("models")
         return name in models.list_models(module=models)
 
-    def initialized(self, name: str, **arguments: Any) -> nn.Module:
-        return _created(name, arguments)
+    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
+        models = _torchvision("models")
+        names = models.list_models(module=models)
+        if name not in names:
+            raise UnknownName("torchvision model", name, names)
+        with local_copies_if_unreachable() as unreachable, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # torchvision draws weights from the global generator
+            try:
+                return models.get_model(name, weights="DEFAULT" if pretrained else None, **arguments)
+            except Exception as error:  # downloads raise errors of several packages, wrong arguments of several types
+                if pretrained:
+                    raise CheckpointError(
+                        f"torchvision could not load the weights of {name} ({unreachable or error}). Give a file with "
+                        "weights=..., or pretrained=False for fresh weights."
+                    ) from error
+                raise InvalidInput(f"torchvision cannot create {name} with {arguments}: {error}") from error
+
+    def input_format(self, name: str) -> dict[str, Any]:
+        transform = _torchvision("models").get_model_weights(name).DEFAULT.transforms()
+        settings = {"resize_size": transform.resize_size[0], "interpolation": transform.interpolation.value}
+        return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what the transform of the weights does; of other weights that of most of torchvision's presets."""
@@ -96,7 +92,7 @@ class TorchvisionFamily(ReaderFamily):
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the arguments of the class from the model; mean and std are those of ImageNet, unless stated."""
         reader, stored = self.reader(model), {name: getattr(model, name) for name in ARGUMENTS}
-        blocks: Any = self.layers(model)
+        blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
         shape = image_shape(stated.get("input_shape") or reader.input_shape)
         if shape != reader.input_shape:
@@ -117,28 +113,3 @@ def _torchvision(module: str) -> Any:
         raise NotSupported(
             f"models of torchvision need the package torchvision ({error}): pip install torchvision."
         ) from error
-
-
-def _transform_of(name: str) -> dict[str, Any]:
-    """Returns the input format of torchvision's default weights, as `adopt` takes it."""
-    transform = _torchvision("models").get_model_weights(name).DEFAULT.transforms()
-    settings = {"resize_size": transform.resize_size[0], "interpolation": transform.interpolation.value}
-    return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
-
-
-def _created(name: str, arguments: Mapping[str, Any] | None = None, pretrained: bool = False) -> nn.Module:
-    models = _torchvision("models")
-    names = models.list_models(module=models)
-    if name not in names:
-        raise UnknownName("torchvision model", name, names)
-    with local_copies_if_unreachable() as unreachable, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # torchvision draws weights from the global generator
-        try:
-            return models.get_model(name, weights="DEFAULT" if pretrained else None, **(arguments or {}))
-        except Exception as error:  # downloads raise errors of several packages, and wrong arguments of several types
-            if pretrained:
-                raise CheckpointError(
-                    f"torchvision could not load the weights of {name} ({unreachable or error}). Give a file with "
-                    "weights=..., or pretrained=False for fresh weights."
-                ) from error
-            raise InvalidInput(f"torchvision cannot create {name} with {dict(arguments or {})}: {error}") from error
