@@ -62,7 +62,7 @@ if __name__ == "__main__":
                 tokens = LAYERS["mixed"].inputs()
                 torch.testing.assert_close(compiled(tokens), layer(tokens), rtol=1e-10, atol=1e-10)
         print(kind.__name__)
-    adopted = rx.models.TimmFamily().fresh("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
+    adopted = rx.models.LIBRARIES["timm"].fresh("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
     for policy in (None, "ward:0.5@2"):
         if policy is not None:
             attach_tokens_(adopted, family_of(adopted), rx.tokens.parse_policy(policy)).eval()

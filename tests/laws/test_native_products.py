@@ -12,8 +12,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_products import PackedMap, native_maps
 from attnrx.vit.kernels.packed_linear import PackedLinear
-from attnrx.vit.models.fused_mlp import FusedMLP
-from attnrx.vit.models.low_rank_linear import LowRankLinear
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 

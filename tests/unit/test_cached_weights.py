@@ -13,8 +13,7 @@ from attnrx.vit.attention import Attention, Auto
 from attnrx.vit.kernels import cached_weights, compilation, packed_linear
 from attnrx.vit.kernels.cached_weights import content_of
 from attnrx.vit.kernels.packed_linear import PackedLinear
-from attnrx.vit.models.fused_mlp import FusedMLP
-from attnrx.vit.models.low_rank_linear import LowRankLinear
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
 from layers import LAYERS
 from pretrained import adopted_once, inputs

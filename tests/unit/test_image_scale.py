@@ -18,7 +18,7 @@ from attnrx.show.reports import ReportContent
 from attnrx.show.reports.page import render
 from attnrx.support.errors import DataError, ScaleWarning
 from attnrx.vit.models import load_model
-from attnrx.vit.models.image_scale import IMAGENET, ImageScale
+from attnrx.vit.models.input_validation import IMAGENET, ImageScale
 from cases import CONFIGS, model
 from pictures import speckles
 from pretrained import of_hf

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models.call_state import CallState
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
-from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.token_hooks import forward_pass, reduction_of
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
@@ -372,83 +371,3 @@ def _reordered(norm: nn.Module, order: Int[Tensor, "directions"]) -> nn.Module:
     for parameter in copied.parameters():
         parameter.data = parameter.data[order.to(parameter.device)].clone()
     return copied
-
-
-def require_equal_logits(
-    models: tuple[Adopted, Adopted], because: str, blocks: Callable[[Adopted], Sequence[nn.Module]], attention: str
-) -> None:
-    """Raises NotSupported unless both models return the same logits for the same random images, up to rounding.
-
-    The message names the first block whose output differs; `blocks` returns those of a model, and `attention` is the
-    path of the attention in a block. `because` is the reason where the outputs of the attention differ too.
-    The limit is the square root of the machine epsilon, relative to the largest logit: rounding is far below it, and a
-    missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
-    softmax in float32.
-    """
-    first, second = models
-    parameter = next(first.parameters())
-    if parameter.is_meta:
-        raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
-    # Drawn on the CPU in float64, so that the images are the same on every device and up to rounding in every dtype.
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, *first.origin.input_shape)
-    images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
-    with evaluating(models):
-        expected = _outputs(first, images, "it cannot be run on images of its input shape")
-        actual = _outputs(second, images, because)
-    epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-    limit = epsilon**0.5 * max(1.0, float(expected.abs().max()))
-    difference = float((expected - actual).abs().max())
-    if not difference <= limit:  # also true for NaN
-        with evaluating(models):
-            outputs = [_outputs_of_blocks(model, blocks(model), attention, images) for model in models]
-        where, reason = _first_difference(outputs[0], outputs[1], epsilon**0.5, because)
-        raise NotSupported(
-            f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
-            f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"
-        )
-
-
-def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "images features"]:
-    """Returns the outputs for the images; raises NotSupported with the reason `because` if the forward pass fails."""
-    try:
-        return model(images)
-    except AttnrxError:
-        raise
-    except Exception as error:  # the code of a model raises errors of any type
-        raise NotSupported(
-            f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
-            f"{tuple(images.shape)} it raises {type(error).__name__}: {error}"
-        ) from error
-
-
-def _outputs_of_blocks(
-    model: Adopted, blocks: Sequence[nn.Module], attention: str, images: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """Returns the output of the attention of every block, and that of the block."""
-    parts = [(block.get_submodule(attention), block) for block in blocks]
-    # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
-    with recording_calls(sum(parts, ()), lambda call: (call.module, call.output_tokens)) as calls:
-        model(images)
-    outputs = dict(calls)
-    return [(outputs[part], outputs[block]) for part, block in parts]
-
-
-def _first_difference(
-    expected: Sequence[tuple[Tensor, Tensor]], actual: Sequence[tuple[Tensor, Tensor]], limit: float, because: str
-) -> tuple[str, str]:
-    """Returns where the outputs of the blocks first differ by more than `limit` times the largest, and why."""
-    for number, pairs in enumerate(zip(expected, actual, strict=False), 1):
-        attention, block = (
-            [float((one - other).abs().max()), float(one.abs().max())] for one, other in zip(*pairs, strict=True)
-        )
-        if not block[0] <= limit * max(1.0, block[1]):  # also true for NaN
-            size = f"by {block[0]:.3g}, and its largest output is {block[1]:.3g}"
-            where = f"The first block that differs is block {number} of {len(expected)}, {size}."
-            if not attention[0] <= limit * max(1.0, attention[1]):
-                return where, because
-            return where, "the MLP or a norm of a block computes something else, while its attention is equal"
-    return (
-        f"The outputs of all {len(expected)} blocks are equal.",
-        "the parts after the blocks differ, or the head uses other tokens",
-    )

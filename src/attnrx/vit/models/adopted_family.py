@@ -4,7 +4,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, require_equal_logits
+from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache
+from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_weights
 from attnrx.vit.models.foreign_code import plain_copy, reparametrized, require_own_code, require_unchanged
-from attnrx.vit.models.fused_mlp import FusedMLP
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
-from attnrx.vit.models.low_rank_linear import LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.token_hooks import costs_of_tokens
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
 from attnrx.vit.spec import AttentionSpec
@@ -559,28 +558,15 @@ class AdoptedFamily(Family):
         )
         with torch.device("meta"):
             rebuilt = self.build(self.describe(adopted))
-        shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (adopted, rebuilt)]
-        # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
-        if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
-            raise NotSupported(
-                f"{adopted.origin.architecture} cannot be adopted: {because}. {_first_difference(adopted, rebuilt)}"
-            )
+        difference = difference_in_structure(adopted, rebuilt)
+        if difference:
+            raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}. {difference}")
         rebuilt.load_state_dict(adopted.state_dict(), assign=True)  # shares the weights, without a copy
         self._require_equal((adopted, rebuilt), because)
 
     def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
         path = self.parts(models[1].source).attention
         require_equal_logits(models, because, lambda model: self.blocks(model.source), path)
-
-
-def _first_difference(model: nn.Module, rebuilt: nn.Module) -> str:
-    """Returns which part of a model differs from the rebuilt one: a line of its text, or the shape of a tensor."""
-    lines = zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue="nothing")
-    pairs = [(own.strip(), other.strip()) for own, other in lines]
-    shapes = [{name: tuple(tensor.shape) for name, tensor in each.state_dict().items()} for each in (model, rebuilt)]
-    pairs += [tuple(f"{name} {each.get(name, 'nothing')}" for each in shapes) for name in {**shapes[0], **shapes[1]}]
-    own, other = next(pair for pair in pairs if pair[0] != pair[1])
-    return f"It has {own}, and the rebuilt one has {other}."
 
 
 def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:

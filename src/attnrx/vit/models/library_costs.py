@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import PartCosts
-from attnrx.vit.models.low_rank_linear import rank_of
+from attnrx.vit.models.mlp import rank_of
 
 
 def num_params(module: nn.Module) -> int:

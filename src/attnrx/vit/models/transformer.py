@@ -19,8 +19,7 @@ from attnrx.vit.kernels.packed_linear import PackedLinear
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
 from attnrx.vit.models.family import Family, MLPRanks
-from attnrx.vit.models.fused_mlp import FusedMLP
-from attnrx.vit.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.token_hooks import costs_of_tokens, forward_pass
 from attnrx.vit.spec import AttentionSpec

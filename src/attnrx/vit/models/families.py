@@ -1,0 +1,185 @@
+"""The families by name: find the family of a model; build, load and save models."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.support.atomic_writes import Parts
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
+from attnrx.support.hub import NAME, download
+from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.checkpoint import (
+    is_model_folder,
+    load_weights,
+    save_weights,
+)
+from attnrx.vit.models.family import Family
+from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
+from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTFamily, lvvit_config
+from attnrx.vit.models.module_family import Factory, ModuleFamily
+from attnrx.vit.models.openclip_family import OpenClipFamily
+from attnrx.vit.models.reader import Reader
+from attnrx.vit.models.timm_family import TimmFamily
+from attnrx.vit.models.torchvision_family import TorchvisionFamily
+from attnrx.vit.models.transformer import initialize_
+from attnrx.vit.models.unsupported_features import model_name
+from attnrx.vit.models.vit import SCENARIOS, VisionTransformer, ViTFamily, named_config
+
+# The families of other libraries, by the prefix of a model name.
+LIBRARIES: dict[str, AdoptedFamily] = {
+    "timm": TimmFamily(),
+    "hf": HuggingFaceFamily(),
+    "torchvision": TorchvisionFamily(),
+    "open_clip": OpenClipFamily(),
+}
+# `family_of` takes the first that matches; each matches its own class of models only.
+FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values(), ModuleFamily())
+
+
+def family_of(model: nn.Module) -> Family:
+    """Returns the family of a model.
+
+    Raises:
+        NotSupported: The model belongs to no family, or has not been adopted yet.
+    """
+    for family in FAMILIES:
+        if family.matches(model):
+            return family
+    if any(library.adopts(model) for library in LIBRARIES.values()):
+        raise NotSupported(
+            f"this {type(model).__name__} still has the attention of its own library: adopt it first with "
+            "attnrx.load(model), which returns a copy with the same logits."
+        )
+    _require_no_supported_part(model)
+    raise NotSupported(
+        f"{model_name(model)} is not supported; "
+        f"use {', '.join(model_names())}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by "
+        "attnrx. For a model of your own state where its parts are: attnrx.load(model, reader=attnrx.Reader(...))."
+    )
+
+
+def _require_no_supported_part(model: nn.Module) -> None:
+    """Raises NotSupported for a wrapper of any kind around a model that is supported, with the path of that model."""
+    for path, part in model.named_modules():
+        is_adoptable = any(library.adopts(part) and not any(library.refusals(part)) for library in LIBRARIES.values())
+        if path and (is_adoptable or any(family.matches(part) for family in FAMILIES)):
+            raise NotSupported(
+                f"{model_name(model)} is not supported, but the {type(part).__name__} in it is: give "
+                f"model.get_submodule({path!r})."
+            )
+
+
+def model_names() -> tuple[str, ...]:
+    """Returns the names of all attnrx models."""
+    compact = (f"{form}:{scenario}" for form in ("svda", "dense") for scenario in SCENARIOS)
+    return (*compact, *(f"lvvit:{size}" for size in SIZES))
+
+
+def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
+    """Builds a freshly initialized model from its name, e.g. `svda:cifar10` or `timm:vit_tiny_patch16_224`.
+
+    `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
+    computed.
+    """
+    library, _, architecture = name.partition(":")
+    if library in LIBRARIES:
+        return LIBRARIES[library].fresh(architecture, **changes)
+    if name not in model_names():
+        raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
+    if library == "lvvit":
+        return initialize_(LVViT(lvvit_config(architecture, **changes)), seed, strength)
+    return initialize_(VisionTransformer(named_config(library, architecture, **changes)), seed, strength)
+
+
+def load_model(
+    source: str | Path | nn.Module,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    *,
+    reader: Reader | None = None,
+    factory: Factory | None = None,
+) -> nn.Module:
+    """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
+
+    `timm:NAME` takes the weights from the file `weights`, downloads them with timm, or initializes them
+    (`pretrained=False`). `hf:ID` is a folder or a hub id; the path of a folder saved by transformers needs no `hf:`.
+    `hub:OWNER/NAME` is a saved folder on the hub. Of a saved folder, `weights` replaces the weights: a safetensors
+    file, or a folder with model.safetensors, e.g. one that the Trainer of transformers saved. Names of attnrx models
+    give fresh weights; `lvvit:SIZE` accepts a published weight file. A module of the user's own needs a `reader`;
+    `factory`, by default its class, creates it again.
+    """
+    if isinstance(source, nn.Module):
+        return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
+    # Without a colon it is a folder, also one that is called like a library.
+    library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
+    if library in LIBRARIES and LIBRARIES[library].takes_weights:
+        return LIBRARIES[library].load(name, weights=weights, pretrained=pretrained)
+    if library == "lvvit" and weights is not None and not pretrained:
+        return LVViTFamily().load(name, weights)
+    is_saved = not library and is_model_folder(source)
+    if pretrained is not None or (weights is not None and not is_saved):
+        raise InvalidInput(
+            f"load({str(source)!r}) takes no weights or pretrained; timm:NAME and torchvision:NAME take both, "
+            "lvvit:SIZE and a folder saved by attnrx take weights."
+        )
+    if library == "hub":
+        return _load_folder(download(name), factory)
+    if library == "hf":
+        return HuggingFaceFamily().load(name)
+    # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
+    if isinstance(source, str) and ":" in source and not Path(source).exists():
+        return build_model(source, seed).eval()
+    if is_transformers_folder(source):
+        return HuggingFaceFamily().load(source)
+    if isinstance(source, str) and not Path(source).exists():
+        raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")
+    return _load_folder(source, factory, weights)
+
+
+def _meant(name: str) -> str:
+    """Returns the end of a message about a name that is no folder: what may have been meant."""
+    known = []
+    for library, family in LIBRARIES.items():
+        with suppress(NotSupported):  # the library is not installed
+            known += [f"{library}:{name}"] if family.has(name) else []
+    if not known and NAME.fullmatch(name):
+        known = [f"hf:{name}", f"hub:{name}"]
+    if not known:
+        return f", and it names no model; {nearest(name, (*model_names(), *(f'{library}:NAME' for library in LIBRARIES)))}"
+    return f"; did you mean {' or '.join(map(repr, known))}?"
+
+
+def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
+    # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
+    families = tuple(ModuleFamily(factory) if isinstance(family, ModuleFamily) else family for family in FAMILIES)
+    return load_weights(folder, families, weights)
+
+
+def _adopt_if_foreign(model: nn.Module) -> nn.Module:
+    for library in LIBRARIES.values():
+        if library.adopts(model):
+            if any(library.refusals(model)):
+                _require_no_supported_part(model)
+            return library.adopt(model)
+    family_of(model)  # raises an error for a model without a family
+    return model
+
+
+def save_model(
+    folder: Path | str,
+    model: nn.Module,
+    notes: dict[str, Any] | None = None,
+    write_beside: Callable[[Path], object] | None = None,
+    parts: Parts | None = None,
+) -> Path:
+    """Saves a model of a supported family as a folder that `load_model` reads.
+
+    A model already in the folder is replaced atomically, together with all files that belong to it: `parts`, by default
+    PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files of the new
+    model.
+    """
+    return save_weights(folder, model, family_of(model), notes, write_beside, parts)
