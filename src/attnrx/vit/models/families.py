@@ -149,7 +149,8 @@ def _meant(name: str) -> str:
     if not known and NAME.fullmatch(name):
         known = [f"hf:{name}", f"hub:{name}"]
     if not known:
-        return f", and it names no model; {nearest(name, (*model_names(), *(f'{library}:NAME' for library in LIBRARIES)))}"
+        known = [*model_names(), *(f"{library}:NAME" for library in LIBRARIES)]
+        return f", and it names no model; {nearest(name, known)}"
     return f"; did you mean {' or '.join(map(repr, known))}?"
 
 
