@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,33 @@ def test_one_parquet_file_with_a_split_column(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([train, validation]).sort().values, torch.arange(60))
     assert everything(splits, "validation")[1].bincount().tolist() == [2, 2, 2]
     assert torch.equal(everything(splits, "test")[2], torch.arange(60, 72))
+
+
+def test_parquet_files_need_no_library_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert sizes(load_data(write_parquet(tmp_path / "pets.parquet", rows(60) + rows(12, "test")))) == (54, 6, 12)
+
+
+def test_files_with_columns_in_another_order_are_one_table_and_others_are_refused(tmp_path: Path) -> None:
+    import pyarrow.parquet as parquet
+
+    write_parquet(tmp_path / "train-0.parquet", rows(30))
+    second = parquet.read_table(write_parquet(tmp_path / "train-1.parquet", rows(30)))
+    parquet.write_table(second.select(second.column_names[::-1]), tmp_path / "train-1.parquet")
+    assert sum(sizes(load_data(tmp_path))) == 60
+    parquet.write_table(second.append_column("more", second.column("label")), tmp_path / "train-1.parquet")
+    with pytest.raises(DataError, match=r"as one table: train-1.parquet has the columns .*more"):
+        load_data(tmp_path)
+
+
+def test_a_damaged_copy_of_a_table_is_made_again(tmp_path: Path, own_cache: Path) -> None:
+    path = write_parquet(tmp_path / "pets.parquet", rows(60) + rows(12, "test"))
+    reader = locate(path, None).reader
+    assert isinstance(reader, DatasetReader)
+    labels = reader.open().splits["train"].labels
+    (copy,) = (own_cache / "arrow").glob("*.arrow")
+    copy.write_bytes(copy.read_bytes()[:99])
+    assert torch.equal(reader.open().splits["train"].labels, labels)
 
 
 def test_one_parquet_file_per_split_as_on_the_hub(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from attnrx.support.arguments import require_fields, whole
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.optional import required_module
 from attnrx.support.pictures import open_picture, pixels_of
-from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.preprocessing import ImageGeometry, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 Policy = Literal["raise", "skip"]
@@ -159,7 +159,7 @@ class Augmentation:
         """Crops and mirrors a batch on its own device by one gather."""
         batch, channels, height, width = images.shape
         device = images.device
-        shift, mirror = draws.shift.to(device), draws.mirror.to(device)
+        shift, mirror = without_waiting(draws.shift, device), without_waiting(draws.mirror, device)
         # Crop and mirroring are a choice of rows [batch, height] and of columns [batch, width] of the padded images; a
         # gather with both costs one pass over the pixels.
         padded = torch.nn.functional.pad(images, (self.padding,) * 4)

@@ -14,7 +14,7 @@ from attnrx.data.pixels import Augmentation, CorruptImages, Draws, random_window
 from attnrx.data.splits import StoredImages
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 AHEAD = 2  # batches that are being decoded while the model works on another
@@ -79,7 +79,7 @@ class MemoryImages(Displayed, RowImages):
             )
         pixels, labels, sources = self.store.on(order.device)
         for positions, draws in order.steps(len(self)):
-            rows = self.rows[positions].to(order.device)
+            rows = without_waiting(self.rows[positions], order.device)
             yield Batch(order.finish(pixels[rows], draws, self.normalization), labels[rows], sources[rows])
 
 
@@ -166,14 +166,12 @@ class Stream:
                 # The last messages are those of this batch, one for each of its images.
                 f"{self.corrupt.found[-len(tasks)]}"
             )
-        images = torch.stack(pixels)
-        if order.device.type == "cuda":
-            images = images.pin_memory()  # without it the copy below waits for the GPU
-        images = images.to(order.device, non_blocking=True)
+        images = without_waiting(torch.stack(pixels), order.device)
         # Random numbers belong to positions, so a skipped image does not change those of the next ones.
         draws = None if work.draws is None else work.draws.part(positions)
         images = order.finish(images, draws, self.normalization)
-        return Batch(images, work.labels[positions].to(order.device), work.index[positions].to(order.device))
+        labels, index = (without_waiting(rows[positions], order.device) for rows in (work.labels, work.index))
+        return Batch(images, labels, index)
 
 
 @dataclass(frozen=True, eq=False)

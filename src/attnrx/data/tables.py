@@ -1,6 +1,8 @@
-"""Parquet files and hub datasets, read with the `datasets` library."""
+"""Tables of encoded images: parquet files, read with pyarrow, and hub datasets, read with the `datasets` library."""
 
-from collections.abc import Callable, Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -13,7 +15,8 @@ import torch
 from attnrx.data.files import group_by_split, stamp
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages, numbered_classes
 from attnrx.support.arguments import TEXT, optional, require_fields
-from attnrx.support.errors import DataError, nearest
+from attnrx.support.atomic_writes import write_atomically
+from attnrx.support.errors import CheckpointError, DataError, nearest
 from attnrx.support.hardware import cache_folder
 from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.optional import required_module
@@ -21,10 +24,10 @@ from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow as pa
 
 LABEL = "label"
+FEATURES = b"huggingface"  # the key of the schema under which `datasets` stores the kinds of the columns, as JSON
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,26 @@ class Columns:
         return replace(self, label_column=LABEL) if self.label_column is None and LABEL in names else self
 
 
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Columns as Arrow arrays, in memory or mapped from a file, and the names of the classes of label columns."""
+
+    arrow: "pa.Table"
+    classes: Mapping[str, tuple[str, ...]]
+
+    def __len__(self) -> int:
+        return self.arrow.num_rows
+
+    @property
+    def columns(self) -> list[str]:
+        return self.arrow.column_names
+
+    def column(self, name: str) -> "pa.ChunkedArray":
+        column = self.arrow.column(name)
+        kind: Any = column.type  # a column of categories stores each value once
+        return column.cast(kind.value_type) if hasattr(kind, "index_type") else column
+
+
 @dataclass(frozen=True)
 class HubReader(DatasetReader):
     """A hub dataset. `ignored` names splits without use, such as a test split with hidden labels."""
@@ -77,13 +100,13 @@ class HubReader(DatasetReader):
             raise DataError(f"{source} has no split to use; check the name.")
         return _opened(tables, self.columns, source, lambda name, row: f"row {row} of split {name} of {source}")
 
-    def _load(self) -> "dict[str, datasets.Dataset]":
+    def _load(self) -> dict[str, Table]:
         datasets = required_module("datasets", "data", "hub datasets")
         # After the import of `datasets`: only imported modules can be switched to their local copies.
         with local_copies_if_unreachable() as unreachable:
             try:
                 loaded = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
-                return {str(name): split for name, split in loaded.items()}
+                return {str(name): _table_of(split) for name, split in loaded.items()}
             except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
                 reason = unreachable or _first_line(error)
                 raise DataError(
@@ -133,10 +156,10 @@ class ParquetReader(DatasetReader):
     def _columns(self) -> Columns:
         """Returns the first candidate that fits; checks that every file has its columns and numbers the same classes.
 
-        `datasets` takes the class names of all files from the first one, so another order would mislabel images.
+        The class names of a table are those of its first file, so another order would mislabel images.
         """
-        features = {file: _features(file) for file in self.files}
-        first = features[self.files[0]]
+        schemas = {file: _read_schema(file) for file in self.files}
+        first, classes = schemas[self.files[0]]
         # One with labels before one without: the columns of the catalogue may name the label otherwise.
         fitting = (
             candidate.of(first)
@@ -145,11 +168,11 @@ class ParquetReader(DatasetReader):
             if candidate.fits(first, labelled=labelled)
         )
         columns = next(fitting, self.candidates[0])
-        for file, file_features in features.items():
-            _check_columns(list(file_features), columns, str(file))
+        for file, (names, file_classes) in schemas.items():
+            _check_columns(names, columns, str(file))
             if columns.label_column is None:
                 continue
-            if _class_names(file_features[columns.label_column]) != _class_names(first[columns.label_column]):
+            if file_classes.get(columns.label_column) != classes.get(columns.label_column):
                 raise DataError(
                     f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
                     f"{columns.label_column!r}; write both with the same list of classes."
@@ -157,46 +180,91 @@ class ParquetReader(DatasetReader):
         return columns
 
 
-def _features(file: Path) -> "datasets.Features":
-    datasets = required_module("datasets", "data", "parquet files")
+def _table_of(dataset: Any) -> Table:
+    """Returns a dataset of the `datasets` library as a table."""
+    features = {name: getattr(feature, "names", None) for name, feature in dataset.features.items()}
+    return Table(dataset.with_format("arrow")[:], {name: tuple(names) for name, names in features.items() if names})
+
+
+def _read_schema(file: Path) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Returns the columns of a parquet file, and the class names that its schema states."""
     parquet = required_module("pyarrow.parquet", "data", "parquet files")
     require_regular(file, DataError)
     try:
-        return datasets.Features.from_arrow_schema(parquet.read_schema(file))
-    except Exception as error:  # pyarrow's, or of the metadata that datasets parses
+        schema = parquet.read_schema(file)
+        stored = json.loads((schema.metadata or {}).get(FEATURES, b"{}"))
+        features = stored.get("info", {}).get("features") or {}
+        names = {name: feature.get("names") for name, feature in features.items() if isinstance(feature, dict)}
+        return schema.names, {name: tuple(map(str, classes)) for name, classes in names.items() if classes}
+    except Exception as error:  # pyarrow's, or of the metadata
         raise DataError(f"{file} is not a whole parquet file ({_first_line(error)}); make or copy it again.") from error
 
 
-def _load_parquet(files: tuple[Path, ...]) -> "datasets.Dataset":
+def _load_parquet(files: tuple[Path, ...]) -> Table:
     """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
-    datasets = required_module("datasets", "data", "parquet files")
-    parquet = required_module("pyarrow.parquet", "data", "parquet files")
-    # A folder for every content, because `datasets` knows files by their names and times alone.
-    paths, cache = [str(file) for file in files], str(cache_folder() / "arrow" / stamp(files)[:16])
+    pa = required_module("pyarrow", "data", "parquet files")
+    # A copy for every content and every state of the files.
+    copy = cache_folder() / "arrow" / f"{stamp(files)[:16]}.arrow"
     try:
-        try:
-            return datasets.Dataset.from_parquet(paths, cache_dir=cache)
-        except OSError:  # the cache folder cannot be written: a full disk, a file of that name
-            return datasets.concatenate_datasets([datasets.Dataset(parquet.ParquetFile(path).read()) for path in paths])
-    except Exception as error:  # of pyarrow, fsspec and datasets: damaged pages, unlike columns
-        # datasets wraps the cause in an error of its own, DatasetGenerationError.
-        cause = error.__cause__ or error
+        table = None
+        with suppress(OSError, pa.ArrowInvalid):  # there is none, or it is damaged and made again
+            table = _mapped(copy)
+        if table is None:
+            try:
+                write_atomically(copy, partial(_write_arrow, files))
+                table = _mapped(copy)
+            except (CheckpointError, OSError):  # the cache folder cannot be written: a full disk, a file of that name
+                table = pa.Table.from_batches(list(_batches(files)), _schema(files))
+    except Exception as error:  # of pyarrow: damaged pages, unlike columns
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
-            f"{_first_line(cause)}. The files of a split must be whole and have the same columns."
+            f"{_first_line(error)}. The files of a split must be whole and have the same columns."
         ) from error
+    return Table(table, _read_schema(files[0])[1])
+
+
+def _schema(files: tuple[Path, ...]) -> "pa.Schema":
+    import pyarrow.parquet as parquet
+
+    return parquet.read_schema(files[0]).remove_metadata()
+
+
+def _batches(files: tuple[Path, ...]) -> "Iterator[pa.RecordBatch]":
+    """Yields the rows of all files with the columns of the first one, some at a time."""
+    import pyarrow.parquet as parquet
+
+    schema = _schema(files)
+    for file in files:
+        with parquet.ParquetFile(file) as opened:
+            names = opened.schema_arrow.names
+            if sorted(names) != sorted(schema.names):
+                raise ValueError(f"{file.name} has the columns {', '.join(names)}, not {', '.join(schema.names)}")
+            for batch in opened.iter_batches(batch_size=1024):
+                yield batch.select(schema.names).cast(schema)
+
+
+def _write_arrow(files: tuple[Path, ...], path: Path) -> None:
+    import pyarrow as pa
+
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _schema(files)) as writer:
+        for batch in _batches(files):
+            writer.write_batch(batch)
+
+
+def _mapped(path: Path) -> "pa.Table":
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _opened(
-    tables: "Mapping[str, datasets.Dataset]", columns: Columns, source: str, name_row: Callable[[str, int], str]
-) -> Opened:
-    columns = columns.of({name for table in tables.values() for name in table.column_names})
+def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row: Callable[[str, int], str]) -> Opened:
+    columns = columns.of({name for table in tables.values() for name in table.columns})
     for table in tables.values():
-        _check_columns(table.column_names, columns, source)
+        _check_columns(table.columns, columns, source)
     labels, class_names, notes = _read_labels(tables, columns, source)
     splits = {}
     for name, table in tables.items():
@@ -213,13 +281,13 @@ def _opened(
 
 
 def _read_labels(
-    tables: "Mapping[str, datasets.Dataset]", columns: Columns, source: str
+    tables: Mapping[str, Table], columns: Columns, source: str
 ) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...], tuple[str, ...]]:
     """Returns the labels of every table, the class names, and notes; without labels zeros, and no class names."""
     if columns.label_column is not None:
         read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
         return (*_unify_labels(read, source), ())
-    found = ", ".join(next(iter(tables.values())).column_names)
+    found = ", ".join(next(iter(tables.values())).columns)
     note = f"no label column (it has {found}): the images are used without labels"
     return {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, (), (note,)
 
@@ -229,22 +297,22 @@ def _is_test(split: str) -> bool:
 
 
 def _stored(
-    images: "datasets.Dataset", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], name_row: Callable[[int], str]
+    images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], name_row: Callable[[int], str]
 ) -> StoredImages:
-    """Returns some rows of a table whose one column holds {bytes, path}, of which either may be missing."""
+    """Returns some rows of a column of bytes or of {bytes, path}, of which either may be missing."""
 
     def image(position: int) -> dict:
-        # The table has one column, in which a cell may be null.
-        return next(iter(images[int(rows[position])].values())) or {"bytes": None, "path": None}
+        cell = images[int(rows[position])].as_py()
+        return {"bytes": cell} if isinstance(cell, bytes) else cell or {}
 
     def content(position: int) -> bytes:
         record = image(position)
-        if record["bytes"] is None and record["path"]:
+        if record.get("bytes") is None and record.get("path"):
             return require_regular(record["path"], DataError).read_bytes()
-        return record["bytes"] or b""  # decoding nothing raises the error of a corrupt image
+        return record.get("bytes") or b""  # decoding nothing raises the error of a corrupt image
 
     def where(position: int) -> str:
-        path = image(position)["path"]
+        path = image(position).get("path")
         return name_row(int(rows[position])) + (f" ({path})" if path else "")
 
     return StoredImages(labels[rows], rows, content, where)
@@ -259,13 +327,11 @@ def _check_columns(found: list[str], columns: Columns, source: str) -> None:
             )
 
 
-def _rows_by_split(
-    table: "datasets.Dataset", name: str, columns: Columns, source: str
-) -> dict[str, Int[Tensor, "rows"]]:
+def _rows_by_split(table: Table, name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
     """Returns the rows of every split of a table: the table's own split, or those of its split column."""
     split_of_row = np.full(len(table), name or "train", dtype=object)
-    if not name and columns.split_column in table.column_names:
-        split_of_row = np.asarray(table[columns.split_column][:], dtype=object)
+    if not name and columns.split_column in table.columns:
+        split_of_row = np.asarray(table.column(columns.split_column).to_pylist(), dtype=object)
     # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
     masks = {str(split): split_of_row == split for split in dict.fromkeys(split_of_row.tolist())} or {
         name or "train": split_of_row
@@ -273,31 +339,29 @@ def _rows_by_split(
     tests = [split for split in masks if columns.test_column is not None and _is_test(split)]
     for split in tests:
         assert columns.test_column is not None
-        if getattr(table.features.get(columns.test_column), "dtype", None) != "bool":
+        if columns.test_column not in table.columns or str(table.column(columns.test_column).type) != "bool":
             raise DataError(
                 f"{source} has no column {columns.test_column!r} of true and false (it has "
-                f"{', '.join(table.column_names)}) to choose the test images."
+                f"{', '.join(table.columns)}) to choose the test images."
             )
-        masks[split] = masks[split] & np.asarray(table[columns.test_column][:], dtype=bool)
+        masks[split] = masks[split] & np.asarray(table.column(columns.test_column).to_pylist(), dtype=bool)
     return {split: torch.from_numpy(np.flatnonzero(mask)) for split, mask in masks.items()}
 
 
-def _encoded_images(table: "datasets.Dataset", columns: Columns, source: str) -> "datasets.Dataset":
-    """Returns the column of encoded images alone, undecoded."""
-    import datasets
+def _encoded_images(table: Table, columns: Columns, source: str) -> "pa.ChunkedArray":
+    """Returns the column of encoded images; they are decoded in threads, see `Stream` and `decode_all`."""
+    import pyarrow.types as kinds
 
-    feature = table.features[columns.image_column]
-    encoded = isinstance(feature, datasets.Image) or getattr(feature, "dtype", None) in ("binary", "large_binary")
-    if not encoded and not (isinstance(feature, dict) and "bytes" in feature):
-        kind = table.data.schema.field(columns.image_column).type
+    column = table.column(columns.image_column)
+    kind: Any = column.type
+    is_bytes = kinds.is_binary(kind) or kinds.is_large_binary(kind)
+    if not is_bytes and not (kinds.is_struct(kind) and kind.get_field_index("bytes") >= 0):
         raise DataError(
             f"column {columns.image_column!r} of {source} holds {kind}, not encoded images; "
             "it must hold bytes, or a struct {bytes, path}. Give --image-column NAME, in Python "
             'columns=Columns(image_column="NAME").'
         )
-    # Reading a row then touches no other column. Images are decoded in threads, see `Stream` and `decode_all`.
-    images = table.select_columns([columns.image_column]).with_format(None)
-    return images.cast_column(columns.image_column, datasets.Image(decode=False))
+    return column
 
 
 @dataclass(frozen=True)
@@ -312,16 +376,11 @@ class _LabelColumn:
         return self.values.dtype.kind not in "iu"
 
 
-def _class_names(feature: object) -> tuple[str, ...] | None:
-    names = getattr(feature, "names", None)
-    return None if names is None else tuple(names)
-
-
-def _labels(table: "datasets.Dataset", label_column: str, source: str) -> _LabelColumn:
+def _labels(table: Table, label_column: str, source: str) -> _LabelColumn:
     """Reads the labels, with their names from the schema or from a column `<label>_name`."""
     import pyarrow.types as kinds
 
-    column = _arrow_column(table, label_column)
+    column = table.column(label_column)
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise DataError(f"{source} has {column.null_count} rows without a label, the first is row {row}; remove them.")
@@ -333,17 +392,11 @@ def _labels(table: "datasets.Dataset", label_column: str, source: str) -> _Label
             'Give --label-column NAME, in Python columns=Columns(label_column="NAME").'
         )
     values = column.to_numpy().astype(np.int64)
-    names = _class_names(table.features[label_column])
+    names = table.classes.get(label_column)
     named = f"{label_column}_name"
-    if named in table.column_names:
-        names = _names_by_number(values, _arrow_column(table, named).to_pylist(), names, source)
+    if named in table.columns:
+        names = _names_by_number(values, table.column(named).to_pylist(), names, source)
     return _LabelColumn(values, names)
-
-
-def _arrow_column(table: "datasets.Dataset", name: str) -> "pa.ChunkedArray":
-    # As Arrow, because a column of Python objects takes many times the memory.
-    arrow: Any = table.select_columns([name]).with_format("arrow")
-    return arrow[:].column(0)
 
 
 def _names_by_number(

@@ -6,6 +6,7 @@ computed in `attnrx.support.pictures`.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -102,9 +103,14 @@ class ImageGeometry:
         except TypeError as error:
             raise InvalidInput(f"an image geometry cannot be read: {error}.") from error
 
+    @cached_property
+    def _record(self) -> dict[str, Any]:
+        # Once, because this dictionary takes longer than the decoding of a small picture.
+        return self.to_dict()
+
     def still(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
         """Fits the pixels of a picture as evaluation does, without randomness."""
-        fitted = fit_pixels(picture.permute(1, 2, 0).numpy(), self.to_dict())
+        fitted = fit_pixels(picture.permute(1, 2, 0).numpy(), self._record)
         return torch.from_numpy(fitted).permute(2, 0, 1)
 
     def __str__(self) -> str:
@@ -154,7 +160,8 @@ class Normalization:
                 f"images of {images.shape[-3]} channels were given to a normalization of {len(self.mean)}; "
                 "use the one of the dataset they came from."
             )
-        return torch.tensor([self.mean, self.std], dtype=images.dtype, device=images.device)[..., None, None]
+        columns = torch.tensor([self.mean, self.std], dtype=images.dtype)
+        return without_waiting(columns, images.device)[..., None, None]
 
 
 @dataclass(frozen=True)
@@ -181,3 +188,11 @@ class Preprocessing:
         """Returns all fields as JSON values, flat."""
         scale = self.normalization
         return {**self.geometry.to_dict(), "mean": list(scale.mean), "std": list(scale.std)}
+
+
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the CPU to a device; on a GPU the copy is queued, and the steps before it go on.
+
+    A plain copy from pageable memory waits for all that was queued, so a training step would begin on an idle GPU.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

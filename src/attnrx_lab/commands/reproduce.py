@@ -1,7 +1,8 @@
-"""attnrx reproduce: makes a table of a paper from the name of its recipe."""
+"""attnrx reproduce: makes tables of a paper from the names of their recipes."""
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from attnrx.cli.options import BATCH, COUNT, DRAWS, NUMBER, add_out, option, seeds
@@ -9,7 +10,7 @@ from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 
-SUMMARY = "make a table of the paper again, from training to numbers"
+SUMMARY = "make tables of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
 # The options that change the setting of the experiment with the same name; the others are those of the recipe.
@@ -35,11 +36,15 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("recipe", nargs="?", help="e.g. svda/table1; left out, all recipes are listed")
+    parser.add_argument("recipe", nargs="*", help="e.g. svda/table1; left out, all recipes are listed")
     option(parser, "--only", "SCENARIO", "only this dataset or model; may be repeated", action="append")
     option(parser, "--seeds", seeds, "instead of the recipe's, e.g. 42,43,44", metavar="N,N")
     tiny = "on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper"
     option(parser, "--tiny", bool, tiny)
+    option(parser, "--processes", COUNT, "runs side by side; on a GPU three share it well", 1)
+    option(parser, "--seconds", NUMBER, "interrupt what is not finished then; the same command continues")
+    estimate = "train a few steps of each run, and show how long all of its training takes on this machine"
+    option(parser, "--estimate", bool, estimate)
     add_out(parser, "the folder of all runs and tables", "runs", folder=True)
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
     for name, (value, purpose) in KNOBS.items():
@@ -49,28 +54,34 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Trains the models that are not trained yet, and makes the table."""
+    """Trains the models that are not trained yet, and makes the tables."""
     from attnrx_lab import papers
 
-    if arguments.recipe is None:
+    if not arguments.recipe:
         names = papers.recipe_names()
         return Outcome({"recipes": list(names)}, ("\n".join(names),))
-    table = papers.reproduce(
-        arguments.recipe,
-        log=log,
-        only=tuple(arguments.only) if arguments.only else None,
-        seeds=arguments.seeds,
-        tiny=arguments.tiny,
-        folder=arguments.out,
+    options: dict[str, Any] = {
+        "only": tuple(arguments.only) if arguments.only else None,
+        "seeds": arguments.seeds,
+        "tiny": arguments.tiny,
         **{knob: _value(getattr(arguments, knob)) for knob in KNOBS},
-    )
-    off = tuple(
-        f"off: {cell.row}, {cell.column}: {cell.value:.6g}, the paper {cell.expected.printed}"
-        for cell in table.off
-        if cell.expected
-    )
-    shown = (table.to_markdown(), *off, f"also in {arguments.out}/{arguments.recipe}.md and .json")
-    return Outcome(table.to_records(), shown, 1 if table.off else 0)
+    }
+    if arguments.estimate:
+        estimates = papers.estimate_training(arguments.recipe, log=log, **options)
+        return Outcome({"estimates": [asdict(each) for each in estimates]}, tuple(map(str, estimates)))
+    limits = {"processes": arguments.processes, "seconds": arguments.seconds}
+    tables = papers.reproduce_all(arguments.recipe, log=log, folder=arguments.out, **limits, **options)
+    shown: list[str] = []
+    for table in tables:
+        off = (
+            f"off: {cell.row}, {cell.column}: {cell.value:.6g}, the paper {cell.expected.printed}"
+            for cell in table.off
+            if cell.expected
+        )
+        shown += [table.to_markdown(), *off, f"also in {arguments.out}/{table.recipe.name}.md and .json"]
+    records = [table.to_records() for table in tables]
+    record = records[0] if len(arguments.recipe) == 1 else {"tables": records}
+    return Outcome(record, tuple(shown), 1 if any(table.off for table in tables) else 0)
 
 
 def _value(value: Any) -> Any:

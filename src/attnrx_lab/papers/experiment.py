@@ -99,14 +99,19 @@ class Experiment(ABC):
         result, stages = folder / "result.json", self.stages(keys)
         with locked(folder, math.inf):  # a second process waits here, and then reads the result of the first
             self.require(folder)
-            stored = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
-            # A run without stages is complete once it has a result.
-            if not (result.exists() and stages <= stored):
+            if not self.is_finished(folder, keys):
                 # The stored stages again, so that one result has all of them; their evidence is read back.
-                numbers = self.measured(folder, log, stages | stored)
-                write_json(result, {**self._header(), "stages": sorted(stages | stored), **numbers})
+                stages |= _stored_stages(result)
+                numbers = self.measured(folder, log, stages)
+                write_json(result, {**self._header(), "stages": sorted(stages), **numbers})
                 log(f"{self.name}: done, {result}")
         return Run(folder, read_json(result), self)
+
+    def is_finished(self, folder: Path, keys: Collection[MeasureKey] | None = None) -> bool:
+        """Whether the folder holds a result with these numbers; the settings are not compared."""
+        result = folder / "result.json"
+        # A run without stages is complete once it has a result.
+        return result.exists() and self.stages(keys) <= _stored_stages(result)
 
     def seeded(self, seed: int) -> "Experiment":
         return replace(self, seed=seed)  # type: ignore[type-var]
@@ -167,6 +172,10 @@ class Experiment(ABC):
     def _header(self) -> dict[str, Any]:
         kind = self.kind.replace("-", " ")
         return {"kind": f"attnrx {kind} run", "schema": SCHEMA, "settings": to_dict(self)}
+
+
+def _stored_stages(result: Path) -> frozenset[str]:
+    return frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
 
 
 def evaluation_device() -> torch.device:

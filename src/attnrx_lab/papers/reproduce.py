@@ -1,15 +1,17 @@
 """Makes the table of a recipe: every run it needs, trained and measured, with the paper's numbers."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnrx.support.errors import UnknownName
+from attnrx.support.errors import TrainingInterrupted, UnknownName
 from attnrx.support.progress import Log, no_log
 from attnrx_lab.papers import irratt_tables, spot_tables, svda_tables
+from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.recipe import Expected, Recipe
+from attnrx_lab.papers.side_by_side import Job, run_jobs
 from attnrx_lab.papers.table import ReproducedTable, make_table
 
 PAPERS = {"irratt": irratt_tables, "spot": spot_tables, "svda": svda_tables}
@@ -38,38 +40,120 @@ def reproduce(
     seeds: Sequence[int] | None = None,
     tiny: bool = False,
     folder: str | Path = "runs",
+    processes: int = 1,
+    seconds: float | None = None,
     log: Log = no_log,
     **knobs: Any,
 ) -> ReproducedTable:
     """Makes a recipe's table, training where necessary; every difference from the paper is listed in the table.
 
-    `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's, and `knobs`
-    the settings of its protocol: each experiment lists its own, None means unchanged. Runs are stored in
-    `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption; each recipe
-    measures the numbers of its own table. Several processes may work in one folder. The table is saved as NAME.json
-    and NAME.md in the folder.
+    `only` names one scenario or several (a dataset, for the tables of SVDA), in the order of their runs. `seeds`
+    replace the recipe's, and `knobs` the settings of its protocol: each experiment lists its own, None means unchanged.
+    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption;
+    each recipe measures the numbers of its own table. Several processes may work in one folder. The table is saved as
+    NAME.json and NAME.md in the folder.
+
+    `processes` runs that many of the runs side by side. After `seconds` the runs that are not finished are interrupted,
+    and the table holds the others.
+
+    Raises:
+        TrainingInterrupted: No run was finished in `seconds`; the same call continues.
     """
-    recipe = load_recipe(name)
-    seeds = tuple(dict.fromkeys(seeds or recipe.seeds))  # each once, in the given order
+    limits = {"processes": processes, "seconds": seconds}
+    return reproduce_all((name,), only=only, seeds=seeds, tiny=tiny, folder=folder, **limits, log=log, **knobs)[0]
+
+
+def reproduce_all(
+    names: Sequence[str],
+    *,
+    only: str | Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    tiny: bool = False,
+    folder: str | Path = "runs",
+    processes: int = 1,
+    seconds: float | None = None,
+    log: Log = no_log,
+    **knobs: Any,
+) -> tuple[ReproducedTable, ...]:
+    """Makes several tables as `reproduce` does, in their order; those without a finished run are left out."""
     changes = {knob: value for knob, value in knobs.items() if value is not None}
-    experiments = []
+    plans = [_plan(load_recipe(name), only, seeds, tiny, changes) for name in names]
+    jobs = [
+        Job(experiment, Path(folder) / experiment.place, plan.recipe.keys(experiment.scenario))
+        for plan in plans
+        for experiment in plan.experiments
+    ]
+    finished = run_jobs(jobs, processes, seconds, log)
+    if not any(finished):
+        raise TrainingInterrupted(f"no run was finished in {seconds:g} seconds; the same call continues them.")
+    tables, results = [], iter(zip(jobs, finished, strict=True))
+    for plan in plans:
+        parts = [next(results) for _ in plan.experiments]
+        runs = [job.experiment.run(job.folder, log, job.keys) for job, is_finished in parts if is_finished]
+        if runs:
+            # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
+            deviations = {**plan.deviations, **_other_seeds(plan, runs)}
+            tables.append(make_table(plan.recipe, runs, deviations, same_shapes="model" not in changes))
+            tables[-1].save(folder)
+    return tuple(tables)
+
+
+def planned_experiments(
+    names: Sequence[str],
+    *,
+    only: str | Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    tiny: bool = False,
+    **knobs: Any,
+) -> tuple[Experiment, ...]:
+    """Returns the experiments of several tables in the order of their runs; the options are those of `reproduce`."""
+    changes = {knob: value for knob, value in knobs.items() if value is not None}
+    plans = (_plan(load_recipe(name), only, seeds, tiny, changes) for name in names)
+    return tuple(experiment for plan in plans for experiment in plan.experiments)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The experiments of a table, and by scenario what is not done as the paper states."""
+
+    recipe: Recipe
+    experiments: tuple[Experiment, ...]
+    deviations: dict[str, list[str]]
+
+
+def _plan(
+    recipe: Recipe,
+    only: str | Sequence[str] | None,
+    seeds: Sequence[int] | None,
+    tiny: bool,
+    changes: Mapping[str, Any],
+) -> _Plan:
+    experiments: list[Experiment] = []
     deviations: dict[str, list[str]] = {}
     for protocol in _chosen(recipe, only):
-        for seed in seeds:
+        for seed in dict.fromkeys(seeds or recipe.seeds):  # each once, in the given order
             seeded = protocol.seeded(seed)
             # Changes last, so that they also apply to a tiny run.
             experiments.append((seeded.as_tiny() if tiny else seeded).changed(changes))
             deviations.setdefault(protocol.scenario, []).extend(experiments[-1].deviations(protocol))
+    return _Plan(recipe, tuple(experiments), deviations)
+
+
+def _other_seeds(plan: _Plan, runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Adds the seeds of finished runs to the deviations of their scenarios, where they are not those of the recipe."""
+    found: dict[str, set[int]] = {}
+    for run in runs:
+        found.setdefault(run.experiment.scenario, set()).add(run.experiment.seed)
     # Seeds are no knob of an experiment: the order does not matter, another set does.
-    if set(seeds) != set(recipe.seeds):
-        other = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, recipe.seeds))}"
-        for texts in deviations.values():
-            texts.append(other)
-    runs = [each.run(Path(folder) / each.place, log, recipe.keys(each.scenario)) for each in experiments]
-    # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
-    table = make_table(recipe, runs, deviations, same_shapes="model" not in changes)
-    table.save(folder)
-    return table
+    expected = ", ".join(map(str, plan.recipe.seeds))
+    return {
+        scenario: [
+            *plan.deviations[scenario],
+            f"{scenario}: seeds {', '.join(map(str, sorted(seeds)))} instead of {expected}",
+        ]
+        for scenario, seeds in found.items()
+        if seeds != set(plan.recipe.seeds)
+    }
 
 
 def _chosen(recipe: Recipe, only: str | Sequence[str] | None) -> list[Any]:
@@ -78,4 +162,9 @@ def _chosen(recipe: Recipe, only: str | Sequence[str] | None) -> list[Any]:
     for scenario in requested:
         if scenario not in scenarios:
             raise UnknownName(f"scenario of the recipe {recipe.name}", scenario, scenarios)
-    return [protocol for protocol in recipe.protocol if protocol.scenario in requested]
+    return [
+        protocol
+        for scenario in dict.fromkeys(requested)
+        for protocol in recipe.protocol
+        if protocol.scenario == scenario
+    ]

@@ -102,6 +102,16 @@ class SvdaExperiment(Experiment):
             return generated_splits(self.dataset, channels, TINY_CLASSES, TINY_MODEL["image_size"])
         return load_data(self.dataset)
 
+    def images(self) -> Splits:
+        """Returns the images of this run: those of the dataset, or as many as its settings state."""
+        splits = self.splits()
+        return replace(
+            splits,
+            train=first_images(splits.train, self.train_images),
+            validation=first_images(splits.validation, self.test_images),
+            test=first_images(splits.test, self.test_images),
+        )
+
     def model(self, splits: Splits) -> nn.Module:
         """Returns a new model with the normalization of the data."""
         changes = {**TINY_MODEL, "classes": TINY_CLASSES} if self.tiny else {}
@@ -118,7 +128,9 @@ class SvdaExperiment(Experiment):
             strength_learning_rate=self.strength_learning_rate,
             seed=self.seed,
             compile=torch.cuda.is_available() and not self.tiny,
-            checkpoint_every=100,  # steps that an interruption may lose
+            # Steps that an interruption may lose: minutes on a CPU; seconds on a GPU, where a checkpoint takes as long
+            # as some fifty steps.
+            checkpoint_every=2000 if torch.cuda.is_available() else 100,
         )
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
@@ -133,20 +145,16 @@ class SvdaExperiment(Experiment):
 
         `train/` is the trainer's own folder, so an interrupted training continues from its last checkpoint.
         """
-        splits = self.splits()
-        splits = replace(
-            splits,
-            train=first_images(splits.train, self.train_images),
-            validation=first_images(splits.validation, self.test_images),
-            test=first_images(splits.test, self.test_images),
-        )
+        splits = self.images()
         self.claim(folder)
         log(f"{self.name}: training in {folder / 'train'}")
         trained = train(self.model(splits), splits, self.training(), folder / "train")
         model = load(trained.folder)  # as saved: on the CPU, and not compiled
         diagnosis = diagnose(model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
         comparison = comparison_with(model, splits.test, seed=self.seed, diagnosis=diagnosis)
-        bench = _Bench(self, model, diagnosis, first_images(splits.train, self.calibration_images), comparison)
+        # Candidates are made from the model of the comparison: the fit of strengths runs on its device.
+        calibration = first_images(splits.train, self.calibration_images)
+        bench = _Bench(self, comparison.reference, diagnosis, calibration, comparison)
         directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
         rules = {}
         for name, rule in RULES.items():
@@ -236,4 +244,4 @@ class _Bench:
         return evidence_by([controls], comparison.taking(experiment.control_images), experiment, realization=kind)
 
     def _realized(self, prescription: Prescription, kind: str) -> nn.Module:
-        return realized(self.model, prescription, kind, self.calibration).to(self.comparison.device)
+        return realized(self.model, prescription, kind, self.calibration)

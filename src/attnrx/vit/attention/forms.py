@@ -82,11 +82,11 @@ class DenseForm(ScoreForm):
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
         """Multiplies the query rows, because the form has no strengths."""
-        factors = torch.cat([self.query.weight.new_zeros(0), *strengths])
+        factors = torch.cat([torch.zeros(0), *strengths])
         if not torch.equal(factors, torch.ones_like(factors)):
-            self.query.weight.mul_(factors.to(self.query.weight.dtype)[:, None])
+            self.query.weight.mul_(factors.to(self.query.weight)[:, None])
             if self.query.bias is not None:
-                self.query.bias.mul_(factors.to(self.query.bias.dtype))
+                self.query.bias.mul_(factors.to(self.query.bias))
 
 
 class RotaryForm(DenseForm):
@@ -246,8 +246,8 @@ class SvdaForm(ScoreForm):
         return self.strength
 
     def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        # The empty tensor is for a layer without heads: cat refuses an empty list.
-        self.strength.copy_(torch.cat([self.strength.new_zeros(0), *strengths]))
+        # The empty tensor is for a layer without heads: cat refuses an empty list. On the CPU, where decisions are.
+        self.strength.copy_(torch.cat([torch.zeros(0), *strengths]))
 
     def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:
         if self.spec.keeps_original_norms:  # the removed directions follow the kept ones, and their strength is zero
