@@ -86,12 +86,20 @@ def image_set(
 ) -> ImageSet:
     """Returns the data as an ImageSet, read in one pass; an ImageSet is returned unchanged.
 
-    `preprocess` turns a PIL picture into a float tensor [channels, height, width]. Labels are integers; without any,
-    the set has a `label_problem`, and functions that need labels raise DataError. At most `limit` images are read: of
-    more rows, some that are evenly spread, or of all classes where the dataset lists its labels. `seed` is that of the
-    random transforms and samplers of the data. If these give other images in another reading, the set is one draw, and
-    its `notes` state it. `outputs` is what the model returns, the name of an `OutputKind`: for "multilabel" a label is
-    a vector of 0 and 1, and the targets of a "regression" are not read.
+    Labels are integers; without any, the set has a `label_problem`, and functions that need labels raise DataError. If
+    random transforms or samplers of the data give other images in another reading, the set is one draw, and its `notes`
+    state it.
+
+    Args:
+        data: A DataLoader, a dataset, batches, tensors or a Hugging Face dataset (see the module).
+        preprocess: Turns a PIL picture into a float tensor [channels, height, width].
+        argument: The name of the data in messages.
+        normalization: The scale of the model, by which images that were 8-bit pixels are stored in one byte per value.
+        limit: The most images to read: of more rows, some that are evenly spread, or of all classes where the dataset
+            lists its labels.
+        seed: The seed of the random transforms and samplers of the data.
+        outputs: What the model returns, the name of an `OutputKind`: for "multilabel" a label is a vector of 0 and 1,
+            and the targets of a "regression" are not read.
 
     Raises:
         InvalidInput: The data is of another type, or an item has no image.
@@ -107,6 +115,10 @@ def image_set(
 def training_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet | None:
     """Returns the data as an ImageSet whose rows are read anew in every pass, in any order, with fresh augmentation;
     None for data that can only be iterated, or whose sampler states other rows than those of the dataset.
+
+    Raises:
+        InvalidInput: The data is of another type.
+        DataError: The data is empty or too long, or its length or sampler raised an error.
     """
     if isinstance(data, ImageSet):
         return data

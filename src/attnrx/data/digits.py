@@ -51,7 +51,11 @@ class DigitsReader(DatasetReader):
 
 
 def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digits"]]:
-    """Returns the pixels and the labels of scikit-learn's digits."""
+    """Returns the pixels and the labels of scikit-learn's digits.
+
+    Raises:
+        NotSupported: scikit-learn is not installed.
+    """
     digits = required_module("sklearn.datasets", "data", "the digits")
     images, labels = digits.load_digits(return_X_y=True)
     pixels = (images * 255 / GREYS).round().astype("uint8").reshape(-1, DIGIT_SIDE, DIGIT_SIDE)
@@ -95,13 +99,21 @@ def object_patches(split: str) -> Bool[Tensor, "images patches"]:
     """Marks the four patches of the digit in every image of a split of `load_data("cluttered-digits")`.
 
     Patches are numbered row by row. Row i belongs to the image whose `Batch.index` is i.
+
+    Raises:
+        UnknownName: There is no such split.
     """
     return canvases(split).objects
 
 
 @cache
 def canvases(split: str, seed: int = 0) -> Canvases:
-    """Generates the images of one split: "train", "validation" or "test"."""
+    """Generates the images of one split: "train", "validation" or "test".
+
+    Raises:
+        UnknownName: There is no such split.
+        NotSupported: scikit-learn, which has the digits, is not installed.
+    """
     if split not in PLACEMENTS:
         raise UnknownName("split", split, PLACEMENTS)
     images, labels = digit_images()

@@ -114,7 +114,11 @@ def _mixed(own: FixedImages, composed: FixedImages, skipped: int, times: int) ->
 
 
 def fixed_images(images: ImageSet, normalization: Normalization | None = None, most: int = MOST_IMAGES) -> FixedImages:
-    """Returns the images, or `most` of them, read once; those that are fixed already are returned unchanged."""
+    """Returns the images, or `most` of them, read once; those that are fixed already are returned unchanged.
+
+    Raises:
+        DataError: There is no image, or one cannot be read.
+    """
     if isinstance(images, FixedImages):
         return images
     chosen = images if len(images) <= most else images.take(most)

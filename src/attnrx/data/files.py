@@ -28,6 +28,9 @@ def stamp(files: Iterable[Path]) -> str:
     """Returns a key of files: path, size, time, and a part of the content of each, or of SAMPLED of many.
 
     The part is the whole of small files; of large ones the beginning, the end and blocks between them.
+
+    Raises:
+        DataError: A file is missing, or cannot be read.
     """
     hashed, listed = hashlib.sha256(), list(files)
     every = max(1, len(listed) // SAMPLED)
@@ -60,7 +63,11 @@ def split_in_path(path: Path | str) -> str:
 
 
 def group_by_split(files: tuple[Path, ...], root: Path) -> Mapping[str, tuple[Path, ...]]:
-    """Groups files by the split that their name or folder below `root` names; files without one form the group ""."""
+    """Groups files by the split that their name or folder below `root` names; files without one form the group "".
+
+    Raises:
+        DataError: Some of the files name a split and others do not.
+    """
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
         # A folder above the dataset, e.g. /data/test/set, does not name a split.
@@ -96,7 +103,11 @@ class FolderReader(DatasetReader):
         return f"folder:{stamp(file for folder in self._folders().values() for file in folder.files)}"
 
     def open(self) -> Opened:
-        """Lists the files. Classes are the folders that hold images, in alphabetical order."""
+        """Lists the files. Classes are the folders that hold images, in alphabetical order.
+
+        Raises:
+            DataError: There are no images, too few to divide, or the splits have different classes.
+        """
         folders = self._folders()
         classes = {name: set(folder.classes) for name, folder in folders.items()}
         if not any(classes.values()):

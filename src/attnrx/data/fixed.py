@@ -87,6 +87,10 @@ class ImageStore(Displayed):
         return self.numbers if self.numbers.ndim == 1 and bool((self.numbers >= 0).all()) else None
 
     def images(self, rows: Int[Tensor, "batch"]) -> ImageBatch:
+        """
+
+        Returns the images of these rows, in the dtype of the source.
+        """
         values = self.values[rows]
         return values if self.levels is None else _decoded(values, self.levels)
 
@@ -136,7 +140,11 @@ class FixedImages(Displayed, RowImages):
         return self
 
     def limited_to(self, num_classes: int) -> "FixedImages":
-        """Returns the set itself; raises DataError for an image without a label below `num_classes`."""
+        """Returns the set itself.
+
+        Raises:
+            DataError: An image has no label below `num_classes`.
+        """
         require_classes(self.store.numbers[self.rows], num_classes, self.name)
         return self
 
@@ -148,6 +156,11 @@ class FixedImages(Displayed, RowImages):
 
 
 def require_no_augmentation(order: Pass, name: str) -> None:
+    """
+
+    Raises:
+        InvalidInput: The pass has an augmentation: these images have the transforms of their own dataset.
+    """
     if order.augmentation is not None:
         raise InvalidInput(
             f"{name} is augmented by its own transforms; attnrx augments only the datasets that it loads itself."
@@ -155,7 +168,11 @@ def require_no_augmentation(order: Pass, name: str) -> None:
 
 
 def require_classes(labels: Int[Tensor, "images"], num_classes: int, name: str) -> None:
-    """Raises DataError for labels that are no class of a model."""
+    """Checks that every label is a class of a model.
+
+    Raises:
+        DataError: A label is missing, negative, or not below `num_classes`.
+    """
     wrong = labels[(labels < 0) | (labels >= num_classes)]
     if not len(wrong):
         return

@@ -84,7 +84,11 @@ class Pass:
         return self.batch_size // self.shard[1]
 
     def length(self, count: int) -> int:
-        """Returns the number of steps over `count` images; a shuffled pass drops the last incomplete batch."""
+        """Returns the number of steps over `count` images; a shuffled pass drops the last incomplete batch.
+
+        Raises:
+            DataError: There are no whole batches to shuffle, or the pass starts after its end.
+        """
         steps = count // self.batch_size if self.seed is not None else -(-count // self.batch_size)
         if steps == 0 and self.seed is not None:
             raise DataError(
@@ -166,7 +170,11 @@ class ImageSet(ABC):
 
     @abstractmethod
     def take(self, count: int) -> "ImageSet":
-        """Returns the first `count` images, balanced over the classes where the labels are known beforehand."""
+        """Returns the first `count` images, balanced over the classes where the labels are known beforehand.
+
+        Raises:
+            DataError: The set holds fewer images, or `count` is below 1.
+        """
 
     @abstractmethod
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
@@ -199,11 +207,22 @@ class ImageSet(ABC):
         shard: tuple[int, int] = (0, 1),
         start: int = 0,
     ) -> Iterator[Batch]:
-        """Returns one pass in batches, normalised, on `device`.
+        """Returns one pass in batches, normalized, on a device.
 
-        Without a seed the pass is ordered and contains every image once; with one (a different one for every epoch) it
-        is shuffled and drops the last incomplete batch. `batch_size` counts the images of all processes together:
-        process p of N, `shard=(p, N)`, receives its part of each batch. `start` skips the first steps.
+        Without a seed the pass is ordered and contains every image once; with one it is shuffled and drops the last
+        incomplete batch.
+
+        Args:
+            batch_size: The images of a batch, of all processes together.
+            seed: The seed of order and augmentation, a different one for every epoch.
+            augmentation: Random crops and mirroring, for training.
+            device: The device of the batches.
+            shard: (p, N): process p of N receives its part of each batch.
+            start: The number of steps to skip, after which the pass continues as if it had begun with the first one.
+
+        Raises:
+            InvalidInput: The arguments do not fit together, or this set cannot be augmented.
+            DataError: The pass has no step, or an image cannot be read.
         """
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
 
@@ -288,11 +307,19 @@ def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[b
 
 def evenly_spaced(count: int, most: int = 64) -> list[int]:
     # float64, because float32 has no whole numbers above 2**24
+    """
+
+    Returns at most `most` positions of `count`, from the first to the last.
+    """
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
 
 
 def require_held(count: int, held: int) -> None:
-    """Raises DataError unless `count` images can be taken of those that a split holds."""
+    """Checks that a split can give so many images.
+
+    Raises:
+        DataError: `count` is not in 1 to `held`.
+    """
     if not 1 <= count <= held:
         raise DataError(f"{count} images were requested of a split that holds {held}; ask for 1 to {held}.")
 

@@ -60,13 +60,21 @@ def own_classes(splits: Splits) -> int:
 
 
 def require_labels(images: ImageSet) -> None:
-    """Raises DataError where the labels belong to other classes than those of the model."""
+    """Checks that the labels are classes of the model.
+
+    Raises:
+        DataError: The images have no labels, or those of other classes; the message is their `label_problem`.
+    """
     if images.label_problem is not None:
         raise DataError(images.label_problem)
 
 
 def require_labelled(labels: Int[Tensor, "images *labels"]) -> None:
-    """Raises DataError where some of the images, which have labels as a set, have none: every answer would be wrong."""
+    """Checks that all of these images, which have labels as a set, have one: every answer would be wrong without.
+
+    Raises:
+        DataError: Some have none.
+    """
     # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
     missing = int((labels < 0).flatten(1).any(1).sum() if labels.ndim > 1 else (labels < 0).sum())
     if missing:
@@ -77,12 +85,16 @@ def require_labelled(labels: Int[Tensor, "images *labels"]) -> None:
 
 
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the dataset with its labels as numbers of a head with so many classes.
+    """Returns the dataset with its labels as numbers of a head.
 
-    As many classes, or labels without names that the head has, are unchanged. `label_map` gives the number of every
-    class of the dataset by its name. Without one, a dataset whose classes are WordNet ids or names of ImageNet classes
-    is mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets cannot be compared with the
-    answers: functions that need them raise DataError; the images can be used.
+    As many classes, or labels without names that the head has, are unchanged. A dataset whose classes are WordNet ids
+    or names of ImageNet classes is mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets
+    cannot be compared with the answers: functions that need them raise DataError; the images can be used.
+
+    Args:
+        splits: The dataset.
+        classes: The number of classes of the head.
+        label_map: The head's number of every class of the dataset, by name.
 
     Raises:
         DataError: The map lacks a class, or names one that the head does not have.

@@ -97,14 +97,25 @@ def load_data(
 ) -> Splits:
     """Returns train, validation and test images from a known name, a local path or a hub id.
 
-    A name of `DATASETS` is looked up in the folder that ATTNRX_DATA names, then on the Hugging Face hub, and
-    `hf:owner/name` is any hub dataset. A path is a parquet file or a folder of them, a folder of images, or WebDataset
-    shards (`train-{000..009}.tar`), with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images. A folder of images without a
-    folder for every class has no labels. Small images are decoded once and kept in memory, others stream. `seed`
-    decides which training images are held out when there is no validation split; nothing else is random.
+    Small images are decoded once and kept in memory, others stream. A folder of images without a folder for every class
+    has no labels. Pictures are fitted as the catalogue states, or as a guess from a few of them; `adapt_preprocessing`
+    changes it to what a model states.
 
-    Pictures are fitted as the catalogue states, or as a guess from a few of them, to `image_size` (a side, or height
-    and width); `geometry` states it in full. `adapt_preprocessing` changes it to what a model states.
+    Args:
+        name_or_path: A name of `DATASETS`, which is looked up in the folder that ATTNRX_DATA names, then on the Hugging
+            Face hub; `hf:owner/name` of any hub dataset; or the path of a parquet file or a folder of them, a folder of
+            images, or WebDataset shards (`train-{000..009}.tar`), with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images.
+        image_size: The side of the input in pixels, or (height, width).
+        geometry: How pictures become pixels, in full.
+        on_corrupt: "raise", or "skip" to leave out images that cannot be decoded.
+        validation_share: The share of each class that is held out of train where there is no validation split.
+        seed: Decides which images are held out; nothing else is random.
+        columns: The names of the columns of a table.
+
+    Raises:
+        InvalidInput: An argument is not of its kind.
+        DataError: There is no such dataset, or it is damaged, empty, or without the columns that were named.
+        NotSupported: The library that reads the format is not installed.
     """
     loading = _Loading(locate(name_or_path, columns), image_size, geometry, on_corrupt, validation_share, seed)
     reader = loading.location.reader

@@ -36,7 +36,12 @@ class DatasetLocation:
 
 
 def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation:
-    """Finds the dataset, without opening it."""
+    """Finds the dataset, without opening it.
+
+    Raises:
+        InvalidInput: The name is empty.
+        DataError: There is nothing at the path, or no reader for it.
+    """
     if not isinstance(name_or_path, str | Path) or name_or_path == "":
         raise InvalidInput(f"load_data({name_or_path!r}): give the name of a dataset or the path of one.")
     requested = str(name_or_path)

@@ -28,12 +28,17 @@ NO_LABELS = "some of these images are of other classes and have no labels, and t
     times=COUNT,
 )
 def mix_data(splits: Splits, others: Splits | Path | str, times: int = 1) -> Splits:
-    """Returns the splits with every training image followed by `times` of those of `others`, for calibration.
+    """Returns the splits with every training image followed by some of a second dataset, for calibration.
 
-    What is fitted to images of few classes loses more on images of other classes (docs/results/hidden.md). `others`,
-    splits or what `load_data` takes, needs no labels. Its images are enlarged at most twice: smaller ones become the
-    tiles of one image, because an image that is enlarged to the input of a model is blurred, and photographs are not.
-    The dataset with too few images for the other one determines the number of both.
+    What is fitted to images of few classes loses more on images of other classes (docs/results/hidden.md). Images of
+    the second dataset are enlarged at most twice: smaller ones become the tiles of one image, because an image that is
+    enlarged to the input of a model is blurred, and photographs are not. The dataset with too few images for the other
+    one determines the number of both.
+
+    Args:
+        splits: The dataset whose training images are followed by others.
+        others: The second dataset, splits or what `load_data` takes; it needs no labels.
+        times: Images of the second dataset per training image.
 
     Raises:
         DataError: The channels differ, `others` has larger images, or fewer than `times` mosaics.

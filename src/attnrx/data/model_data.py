@@ -28,6 +28,9 @@ def preprocessing_of(model: nn.Module) -> Preprocessing:
 
     Models without a statement resize photographs to 256/224 of their input before a central crop, smaller pictures to
     their input.
+
+    Raises:
+        NotSupported: No family of models matches.
     """
     family = family_of(model)
     return Preprocessing(family.geometry(model) or _own_geometry(family.input_shape(model)), normalization_of(model))
@@ -82,6 +85,10 @@ def splits_for(
     `Splits` are returned unchanged; a mapping (such as a `datasets.DatasetDict`) is read by split name; other data
     become the training images. A missing split raises an error only when it is used. Images are read once, at most
     `limit` of a split; for `training` rows of a dataset are read anew in every pass, in any order.
+
+    Raises:
+        InvalidInput: A split has an unknown name or occurs twice, or training data can only be iterated.
+        DataError: The data is empty, or reading it raised an error.
     """
     if isinstance(data, Splits):
         return data

@@ -44,6 +44,11 @@ class CorruptImages:
             raise InvalidInput(f"on_corrupt={self.policy!r}: choose 'raise' or 'skip'.")
 
     def report(self, error: DataError) -> None:
+        """Records the message of an image that cannot be decoded.
+
+        Raises:
+            DataError: The policy is "raise".
+        """
         if self.policy == "raise":
             raise DataError(
                 f"{error} Repair or remove it, or pass on_corrupt='skip' to leave such images out."
@@ -56,7 +61,8 @@ def decode(
 ) -> UInt8[Tensor, "channels height width"]:
     """Decodes an image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
 
-    Raises ValueError with the reason when that cannot be done; a truncated file cannot be decoded.
+    Raises:
+        ValueError: It cannot be decoded, e.g. because the file is truncated; the message is the reason.
     """
     try:
         with open_picture(content) as picture:
@@ -111,7 +117,11 @@ def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple
 def random_window(
     picture: UInt8[Tensor, "channels height width"], box: Box, size: tuple[int, int]
 ) -> UInt8[Tensor, "channels rows columns"]:
-    """Resizes a window of a picture to `size`, for augmentation."""
+    """Resizes a window of a picture to `size`, for augmentation.
+
+    Raises:
+        NotSupported: torchvision is not installed.
+    """
     transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
     return transforms.resized_crop(picture, *box, list(size), antialias=True)
 
@@ -125,6 +135,10 @@ class Draws:
     window: Float[Tensor, "batch attempts 4"]
 
     def part(self, images: slice | list[int]) -> "Draws":
+        """
+
+        Returns the random numbers of some images of the batch.
+        """
         return Draws(self.shift[images], self.mirror[images], self.window[images])
 
 

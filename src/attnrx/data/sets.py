@@ -50,6 +50,10 @@ class PixelStore:
         return self._copies[device]
 
     def content(self, row: int) -> bytes:
+        """
+
+        Returns the pixels of one image as bytes, for fingerprints.
+        """
         return self._copies[CPU][0][row].numpy().tobytes()
 
 
@@ -89,7 +93,17 @@ def from_tensors(
     labels: Int[Tensor, "images"],
     normalization: Normalization,
 ) -> MemoryImages:
-    """Makes an image set of pixels that are in memory already."""
+    """Makes an image set of pixels that are in memory already.
+
+    Args:
+        name: The name of the set in messages and fingerprints.
+        pixels: 8-bit pixels [images, channels, height, width].
+        labels: The class number of every image.
+        normalization: The scale of the batches.
+
+    Raises:
+        InvalidInput: There are no images, or not as many labels as images.
+    """
     if len(pixels) != len(labels) or not len(pixels):
         raise InvalidInput(
             f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one."

@@ -74,7 +74,11 @@ class Sample:
     url: str
 
     def picture(self, channels: int | None, alpha: str = "drop") -> UInt8[Tensor, "channels height width"]:
-        """Decodes the image, or raises a DataError that names it."""
+        """Decodes the image.
+
+        Raises:
+            DataError: It cannot be decoded; the message names it.
+        """
         try:
             return decode(self.content, channels, alpha)
         except ValueError as error:
@@ -90,7 +94,12 @@ class OpenedShards:
 
 
 def open_tars(root: Path, groups: Mapping[str, tuple[Path, ...]]) -> OpenedShards:
-    """Lists local tar files, whose headers are read once to count the images and see the labels."""
+    """Lists local tar files, whose headers are read once to count the images and see the labels.
+
+    Raises:
+        DataError: A shard is damaged, holds no images, or a label is no class number.
+        NotSupported: webdataset is not installed.
+    """
     splits = {name or "train": _numbered([_scan(file) for file in files]) for name, files in groups.items()}
     names = _class_names(root if root.is_dir() else root.parent)
     if names is None:
@@ -103,6 +112,9 @@ def open_index(index: Path) -> OpenedShards:
     """Lists the shards of a JSON index, which may be anywhere: `{"shardlist": [{"url", "nsamples"}], "class_names"}`.
 
     The split of a shard is its `split`, or the one that its file or folder names.
+
+    Raises:
+        DataError: The index is damaged, names no classes, or an address with another scheme than SCHEMES.
     """
     groups: dict[str, list[Shard]] = defaultdict(list)
     try:
@@ -160,7 +172,12 @@ def _scan(file: Path) -> Shard:
 
 
 def read_shard(shard: Shard) -> Iterator[Sample]:
-    """Reads a shard from front to back, up to its count."""
+    """Reads a shard from front to back, up to its count.
+
+    Raises:
+        DataError: The shard is damaged, or holds fewer images than stated.
+        NotSupported: webdataset is not installed.
+    """
     row = shard.first
     for sample in islice(_samples(shard.url), shard.skip, shard.skip + shard.count):
         content = next((value for ending, value in sample.items() if f".{ending}" in IMAGES), None)
@@ -218,7 +235,11 @@ def _stream(url: str) -> Any:
 
 
 def require_scheme(url: str) -> None:
-    """Raises DataError for addresses of shards that are neither paths nor of one of SCHEMES."""
+    """Checks that the address of a shard is a path, or of one of SCHEMES.
+
+    Raises:
+        DataError: It has another scheme, which could start a program.
+    """
     # Of one letter is a drive of Windows.
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", url)
     if found is not None and found[1].lower() not in SCHEMES and not os.path.isfile(url):  # noqa: PTH113, Path.is_file raises
@@ -358,7 +379,11 @@ def _shuffled(samples: Iterator[Sample], seed: int, process: int) -> Iterator[Sa
 
 
 def assign_shards(opened: OpenedShards, source: str) -> tuple[dict[str, tuple[Shard, ...]], tuple[str, ...]]:
-    """Assigns the shards to train, validation and test; a missing split is the last tenth of train's shards."""
+    """Assigns the shards to train, validation and test; a missing split is the last tenth of train's shards.
+
+    Raises:
+        DataError: There are too few shards to hold some out, or labels outside the classes.
+    """
     splits = dict(opened.splits)
     notes = validation_as_test_(splits)
     # Whole shards, because which images a shard holds is known only after reading it.

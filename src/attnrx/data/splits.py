@@ -173,7 +173,11 @@ def numbered_classes(highest: int, source: str) -> tuple[str, ...]:
 
 
 def by_canonical_name(opened: Opened, source: str) -> Opened:
-    """Renames the splits to train, validation and test, drops others with a note, and checks their labels."""
+    """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
+
+    Raises:
+        DataError: Two splits have one meaning, none is of a known name, or labels are outside the classes.
+    """
     splits: dict[str, StoredImages] = {}
     notes = list(opened.notes)
     for stored, records in opened.splits.items():
@@ -201,6 +205,9 @@ def assign(
     Without a test split the validation images are the test; a split that is still missing is held out of train, the
     same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
     moves. Without a train split nothing is held out.
+
+    Raises:
+        DataError: No class of train has two images, so that none can be held out.
     """
     parts = {name: (name, torch.arange(len(numbers))) for name, numbers in labels.items()}
     notes = validation_as_test_(parts)
@@ -231,7 +238,11 @@ def validation_as_test_(parts: dict[str, Any]) -> list[str]:
 
 
 def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
-    """Refuses empty splits, and where there are labels those outside the classes, and classes that train lacks."""
+    """Checks that no split is empty and, where there are labels, that they are classes which occur in train.
+
+    Raises:
+        DataError: A split is empty, or a label is outside the classes or never occurs in train.
+    """
     for split, numbers in labels.items():
         if not len(numbers):
             raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
@@ -249,7 +260,11 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
 
 
 def check_trained(labels: Mapping[str, Collection[int]], class_names: tuple[str, ...], source: str) -> None:
-    """Refuses classes that only occur outside of train, from the labels that occur in each split."""
+    """Checks that all classes occur in train, from the labels that occur in each split.
+
+    Raises:
+        DataError: A class only occurs outside of train.
+    """
     for split, numbers in labels.items():
         # Without a train split there is nothing to compare with.
         strange = set(numbers) - set(labels.get("train", numbers))

@@ -42,7 +42,11 @@ class Kind:
     explain: Callable[[Any], str] = lambda value: ""
 
     def checked(self, value: Any, where: str, name: str) -> Any:
-        """Returns the value, converted; raises InvalidInput that names the function `where` and the argument."""
+        """Returns the value, converted.
+
+        Raises:
+            InvalidInput: It is not of this kind; the message names the function `where`, the argument and what to give.
+        """
         # Values of any class are tested, whose comparisons and conversions may raise.
         try:
             accepted = bool(self.accepts(value))
@@ -78,7 +82,11 @@ def checked(**kinds: Kind) -> Callable[[Function], Function]:
 
 
 def require_fields(item: Any, **kinds: Kind) -> None:
-    """Validates the fields of a dataclass, in its __post_init__: by these kinds, and by their annotations elsewhere."""
+    """Validates the fields of a dataclass, in its __post_init__: by these kinds, and by their annotations elsewhere.
+
+    Raises:
+        InvalidInput: A field has a value of another kind; the message names class and field.
+    """
     for name, kind in {**_annotated(type(item)), **kinds}.items():
         # The classes are frozen, and a number of numpy becomes one of Python.
         object.__setattr__(item, name, kind.checked(getattr(item, name), type(item).__name__, name))
@@ -228,7 +236,11 @@ def _is_device(value: Any) -> bool:
 
 @contextmanager
 def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
-    """Raises what the user's code raises as an `error_class` that names it; errors of attnrx pass unchanged."""
+    """Names the code of the user in what it raises; errors of attnrx pass unchanged.
+
+    Raises:
+        UserCodeError: (or `error_class`) The block raised another exception, which is the `__cause__`.
+    """
     try:
         yield
     except AttnrxError:

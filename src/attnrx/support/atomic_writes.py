@@ -39,6 +39,10 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     After a crash, a full disk or Ctrl-C the file is either the old or the new one, never partial. Symbolic links are
     followed, and permissions are kept.
 
+    Args:
+        path: The file to write or replace.
+        write: Writes the content to the path that it is called with.
+
     Raises:
         InvalidInput: `path` exists and is not a regular file.
         CheckpointError: The file cannot be written.
@@ -68,7 +72,11 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
 
 
 def require_replaceable(path: Path | str) -> None:
-    """Raises InvalidInput for a folder, a device, a pipe or a socket: replacing one would delete it."""
+    """Checks that a path is free or a regular file: replacing anything else would delete it.
+
+    Raises:
+        InvalidInput: It is a folder, a device, a pipe or a socket.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         problem = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
@@ -77,7 +85,11 @@ def require_replaceable(path: Path | str) -> None:
 
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary sibling folder of `target`, which is deleted at the end."""
+    """Yields a temporary sibling folder of `target`, which is deleted at the end.
+
+    Raises:
+        CheckpointError: It cannot be created.
+    """
     target = _prepared(target)
     temporary = _temporary(target)
     try:
@@ -103,10 +115,14 @@ def parts_by(is_part: Callable[[Path], bool]) -> Parts:
 def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Path]:
     """Yields an empty temporary folder, whose files are moved to `folder` when the block ends without an error.
 
-    The files of `folder` that are `parts` are replaced as a whole: those that were not written again are deleted. All
-    others are kept and never overwritten. The old and the new folder are exchanged in one step, one process at a time.
-    A mount point and the current folder cannot be exchanged: there files are moved one by one, the file `last` at the
-    end, unless there are parts to replace.
+    The old and the new folder are exchanged in one step, one process at a time. A mount point and the current folder
+    cannot be exchanged: there files are moved one by one, unless there are parts to replace.
+
+    Args:
+        folder: The folder to create or change.
+        parts: The files of `folder` that are replaced as a whole: those that were not written again are deleted. All
+            others are kept and never overwritten.
+        last: The file that is moved last, which makes the others valid.
 
     Raises:
         InvalidInput: A written file exists in `folder` and is not a part.
@@ -162,8 +178,12 @@ _held = threading.local()  # the targets that this thread has locked
 def locked(target: Path | str, seconds: float = PATIENCE) -> Iterator[None]:
     """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
 
-    Other processes and threads wait for it, at most `seconds`; the thread that holds it may take it again. Where there
-    are no locks (a folder without the right to write, some network file systems), the block runs without one.
+    Other processes and threads wait for it; the thread that holds it may take it again. Where there are no locks (a
+    folder without the right to write, some network file systems), the block runs without one.
+
+    Args:
+        target: The file or folder. The lock is a file beside it, which is deleted at the end.
+        seconds: How long to wait.
 
     Raises:
         CheckpointError: It was held by another process or thread all the time.
@@ -219,7 +239,11 @@ def _try_lock(path: Path) -> int | None:
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
-    """Raises InvalidInput for an existing path for which `is_part` is false."""
+    """Checks that nothing would be overwritten.
+
+    Raises:
+        InvalidInput: One of the paths exists, and `is_part` is false for it.
+    """
     for path in paths:
         if os.path.lexists(path) and not is_part(path):
             raise InvalidInput(

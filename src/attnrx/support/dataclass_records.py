@@ -16,7 +16,11 @@ SCHEMA = 1
 
 
 def to_dict(part: Any) -> dict[str, Any]:
-    """Returns the type name and the fields of a dataclass instance as JSON-ready values."""
+    """Returns the type name and the fields of a dataclass instance as JSON-ready values.
+
+    Raises:
+        InvalidInput: It is no instance of a dataclass, or a field holds a value that JSON cannot have.
+    """
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
     fields = {field.name: _plain(getattr(part, field.name)) for field in dataclasses.fields(part) if field.init}

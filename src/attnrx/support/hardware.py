@@ -17,6 +17,10 @@ KIND, SCHEMA = "attnrx measurements", 1
 
 
 def device_name(device: str) -> str:
+    """
+
+    Returns the name of the processor or graphics card of a device, e.g. "cpu" or "cuda:0".
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     if torch.device(device).type != "cpu":

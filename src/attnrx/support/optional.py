@@ -24,7 +24,11 @@ def required_module(module: str, extra: str, purpose: str) -> Any:
 
 
 def require_installed(extra: str, purpose: str, *libraries: str) -> None:
-    """Raises NotSupported if one of several libraries is not installed; imports none of them, which takes seconds."""
+    """Checks that libraries are installed, without importing them, which takes seconds.
+
+    Raises:
+        NotSupported: One is missing; the message names the extra that installs it.
+    """
     for library in libraries:
         if not _is_installed(library):
             raise NotSupported(f"{purpose} needs {library}, which is not installed: pip install 'attnrx[{extra}]'.")

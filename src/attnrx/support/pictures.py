@@ -15,7 +15,11 @@ MOST_PIXELS = 2**28  # of a resized picture: one of 3 x 100,000 pixels would bec
 
 
 def open_picture(content):
-    """Opens the bytes of an image file; raises ValueError for other formats than FORMATS."""
+    """Opens the bytes of an image file as a PIL picture.
+
+    Raises:
+        ValueError: They are of none of FORMATS.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -29,6 +33,9 @@ def pixels_of(picture, channels, alpha="drop"):
 
     They are grey (1 channel), RGB (3) or, with None, the one of the two that the picture is. Transparent pixels keep
     their color, or with `alpha` "white" the picture is laid on white.
+
+    Raises:
+        ValueError: The pixels have neither 8 nor 16 bits, or `channels` is another number.
     """
     from PIL import Image, ImageOps
 
@@ -80,7 +87,11 @@ def resized_shape(height, width, geometry):
 
 
 def fit_pixels(pixels, geometry):
-    """Resizes pixels [height, width, channels], and crops or pads them around their center to the model's size."""
+    """Resizes pixels [height, width, channels], and crops or pads them around their center to the model's size.
+
+    Raises:
+        ValueError: The resized picture would have more than MOST_PIXELS.
+    """
     from PIL import Image
 
     height, width = pixels.shape[:2]

@@ -93,7 +93,11 @@ class ImageGeometry:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "ImageGeometry":
-        """Reads what `to_dict` wrote; raises InvalidInput for other fields or values."""
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            InvalidInput: There are other fields or values.
+        """
         names = {field.name for field in fields(cls)}
         if record.keys() - names:
             raise InvalidInput(f"an image geometry has the fields {', '.join(names)}; found {', '.join(record)}.")

@@ -39,7 +39,11 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def gather_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates the rows of all processes in the order of ranks; a process may have none."""
+    """Concatenates the rows of all processes in the order of ranks; a process may have none.
+
+    Raises:
+        DataError: No process has any rows.
+    """
     # None and not an empty tensor, because a process without images does not know the number of columns.
     gathered = [part for part in all_gather(torch.cat(list(parts)) if parts else None) if part is not None]
     if not gathered:

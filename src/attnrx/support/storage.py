@@ -33,10 +33,22 @@ MOST_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its tex
 
 
 def write_text(path: Path | str, content: str) -> Path:
+    """Writes a text as UTF-8, atomically; returns the path.
+
+    Raises:
+        InvalidInput: The path is no regular file.
+        CheckpointError: The file cannot be written.
+    """
     return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
 
 
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
+    """Writes a record as `json_text`, atomically; returns the path.
+
+    Raises:
+        InvalidInput: The path is no regular file.
+        CheckpointError: The file cannot be written.
+    """
     return write_text(path, json_text(record))
 
 
@@ -100,7 +112,12 @@ def read_json_lines(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> list
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
-    """Writes tensors as safetensors, with optional text about them in the header."""
+    """Writes tensors as safetensors, with optional text about them in the header; returns the path.
+
+    Raises:
+        InvalidInput: The path is no regular file.
+        CheckpointError: The file cannot be written.
+    """
     content = encode_tensors(_on_cpu(tensors), dict(about or {}))
     return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
@@ -110,7 +127,11 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
-    """Reads safetensors; raises CheckpointError if the file is damaged or its hash differs from `sha256`."""
+    """Reads safetensors; their hash must be `sha256`, if it is given.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or another one than was saved.
+    """
     path = require_regular(path)
     try:
         # Hash and tensors are of the same bytes, also if the file is replaced meanwhile.
@@ -142,6 +163,10 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
     The JSON refers to the tensors by their hash, and their file name contains the name of the JSON and the hash. So no
     other file is overwritten, and the atomic replacement of the JSON selects the version that is read. Tensors of
     earlier versions of this JSON are deleted afterwards.
+
+    Raises:
+        InvalidInput: A file of this name exists that attnrx did not write.
+        CheckpointError: A file cannot be written.
     """
     path, kind = Path(path), f"{record['kind']} tensors"
     versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
@@ -165,7 +190,11 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
 
 
 def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reads the tensors that `write_with_tensors` wrote with a JSON file; empty if its record refers to none."""
+    """Reads the tensors that `write_with_tensors` wrote with a JSON file; empty if its record refers to none.
+
+    Raises:
+        CheckpointError: The tensors are missing, damaged, or others than the record states.
+    """
     sha256 = record.get("tensors_sha256")
     if sha256 is None:
         return {}
@@ -212,6 +241,10 @@ def file_kind(path: Path | str) -> str | None:
 
 
 def file_sha256(path: Path | str) -> str:
+    """
+
+    Returns the hash of a file in hexadecimal.
+    """
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -222,6 +255,11 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
+    """Checks the hash of a record that `sealed` returned.
+
+    Raises:
+        CheckpointError: The record was changed afterwards.
+    """
     if record.get(SEAL) != _seal(record):
         raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
 
@@ -244,7 +282,11 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:
-    """Raises CheckpointError if a record is of another kind or another schema version."""
+    """Checks the kind and the schema version of a record.
+
+    Raises:
+        CheckpointError: They are others.
+    """
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:
         raise CheckpointError(f"{path} is not an {kind} (its kind is {found[0]!r}).")
@@ -253,7 +295,11 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
 
 
 def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Raises InvalidInput for NaN or infinity; the message names the first such tensor."""
+    """Checks that tensors hold neither NaN nor infinity.
+
+    Raises:
+        InvalidInput: One does; the message names the first.
+    """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InvalidInput(

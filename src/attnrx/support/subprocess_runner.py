@@ -66,7 +66,14 @@ class Subprocess:
         self.process = start_python(imports, variables)
 
     def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
-        """Calls a module-level function with the number of threads of this process, and returns its value."""
+        """Calls a module-level function with the number of threads of this process, and returns its value.
+
+        `on_line` is called with every line that the function prints.
+
+        Raises:
+            NotSupported: An argument cannot be pickled, or the function raised an error of attnrx, whose message this one has.
+            ProcessEnded: The process ended without a result.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
             try:

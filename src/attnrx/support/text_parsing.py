@@ -100,7 +100,7 @@ class TextReader:
 
     @property
     def token(self) -> Token:
-        """The next token."""
+        """The next token; an unreadable character raises the error of the language."""
         rest = self.text[self.position :].lstrip()
         if not rest:
             return Token("end", "the end", len(self.text.rstrip()))
@@ -127,7 +127,7 @@ class TextReader:
         return token.kind == kind
 
     def expect(self, kind: str, wanted: str) -> Token:
-        """Consumes the next token, which must be of this kind, and returns it."""
+        """Consumes the next token and returns it; one of another kind raises the error of the language."""
         token = self.token
         if not self.take(kind):
             raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
@@ -150,7 +150,11 @@ class TextReader:
         return float(number[1]), unit
 
     def read_name(self, registry: Mapping[str, Kind], noun: str) -> tuple[Token, Kind]:
-        """Reads the name of a class in a registry; returns it with the class."""
+        """Reads the name of a class in a registry; returns it with the class.
+
+        Raises:
+            UnknownName: The registry has no such name.
+        """
         name = self.expect("name", f"the name of a {noun}")
         if name.text not in registry:
             raise UnknownName(noun, name.text, registry)

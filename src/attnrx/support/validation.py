@@ -33,7 +33,11 @@ class Field:
         self.described, self.allows = described, allows
 
     def check(self, value: Any, where: str) -> None:
-        """Raises Invalid for a value that is not allowed."""
+        """Checks a value at the path `where` of a file.
+
+        Raises:
+            Invalid: The value is not allowed.
+        """
         if not self.allows(value):
             raise Invalid(where, f"is {shown(value)}; it must be {self.described}")
 
