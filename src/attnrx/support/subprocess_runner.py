@@ -71,7 +71,7 @@ class Subprocess:
         `on_line` is called with every line that the function prints.
 
         Raises:
-            NotSupported: An argument cannot be pickled, or the function raised an error of attnrx, whose message this one has.
+            NotSupported: An argument cannot be pickled, or the function raised an error of attnrx, with its message.
             ProcessEnded: The process ended without a result.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
