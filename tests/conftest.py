@@ -1,5 +1,6 @@
 """float64, determinism, no network; and the choice between the quick tests and all of them."""
 
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+# Deterministic products of matrices on CUDA need it, before the first one.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 QUICK_CASES = 10  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
 

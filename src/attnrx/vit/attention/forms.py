@@ -262,7 +262,7 @@ class SvdaForm(ScoreForm):
             strength = self.strength[start : start + sum(ranks)]
             start += sum(ranks)
             if any(rank != bucket.width for rank in ranks):
-                index = padding_index(ranks, (bucket.width,) * len(ranks)).to(strength.device)
+                index = padding_index(ranks, (bucket.width,) * len(ranks), strength.device)
                 strength = F.pad(strength, (0, 1)).index_select(0, index)
             padded[bucket] = strength.view(len(ranks), bucket.width)
         return padded

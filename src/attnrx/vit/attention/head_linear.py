@@ -49,7 +49,7 @@ class HeadLinear(nn.Module):
         if rows == self.rows:
             return self.weight, self.bias
         # One gather pads all heads: every row of the padding reads the zero row that is appended last.
-        index = padding_index(self.rows, rows).to(self.weight.device)
+        index = padding_index(self.rows, rows, self.weight.device)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
         return weight, None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
 
@@ -144,24 +144,29 @@ class OutputProjection(nn.Module):
         if value_dims == self.value_dims:
             return self.weight
         # By zero columns the padded features of a head do not reach the output.
-        index = padding_index(self.value_dims, value_dims).to(self.weight.device)
+        index = padding_index(self.value_dims, value_dims, self.weight.device)
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 
 
-def padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
+def padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the stored row of every padded row, or the index of the zero row that follows the last one."""
     # A tensor created during export is symbolic and must not be cached; a trace that reads the cache would differ from
     # one that fills it.
     is_captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return _padding_index(rows, padded) if is_captured else _kept_padding_index(rows, padded)
+    return _padding_index(rows, padded, device) if is_captured else _kept_padding_index(rows, padded, device)
 
 
-def _padding_index(rows: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
+def _padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
     zero, index, first = sum(rows), [], 0
     for num_rows, num_padded in zip(rows, padded, strict=True):
         index += [*range(first, first + num_rows), *([zero] * (num_padded - num_rows))]
         first += num_rows
-    return torch.tensor(index, dtype=torch.long)
+    return torch.tensor(index, dtype=torch.long, device=device)
 
 
-_kept_padding_index = lru_cache(maxsize=256)(_padding_index)
+# On the device, because a copy to it would wait for it at every call, and cannot be part of a CUDA graph.
+@lru_cache(maxsize=256)
+def _kept_padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
+    # Outside inference mode, because gradients cannot be computed through an index that was made in it.
+    with torch.inference_mode(mode=False):
+        return _padding_index(rows, padded, device)
