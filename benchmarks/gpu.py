@@ -35,17 +35,17 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.attention import Attention, Backend, Eager, Explicit, Flex, Fused, Ragged
-from attnrx.attention.autotune import CANDIDATES, measured_record
-from attnrx.attention.factors import AttentionContext
-from attnrx.checks import Accuracy, Fidelity
-from attnrx.costs import Conditions, Ratio, interleave
-from attnrx.costs.conditions import PRECISIONS
-from attnrx.diagnostics import SpectralShape
-from attnrx.models import family_of
-from attnrx.serialization.storage import read_json, write_json, write_text
-from attnrx.serialization.tables import markdown_table
-from attnrx.spec import AttentionSpec
+from attnrx.decide.diagnostics import SpectralShape
+from attnrx.show.checks import Accuracy, Fidelity
+from attnrx.support.storage import read_json, write_json, write_text
+from attnrx.support.tables import markdown_table
+from attnrx.vit.attention import Attention, Backend, Eager, Explicit, Flex, Fused, Ragged
+from attnrx.vit.attention.autotune import CANDIDATES, measured_record
+from attnrx.vit.attention.factors import AttentionContext
+from attnrx.vit.costs import Conditions, Ratio, interleave
+from attnrx.vit.costs.conditions import PRECISIONS
+from attnrx.vit.models import family_of
+from attnrx.vit.spec import AttentionSpec
 
 # The C++ kernels of a CPU are not measured here, and compiling them takes half a minute.
 os.environ.setdefault("ATTNRX_BUILD", "0")
@@ -868,7 +868,7 @@ def stop_late(run: Run) -> threading.Timer:
         write_text(run.out / "gpu.md", page(run.record))
         os._exit(3)
 
-    timer = threading.Timer(run.budget + 12, end)
+    timer = threading.Timer(run.budget + 12, end)  # seconds beyond it
     timer.daemon = True
     timer.start()
     return timer

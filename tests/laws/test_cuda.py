@@ -9,14 +9,14 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.attention import Backend, Eager, Explicit, Fused, Ragged, using
-from attnrx.checks import Fidelity
-from attnrx.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
-from attnrx.models import attach_tokens_, family_of
-from attnrx.realization import realize
-from attnrx.realization.distillation import Distill
-from attnrx.realization.repair import Repair
-from attnrx.tokens import TokenPolicy, parse_policy
+from attnrx.change.realization import realize
+from attnrx.change.realization.distillation import Distill
+from attnrx.change.realization.repair import Repair
+from attnrx.show.checks import Fidelity
+from attnrx.vit.attention import Backend, Eager, Explicit, Fused, Ragged, using
+from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import TokenPolicy, parse_policy
 from cases import CONFIGS, PATTERNS, REDUCTIONS, images, model, prescription
 from layers import LAYERS, by_definition
 from pretrained import deep

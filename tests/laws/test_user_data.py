@@ -247,6 +247,8 @@ def test_pictures_are_preprocessed_as_the_model_wants_them(kind: str) -> None:
         expected_shape, mean = (3, 32, 32), torch.tensor(source.pretrained_cfg["mean"])
     found = whole(images_for(vit, Items(lambda row: {"image": picture, "label": row}, 3)))
     assert found.images.shape == (3, *expected_shape) and found.labels.tolist() == [0, 1, 2]
+    listed = whole(images_for(vit, [(picture, row) for row in range(3)]))
+    assert torch.equal(listed.images, found.images) and listed.labels.tolist() == [0, 1, 2]
     if kind == "timm":
         from timm.data import create_transform, resolve_model_data_config
 

@@ -160,7 +160,7 @@ def _source_of(data: Any, preprocess: Preprocess | None, argument: str, training
         )
     # Before the check for an index, which a list has too: its items are batches, or single items in the list's order.
     if isinstance(data, list | tuple):
-        return _Stream(data, _Reading("batches", argument), is_list=True)
+        return _Stream(data, _Reading("batches", argument, preprocess), is_list=True)
     reading = _Reading(type(data).__name__, argument, preprocess)
     length = _length(data, argument) if hasattr(data, "__getitem__") else None
     return _Stream(data, reading) if length is None else _Source(data, reading, rows=range(length))
