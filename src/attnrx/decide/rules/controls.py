@@ -16,7 +16,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.maps import HEADS, TOKENS
 from attnrx.vit.tokens import Random, TokenPolicy
-from attnrx.vit.tokens.soft import Soft
+from attnrx.vit.tokens.fusing import Soft
 
 CONTROLS = ("random", "largest", "uniform")
 

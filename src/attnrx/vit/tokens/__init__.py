@@ -5,16 +5,9 @@ from typing import Any
 
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.tokens.ats import ATS
-from attnrx.vit.tokens.attention_average import AttentionAverage, AttentionReceived
-from attnrx.vit.tokens.class_attention import ClassAttention
-from attnrx.vit.tokens.dtps import DTPS
-from attnrx.vit.tokens.dynamicvit import DynamicViT
-from attnrx.vit.tokens.evit import EViT
-from attnrx.vit.tokens.evo_vit import EvoViT
-from attnrx.vit.tokens.halting_scores import HaltingScores
-from attnrx.vit.tokens.head_selector import HeadSelector
-from attnrx.vit.tokens.merging import gathered_rows
+from attnrx.vit.tokens.fusing import DTPS, EViT, FusedToken, Soft, SPViT
+from attnrx.vit.tokens.learned_scores import DynamicViT, HeadSelector
+from attnrx.vit.tokens.merging import ToMe
 from attnrx.vit.tokens.pitome import PiToMe
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.random import Random, image_keys
@@ -31,11 +24,25 @@ from attnrx.vit.tokens.reducer import (
     destinations_of,
     sampled_keep,
 )
-from attnrx.vit.tokens.soft import Packaging, Soft
 from attnrx.vit.tokens.spot import Spot, attention_features
-from attnrx.vit.tokens.spvit import SPViT
-from attnrx.vit.tokens.state import CACHED, MapMoments, Part, TokenLayout, TokenState, chunks_of, images_of
-from attnrx.vit.tokens.tome import ToMe
+from attnrx.vit.tokens.state import (
+    CACHED,
+    MapMoments,
+    Part,
+    TokenLayout,
+    TokenState,
+    chunks_of,
+    gathered_rows,
+    images_of,
+)
+from attnrx.vit.tokens.untrained_scores import (
+    ATS,
+    AttentionAverage,
+    AttentionReceived,
+    ClassAttention,
+    EvoViT,
+    HaltingScores,
+)
 from attnrx.vit.tokens.ward import Ward
 from attnrx.vit.tokens.zero_tprune import ZeroTPrune
 
@@ -79,10 +86,10 @@ __all__ = [
     "DynamicViT",
     "EViT",
     "EvoViT",
+    "FusedToken",
     "HaltingScores",
     "HeadSelector",
     "MapMoments",
-    "Packaging",
     "Part",
     "PiToMe",
     "Predicting",

@@ -1,4 +1,4 @@
-"""Token merging by bipartite matching, in rounds."""
+"""Token merging by bipartite matching, in rounds; ToMe."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.tokens.reducer import Reducer, Reduction, Shape, stable_order
-from attnrx.vit.tokens.state import TokenState
+from attnrx.vit.kernels.native_merging import Merged, native_merge
+from attnrx.vit.tokens.reducer import NativeMerge, Reducer, Reduction, Shape, stable_order
+from attnrx.vit.tokens.state import TokenState, gathered_rows
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
 Indices = Int[Tensor, "batch _"]
@@ -228,11 +229,20 @@ def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) ->
     return stable_order(keys, descending=False)[:, :num_present]
 
 
-def gathered_rows(
-    table: Float[Tensor, "batch rows features"], indices: Int[Tensor, "batch chosen"]
-) -> Float[Tensor, "batch chosen features"]:
-    """Returns some rows of every image."""
-    # index_select copies whole rows; gather copies element by element.
-    image = torch.arange(indices.shape[0], device=indices.device)[:, None]
-    rows = table.flatten(0, 1).index_select(0, (image * table.shape[1] + indices).flatten())
-    return rows.unflatten(0, indices.shape)
+@dataclass(frozen=True)
+class ToMe(Merging):
+    """Merges the patches that are most similar by the cosine of their mean keys over the heads (Bolya et al., 2023).
+
+    Implemented from the paper; see `Merging`. After the first round patches are compared by the means of the merged
+    patches' keys, weighted by size. As published a few patches are merged in every layer, between attention and MLP,
+    never more than one round; here it is before a layer (`tome:N@every` is the closest schedule).
+    """
+
+    @property
+    def native(self) -> NativeMerge:
+        return native_by_keys
+
+
+def native_by_keys(state: TokenState, count: int) -> Merged:
+    """Merges to `count` patches by the C++ kernel, which compares their keys."""
+    return native_merge(state.tokens, state.sizes, state.patch_indices, state.keys, count)

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.kernels.native_merging import Merged
-from attnrx.vit.tokens.state import TokenLayout, TokenState
+from attnrx.vit.tokens.state import TokenLayout, TokenState, gathered_rows
 
 # The statistics in `Reducer.needs`: LAST_LAYER ones are captured only in the layer before a stage, ALL_LAYERS ones in
 # every layer up to the last stage.
@@ -216,15 +216,10 @@ def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch 
     return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
 
 
-def taken(patches: Float[Tensor, "batch patches width"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Returns the patches at these indices."""
-    return patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))
-
-
 def reduced_to_best(state: TokenState, relevance: PerPatch, count: int) -> Reduction:
     """Keeps the `count` most relevant patches, in their order."""
     kept = best(relevance, state.present_mask, count)
-    return Reduction(kept, taken(state.patches, kept))
+    return Reduction(kept, gathered_rows(state.patches, kept))
 
 
 def sampled_keep(scores: KeepDrop, present_mask: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:

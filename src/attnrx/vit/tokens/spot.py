@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens.dynamicvit import KeepScores, TokenFeatures
+from attnrx.vit.tokens.learned_scores import KeepScores, TokenFeatures
 from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
 from attnrx.vit.tokens.state import TokenState, chunks_of, images_of
 

@@ -205,3 +205,13 @@ class TokenLayout:
     @property
     def tokens(self) -> int:
         return self.prefix + self.patches
+
+
+def gathered_rows(
+    table: Float[Tensor, "batch rows features"], indices: Int[Tensor, "batch chosen"]
+) -> Float[Tensor, "batch chosen features"]:
+    """Returns some rows of every image."""
+    # index_select copies whole rows; gather copies element by element.
+    image = torch.arange(indices.shape[0], device=indices.device)[:, None]
+    rows = table.flatten(0, 1).index_select(0, (image * table.shape[1] + indices).flatten())
+    return rows.unflatten(0, indices.shape)

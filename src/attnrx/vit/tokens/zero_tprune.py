@@ -7,8 +7,8 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, best, stable_order, taken
-from attnrx.vit.tokens.state import TokenState
+from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, best, stable_order
+from attnrx.vit.tokens.state import TokenState, gathered_rows
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ZeroTPrune(Reducer):
         # I: once more, without the attention of the removed patches.
         importance = self.importance(state.attention, present_mask, state.prefix)
         kept = best(importance, present_mask[:, state.prefix :], count)
-        return Reduction(kept, taken(state.patches, kept))
+        return Reduction(kept, gathered_rows(state.patches, kept))
 
 
 def page_rank(
@@ -117,5 +117,5 @@ def redundant(
     # The odd patch is in the more important half; patches that are not there come last and are in none.
     high, low = order[:, : num_present - num_present // 2], order[:, num_present - num_present // 2 : num_present]
     unit = nn.functional.normalize(keys, dim=-1)
-    similarity = (taken(unit, low) @ taken(unit, high).transpose(1, 2)).amax(-1)
+    similarity = (gathered_rows(unit, low) @ gathered_rows(unit, high).transpose(1, 2)).amax(-1)
     return low.gather(1, stable_order(similarity)[:, :count])
