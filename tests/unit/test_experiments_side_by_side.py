@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.support.errors import NotSupported, TrainingInterrupted
+from attnrx.support.errors import NotSupported, TrainingInterrupted, UnknownName
 from attnrx.vit.attention import Explicit
 from attnrx.vit.models import family_of
 from attnrx_lab.papers import ReproducedTable, estimate_training, reproduce_all
 from attnrx_lab.papers.estimate import training_flops
+from attnrx_lab.papers.reproduce import planned_experiments
 from attnrx_lab.papers.svda import SvdaExperiment
 
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -47,6 +48,14 @@ def test_when_the_time_is_up_the_table_has_the_finished_runs(processes: int, tmp
     reproduce_all(["svda/table1"], **{**short, "seeds": (2,)})
     (table,) = reproduce_all(["svda/table1"], seconds=1e-3, processes=processes, **short)
     assert table.seeds == (2,) and "cifar10: seeds 2 instead of 42, 43, 44" in table.deviations
+
+
+def test_every_table_takes_the_scenarios_that_it_has(tmp_path: Path) -> None:
+    names, seeds = ("svda/table1", "svda/table2"), {**TINY, "seeds": (1,)}
+    planned = planned_experiments(names, **{**seeds, "only": ("cifar10", "fashion_mnist")})
+    assert [experiment.scenario for experiment in planned] == ["cifar10", "fashion_mnist", "cifar10"]
+    with pytest.raises(UnknownName, match=r"scenario of the recipe svda/table1, svda/table2.*fashion_mnist"):
+        reproduce_all(names, folder=tmp_path, **{**seeds, "only": ("cifar10", "fashion")})
 
 
 def test_an_error_in_a_process_ends_the_others(tmp_path: Path) -> None:

@@ -75,9 +75,12 @@ def reproduce_all(
     log: Log = no_log,
     **knobs: Any,
 ) -> tuple[ReproducedTable, ...]:
-    """Makes several tables as `reproduce` does, in their order; those without a finished run are left out."""
+    """Makes several tables as `reproduce` does, in their order; those without a finished run are left out.
+
+    Every scenario of `only` is one of some of the recipes.
+    """
     changes = {knob: value for knob, value in knobs.items() if value is not None}
-    plans = [_plan(load_recipe(name), only, seeds, tiny, changes) for name in names]
+    plans = _plans(names, only, seeds, tiny, changes)
     jobs = [
         Job(experiment, Path(folder) / experiment.place, plan.recipe.keys(experiment.scenario))
         for plan in plans
@@ -92,7 +95,7 @@ def reproduce_all(
         runs = [job.experiment.run(job.folder, log, job.keys) for job, is_finished in parts if is_finished]
         if runs:
             # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
-            deviations = {**plan.deviations, **_other_seeds(plan, runs)}
+            deviations = _deviations(plan, runs)
             tables.append(make_table(plan.recipe, runs, deviations, same_shapes="model" not in changes))
             tables[-1].save(folder)
     return tuple(tables)
@@ -108,7 +111,7 @@ def planned_experiments(
 ) -> tuple[Experiment, ...]:
     """Returns the experiments of several tables in the order of their runs; the options are those of `reproduce`."""
     changes = {knob: value for knob, value in knobs.items() if value is not None}
-    plans = (_plan(load_recipe(name), only, seeds, tiny, changes) for name in names)
+    plans = _plans(names, only, seeds, tiny, changes)
     return tuple(experiment for plan in plans for experiment in plan.experiments)
 
 
@@ -121,50 +124,48 @@ class _Plan:
     deviations: dict[str, list[str]]
 
 
-def _plan(
-    recipe: Recipe,
+def _plans(
+    names: Sequence[str],
     only: str | Sequence[str] | None,
     seeds: Sequence[int] | None,
     tiny: bool,
     changes: Mapping[str, Any],
+) -> list[_Plan]:
+    """Returns the plan of every recipe with the scenarios of `only`, in their order, that it has."""
+    recipes = [load_recipe(name) for name in names]
+    # A scenario may have several runs in a recipe, and several recipes.
+    scenarios = list(dict.fromkeys(protocol.scenario for recipe in recipes for protocol in recipe.protocol))
+    requested = (only,) if isinstance(only, str) else tuple(dict.fromkeys(only or scenarios))
+    for scenario in requested:
+        if scenario not in scenarios:
+            raise UnknownName(f"scenario of the recipe {', '.join(names)}", scenario, scenarios)
+    return [_plan(recipe, requested, seeds, tiny, changes) for recipe in recipes]
+
+
+def _plan(
+    recipe: Recipe, requested: Sequence[str], seeds: Sequence[int] | None, tiny: bool, changes: Mapping[str, Any]
 ) -> _Plan:
     experiments: list[Experiment] = []
     deviations: dict[str, list[str]] = {}
-    for protocol in _chosen(recipe, only):
-        for seed in dict.fromkeys(seeds or recipe.seeds):  # each once, in the given order
-            seeded = protocol.seeded(seed)
-            # Changes last, so that they also apply to a tiny run.
-            experiments.append((seeded.as_tiny() if tiny else seeded).changed(changes))
-            deviations.setdefault(protocol.scenario, []).extend(experiments[-1].deviations(protocol))
+    for scenario in requested:
+        for protocol in recipe.protocol:
+            for seed in dict.fromkeys(seeds or recipe.seeds) if protocol.scenario == scenario else ():
+                seeded = protocol.seeded(seed)
+                # Changes last, so that they also apply to a tiny run.
+                experiments.append((seeded.as_tiny() if tiny else seeded).changed(changes))
+                deviations.setdefault(scenario, []).extend(experiments[-1].deviations(protocol))
     return _Plan(recipe, tuple(experiments), deviations)
 
 
-def _other_seeds(plan: _Plan, runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Adds the seeds of finished runs to the deviations of their scenarios, where they are not those of the recipe."""
+def _deviations(plan: _Plan, runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Returns what the finished runs of every scenario do not do as the paper states; other seeds are listed too."""
     found: dict[str, set[int]] = {}
     for run in runs:
         found.setdefault(run.experiment.scenario, set()).add(run.experiment.seed)
-    # Seeds are no knob of an experiment: the order does not matter, another set does.
-    expected = ", ".join(map(str, plan.recipe.seeds))
-    return {
-        scenario: [
-            *plan.deviations[scenario],
-            f"{scenario}: seeds {', '.join(map(str, sorted(seeds)))} instead of {expected}",
-        ]
-        for scenario, seeds in found.items()
-        if seeds != set(plan.recipe.seeds)
-    }
-
-
-def _chosen(recipe: Recipe, only: str | Sequence[str] | None) -> list[Any]:
-    scenarios = list(dict.fromkeys(protocol.scenario for protocol in recipe.protocol))  # one may have several runs
-    requested = (only,) if isinstance(only, str) else only or scenarios
-    for scenario in requested:
-        if scenario not in scenarios:
-            raise UnknownName(f"scenario of the recipe {recipe.name}", scenario, scenarios)
-    return [
-        protocol
-        for scenario in dict.fromkeys(requested)
-        for protocol in recipe.protocol
-        if protocol.scenario == scenario
-    ]
+    deviations = {scenario: list(plan.deviations[scenario]) for scenario in found}
+    for scenario, seeds in found.items():
+        # Seeds are no knob of an experiment: the order does not matter, another set does.
+        if seeds != set(plan.recipe.seeds):
+            seeds_text, expected = (", ".join(map(str, sorted(each))) for each in (seeds, plan.recipe.seeds))
+            deviations[scenario].append(f"{scenario}: seeds {seeds_text} instead of {expected}")
+    return deviations
