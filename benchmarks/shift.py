@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.realization import realize_fitted
+from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.repair import Repair
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_mixed_data, add_model
@@ -88,10 +88,7 @@ def compressed(
 ) -> nn.Module:
     prescription = rx.prescribe(rx.diagnose(original, images, moments=True, batch_size=32), rules)
     # The diagnosis, the realization and the repair use the same images.
-    if not steps:
-        return rx.realize(original, prescription, calibration=images)
-    fits = [lambda smaller: rx.repair(smaller, original, images, Repair(steps)).model]
-    return realize_fitted(original, prescription, fits, calibration=images)
+    return realize_and_fit(original, prescription, images, [Repair(steps)] if steps else [])
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from attnrx.data.splits import StoredImages
 from attnrx.decide.planning.effort import EFFORTS, effort_of
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import InvalidInput
-from attnrx.verbs.shrink_run import DIAGNOSED, PREDICTED
+from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, PREDICTION_IMAGES
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def unseen_training_images(splits: rx.data.Splits, effort: str) -> FixedImages:
     """Returns the training and validation images that a call of `shrink` at this effort does not look at."""
     preset = effort_of(effort)
     # Divided as by `shrink`; the smaller sets that it takes are parts of these.
-    parts = three_parts(splits, max(preset.images, preset.repair_images, DIAGNOSED), PREDICTED)
+    parts = three_parts(splits, max(preset.images, preset.repair_images, DIAGNOSIS_IMAGES), PREDICTION_IMAGES)
     seen = torch.cat([content_hashes(batch.images) for part in parts for batch in part.batches(50)])
     batches = chain.from_iterable(images.batches(50) for images in (splits.train, splits.validation))
     found = fix(batches, splits.name, normalization=splits.normalization, distinct=True)

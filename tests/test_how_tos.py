@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[1] / "docs" / "how-to"
 # A process of its own for each, forked from one that has imported what takes long.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["attnrx.verbs.api", "attnrx_lab.comparison", "timm"])
+PROCESSES.set_forkserver_preload(["attnrx.verbs.shrink", "attnrx_lab.comparison", "timm"])
 
 
 def _literate() -> ModuleType:

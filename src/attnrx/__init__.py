@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
-_HOMES = {
+HOMES = {
     "AttnrxError": "attnrx.support.errors",
-    "Budget": "attnrx.verbs.api",
+    "Budget": "attnrx.decide.planning.budget",
     "Diagnosis": "attnrx.nouns.diagnosis",
     "Evidence": "attnrx.nouns.evidence",
     "Finding": "attnrx.nouns.evidence",
@@ -30,29 +30,29 @@ _HOMES = {
     "Spectrum": "attnrx.vit.spectrum",
     "TrainingConfig": "attnrx.training",
     "ViTConfig": "attnrx.vit.models",
-    "control_prescriptions": "attnrx.verbs.api",
-    "diagnose": "attnrx.verbs.api",
-    "distill": "attnrx.verbs.api",
-    "elastic": "attnrx.verbs.shrinking",
-    "export": "attnrx.verbs.api",
-    "load": "attnrx.verbs.api",
+    "control_prescriptions": "attnrx.decide.rules",
+    "diagnose": "attnrx.decide.diagnosing",
+    "distill": "attnrx.change.realization.distillation",
+    "elastic": "attnrx.verbs.elastic",
+    "export": "attnrx.change.exporting",
+    "load": "attnrx.verbs.load",
     "load_data": "attnrx.data",
-    "adapt_preprocessing": "attnrx.verbs.api",
-    "measure_divergence": "attnrx.verbs.api",
-    "plan": "attnrx.verbs.api",
-    "prescribe": "attnrx.verbs.api",
-    "prescribe_within": "attnrx.verbs.api",
-    "push_to_hub": "attnrx.verbs.api",
-    "realize": "attnrx.verbs.api",
-    "refine": "attnrx.verbs.api",
-    "repair": "attnrx.verbs.api",
-    "save": "attnrx.verbs.api",
-    "shrink": "attnrx.verbs.shrinking",
-    "to_svda": "attnrx.verbs.api",
+    "adapt_preprocessing": "attnrx.data.model_data",
+    "measure_divergence": "attnrx.decide.diagnosing",
+    "plan": "attnrx.decide.planning",
+    "prescribe": "attnrx.verbs.prescribe",
+    "prescribe_within": "attnrx.decide.planning.budget",
+    "push_to_hub": "attnrx.verbs.save",
+    "realize": "attnrx.change.realization",
+    "refine": "attnrx.change.realization.refinement",
+    "repair": "attnrx.change.realization.repair",
+    "save": "attnrx.verbs.save",
+    "shrink": "attnrx.verbs.shrink",
+    "to_svda": "attnrx.change.realization.conversion",
     "Shrunk": "attnrx.verbs.shrunk",
     "train": "attnrx.training",
     "use_backend": "attnrx.vit.models",
-    "verify": "attnrx.verbs.api",
+    "verify": "attnrx.verbs.verify",
     "write_report": "attnrx.show.reports",
 }
 
@@ -118,8 +118,19 @@ __all__ = [
 if TYPE_CHECKING:
     from attnrx import data, training  # noqa: F401
     from attnrx.change import exporting, realization  # noqa: F401
+    from attnrx.change.exporting import export
+    from attnrx.change.realization import realize
+    from attnrx.change.realization.conversion import to_svda
+    from attnrx.change.realization.distillation import distill
+    from attnrx.change.realization.refinement import refine
+    from attnrx.change.realization.repair import repair
     from attnrx.data import load_data
+    from attnrx.data.model_data import adapt_preprocessing
     from attnrx.decide import diagnostics, planning, rules  # noqa: F401
+    from attnrx.decide.diagnosing import diagnose, measure_divergence
+    from attnrx.decide.planning import plan
+    from attnrx.decide.planning.budget import Budget, prescribe_within
+    from attnrx.decide.rules import control_prescriptions
     from attnrx.nouns.diagnosis import Diagnosis
     from attnrx.nouns.evidence import Evidence, Finding
     from attnrx.nouns.prescription import Prescription
@@ -128,28 +139,13 @@ if TYPE_CHECKING:
     from attnrx.support import storage as serialization  # noqa: F401
     from attnrx.support.errors import AttnrxError
     from attnrx.training import TrainingConfig, losses, train  # noqa: F401
-    from attnrx.verbs.api import (
-        Budget,
-        adapt_preprocessing,
-        control_prescriptions,
-        diagnose,
-        distill,
-        export,
-        load,
-        measure_divergence,
-        plan,
-        prescribe,
-        prescribe_within,
-        push_to_hub,
-        realize,
-        refine,
-        repair,
-        save,
-        to_svda,
-        verify,
-    )
-    from attnrx.verbs.shrinking import elastic, shrink
+    from attnrx.verbs.elastic import elastic
+    from attnrx.verbs.load import load
+    from attnrx.verbs.prescribe import prescribe
+    from attnrx.verbs.save import push_to_hub, save
+    from attnrx.verbs.shrink import shrink
     from attnrx.verbs.shrunk import Shrunk
+    from attnrx.verbs.verify import verify
     from attnrx.vit import costs, models, tokens  # noqa: F401
     from attnrx.vit.models import Reader, ViTConfig, use_backend
     from attnrx.vit.spectrum import Spectrum
@@ -158,9 +154,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(_PACKAGES[name])
-    if name not in _HOMES:
+    if name not in HOMES:
         raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}.")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -18,8 +18,9 @@ from attnrx.support.optional import required_module
 from attnrx.support.progress import Log, no_log
 from attnrx.training import Reporter, TrainingConfig, train
 from attnrx.training.losses import Task
-from attnrx.verbs.api import load, verify
-from attnrx.verbs.shrinking import shrink
+from attnrx.verbs.load import load
+from attnrx.verbs.shrink import shrink
+from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import load_model, reduction_of
 from attnrx_lab.clutter import CLUTTERED, object_finding

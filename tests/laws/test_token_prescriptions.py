@@ -13,11 +13,12 @@ import cases
 from attnrx.change.realization import prescribed_tokens, realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Bounds, Comparison
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
-from attnrx.verbs.api import control_prescriptions, prescribe
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import (
     attach_tokens_,

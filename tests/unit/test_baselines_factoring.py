@@ -10,9 +10,11 @@ from torch import nn
 
 import cases
 from attnrx.change.decompositions import LowRank, plain_svd
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet
+from attnrx.decide.diagnosing import diagnose
 from attnrx.support.errors import NotSupported
-from attnrx.verbs.api import diagnose, prescribe, realize
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import VisionTransformer, family_of

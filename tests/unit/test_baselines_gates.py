@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import cases
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.training.losses import LossContext
-from attnrx.verbs.api import diagnose, prescribe, realize
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import count_params
 from attnrx.vit.models import family_of
 from attnrx_lab.baselines import GATES, GateBudget, GatedBaseline, GatedModel, gated, prescribe_gates

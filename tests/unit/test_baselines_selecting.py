@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import cases
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.prescription import LayerPrescription
 from attnrx.support.errors import NotSupported
-from attnrx.verbs.api import diagnose, realize
 from attnrx.vit.costs import count_params
 from attnrx.vit.models import VisionTransformer, build_model, family_of
 from attnrx.vit.tokens import parse_policy

@@ -21,7 +21,7 @@ from attnrx.decide.rules import ByLayer, Template, TopRank, parse_rule
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported
-from attnrx.verbs.api import prescribe
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import VisionTransformer, family_of, initialize_
 from comparisons import pixels
 

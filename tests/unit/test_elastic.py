@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import attnrx as rx
-import attnrx.verbs.shrink_run
 from attnrx.change.realization.elastic import Elastic, Size, fit_tokens_, scaled
 from attnrx.decide.planning import Plan
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
+from attnrx.verbs import shrink as shrink_module
 from attnrx.vit.models import family_of, model_fingerprint, reduction_of
 from comparisons import pixels
 from planned import CONFIG, original
@@ -50,14 +50,14 @@ def test_every_stored_size_is_its_own_plan(made: Elastic) -> None:
 
 
 def test_a_budget_that_the_original_meets_needs_no_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_each = attnrx.verbs.shrink_run.plan_each
+    plan_each = shrink_module.plan_each
 
     def met(*given: Any, **settings: Any) -> Iterator[Plan]:
         if any(target.most > 0.8 for target in given[2]):
             raise TargetMet("macs=0.9x is met by the unchanged model")
         yield from plan_each(*given, **settings)
 
-    monkeypatch.setattr(attnrx.verbs.shrink_run, "plan_each", met)
+    monkeypatch.setattr(shrink_module, "plan_each", met)
     lines: list[str] = []
     given = {"batch": 4, "threads": 1, "log": lines.append}
     found = rx.elastic(original(), images(48), tmp_path / "some", macs=(0.9, 0.7), **given)

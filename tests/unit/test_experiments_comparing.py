@@ -12,7 +12,7 @@ from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.support.storage import read_json
-from attnrx.verbs.api import prescribe
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.models import family_of
 from attnrx_lab.comparison import Method, MethodBench, compare_methods

@@ -11,7 +11,7 @@ from attnrx.data import load_data, object_patches
 from attnrx.data.digits import CLUTTER, GRID, PATCH, SPAN, canvases
 from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.training import Silent
-from attnrx.verbs.api import load
+from attnrx.verbs.load import load
 from attnrx.vit.models import model_fingerprint
 from attnrx_lab.commands import demo as command
 from attnrx_lab.demo import DemoResult, demo, with_claims

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnrx.change.realization import realize
+from attnrx.decide.diagnosing import diagnose
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import no_log
-from attnrx.verbs.api import diagnose, realize, save
+from attnrx.verbs.save import save
 from attnrx.vit.models import build_model, family_of
 from attnrx_lab.papers.fusion import FusionExperiment, blocks
 from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod, paper_price, realized_price

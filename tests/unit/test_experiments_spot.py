@@ -11,7 +11,7 @@ import torch
 from attnrx.data import Normalization, load_data, object_patches
 from attnrx.support.atomic_writes import locked
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.verbs.api import load
+from attnrx.verbs.load import load
 from attnrx.vit.models import reduction_of
 from attnrx.vit.tokens import Random
 from attnrx_lab.clutter import CLUTTERED, object_finding

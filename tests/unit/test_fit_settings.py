@@ -10,10 +10,9 @@ import torch
 
 import attnrx as rx
 from attnrx.change.realization.distillation import Distill
-from attnrx.change.realization.fit_settings import KINDS, recorded_settings, settings_of
+from attnrx.change.realization.fits import KINDS, fits_record, realize_and_fit, recorded_fits
 from attnrx.change.realization.refinement import Refinement
 from attnrx.change.realization.repair import Repair
-from attnrx.cli.inputs import made
 from attnrx.decide.planning.effort import EFFORTS
 from attnrx.vit.models import model_fingerprint
 from comparisons import pixels
@@ -32,28 +31,32 @@ def prescribed() -> rx.Prescription:
     )
 
 
+def again(model: torch.nn.Module, prescription: rx.Prescription, how: Any, images: Any) -> torch.nn.Module:
+    """Makes a model from its record."""
+    return realize_and_fit(model, prescription, images, recorded_fits(how), how["by"], how["norms"])
+
+
 def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> None:
-    how = {**HOW, "refine": 0, **recorded_settings(*SETTINGS)}
-    for name, (kind, count) in KINDS.items():
+    how = {**HOW, "refine": 0, **fits_record(*SETTINGS)}
+    for name, (kind, count, _) in KINDS.items():
         assert {count, *how["settings"][name]} == {field.name for field in fields(kind)}
     stored = replace(prescribed(), about={"realized": how})
     read = rx.Prescription.load(stored.save(tmp_path / "prescription.json")).about["realized"]
-    assert tuple(settings_of(read).values()) == SETTINGS
+    assert recorded_fits(read) == SETTINGS
     # Records of earlier versions have the steps only.
-    assert settings_of({"repair": 300}) == {"repair": Repair(300)} and settings_of({}) == {}
+    assert recorded_fits({"repair": 300}) == (Repair(300),) and recorded_fits({}) == ()
 
 
-def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fit_is_repeated_with_its_fits_record(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
 
     def fit(found: torch.nn.Module, model: torch.nn.Module, images: Any, settings: Any) -> SimpleNamespace:
         used.append(settings)
-        return SimpleNamespace(model=found)
+        return SimpleNamespace(model=found, before=0.0, after=0.0, learning_rate=None)
 
-    for name in KINDS:
-        monkeypatch.setattr(rx, name, fit)
-    how = {**HOW, **recorded_settings(*SETTINGS)}
-    made(original(), prescribed(), how, pixels(CONFIG, 24))
+    for name, (kind, count, _) in KINDS.items():
+        monkeypatch.setitem(KINDS, name, (kind, count, fit))
+    again(original(), prescribed(), {**HOW, **fits_record(*SETTINGS)}, pixels(CONFIG, 24))
     assert tuple(used) == SETTINGS
 
 
@@ -67,10 +70,10 @@ def test_a_shrunk_model_is_repeated_from_its_record(monkeypatch: pytest.MonkeyPa
     read = rx.Prescription.load(path)
     how = read.about["realized"]
     assert how["settings"]["repair"]["seed"] == how["settings"]["distill"]["seed"] == 5
-    again = made(original(), read, how, found.images.planned)
-    for name, tensor in again.state_dict().items():
+    repeated = again(original(), read, how, found.images.planned)
+    for name, tensor in repeated.state_dict().items():
         assert torch.equal(tensor, found.model.state_dict()[name]), name
-    other = made(original(), read, {**how, "settings": {}}, found.images.planned)
+    other = again(original(), read, {**how, "settings": {}}, found.images.planned)
     assert model_fingerprint(other) != model_fingerprint(found.model)
 
 
@@ -82,4 +85,4 @@ def test_the_command_takes_a_seed_and_records_it(tmp_path: Path) -> None:
     words = ("realize", folder, "--prescription", files, "--repair", 1, "--data", data)
     record(*words, "--seed", 3, "--out", tmp_path / "slim")
     stored = rx.Prescription.load(tmp_path / "slim" / "prescription.json").about["realized"]
-    assert settings_of(stored) == {"repair": Repair(1, seed=3)}
+    assert recorded_fits(stored) == (Repair(1, seed=3),)

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.verbs.api import load, push_to_hub
+from attnrx.verbs.load import load
+from attnrx.verbs.save import push_to_hub
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import load_weights, save_weights

@@ -1,9 +1,11 @@
 """A share may be written in percent wherever it is read: 50% is 0.5."""
 
+from argparse import ArgumentTypeError
+
 import pytest
 
-from attnrx.cli.inputs import numbers, parse_losses
-from attnrx.cli.options import SHARE
+from attnrx.cli.inputs import parse_losses
+from attnrx.cli.options import SHARES
 from attnrx.decide.planning.target import Target
 from attnrx.decide.rules import parse_rule
 from attnrx.support.errors import InvalidInput
@@ -30,9 +32,9 @@ def test_rules_and_policies() -> None:
 
 
 def test_options() -> None:
-    assert numbers("--macs", "90%,0.5", SHARE) == (0.9, 0.5)
+    assert SHARES("90%,0.5") == (0.9, 0.5)
     assert parse_losses(("keep_ratio:20%",), {}, True) == parse_losses(("keep_ratio:0.2",), {}, True)
     shares = [record("costs", "svda:digits", "--removed-share", text) for text in ("25%", "0.25")]
     assert shares[0] == shares[1]
-    with pytest.raises(InvalidInput, match="numbers with commas"):
-        numbers("--macs", "90%%", SHARE)
+    with pytest.raises(ArgumentTypeError, match="numbers with commas"):
+        SHARES("90%%")

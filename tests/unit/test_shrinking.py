@@ -21,7 +21,7 @@ from attnrx.decide.planning.target import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput, NotSupported
-from attnrx.verbs.shrink_run import _classes, _timed_precision
+from attnrx.verbs.shrink import predicted_classes, timing_settings
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import ViTConfig, model_fingerprint
 from attnrx.vit.outputs import output_kind_of
@@ -118,7 +118,7 @@ def test_images_of_a_second_dataset_are_for_calibration_alone(tmp_path: Path) ->
     found = rx.shrink(original(), mixed, macs=0.8, folder=tmp_path)
     assert found.prescription is not None and found.prescription.about["realized"]["calibration_images"] == 24
     assert "+" in found.evidence.about["planned_on"] and found.evidence.about["images"] == 16
-    own = _classes(original(), splits.train)
+    own = predicted_classes(original(), splits.train)
     assert set(found.prescription.about["realized"]["classes"]) <= set(own)
     with pytest.raises(DataError, match="some of these images are of other classes"):
         rx.shrink(original(), mixed, max_drop=1.0)
@@ -303,4 +303,5 @@ def test_models_of_other_precisions_are_saved_with_their_exports(dtype: torch.dt
 )
 def test_a_model_is_timed_at_its_own_precision(dtype: torch.dtype, form: str | None, precision: str) -> None:
     model = copy.deepcopy(original()).to(dtype)
-    assert _timed_precision(model, None if form is None else parse_format(form)) == precision
+    timing = timing_settings(model, 1, None, None if form is None else parse_format(form))
+    assert timing.conditions.precision == precision

@@ -1,9 +1,9 @@
 """Inputs of commands: models, data, files, candidates and losses from their texts."""
 
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.support.errors import InvalidInput
@@ -156,52 +156,6 @@ def require_clock(clock: str | None, device: str) -> None:
             f"--clock cuda times streams of a CUDA device, and the models are on {device}; take wall or cpu, or "
             "--device cuda where there is one."
         )
-
-
-Number = TypeVar("Number", int, float)
-
-
-def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Parses comma-separated numbers of one of the types of `options`."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ArgumentTypeError as error:
-        raise InvalidInput(f"{option} {text!r}: {error}; give numbers with commas between them.") from error
-
-
-# The number of calibration images for refinement, which holds the inputs of a layer for all of them in memory.
-REFINED_ON = 96
-
-
-def made(
-    model: "nn.Module",
-    prescription: "rx.Prescription",
-    how: Mapping[str, Any],
-    calibration: "rx.data.ImageSet | None" = None,
-) -> "nn.Module":
-    """Realizes a prescription with the recorded settings `how`, and fits the weights as they request it."""
-    realization = {"by": how["by"], "norms": how["norms"], "calibration": calibration}
-    if not any(how.get(name) for name in FITS):
-        return rx.realize(model, prescription, **realization)
-    if how["by"] != "compress" or calibration is None:
-        requested = " and ".join(f"--{name}" for name in FITS if how.get(name))
-        raise InvalidInput(
-            f"{requested} fits the weights of compressed layers on images: give --by compress and --data NAME."
-        )
-    # Imported here, because they import torch, which --help does not need.
-    from attnrx.change.realization.fit_settings import settings_of
-
-    # With the recorded seeds and all other settings: a control is fitted as the candidate was.
-    settings, fits = settings_of(how), []
-    if "refine" in settings:
-        refinement_images = calibration.take(min(REFINED_ON, len(calibration)))
-        fits.append(lambda found: rx.refine(found, model, refinement_images, settings["refine"]).model)
-    # After the refinement, because it fits every block to what the compressed blocks before it give.
-    if "repair" in settings:
-        fits.append(lambda found: rx.repair(found, model, calibration, settings["repair"]).model)
-    slim = rx.realization.realize_fitted(model, prescription, fits, **realization)
-    # Last, with the tokens pruned and merged, which the other fits need whole.
-    return rx.distill(slim, model, calibration, settings["distill"]).model if "distill" in settings else slim
 
 
 def kind_of(how: Mapping[str, Any]) -> str | None:

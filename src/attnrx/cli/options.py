@@ -1,78 +1,34 @@
-"""Options of commands: `option` adds one, `add_*` the groups that several commands share, and the types of values.
+"""Options of commands: `option` adds one, `add_arguments` those of a public function, `add_*` what commands share.
 
 A type maps the text of an option to its value. It raises ArgumentTypeError with the text and the allowed values; the
 parser adds the name of the option.
 """
 
 import argparse
-import math
 import re
-from argparse import ArgumentTypeError
-from collections.abc import Callable
-from dataclasses import dataclass
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import replace
 from typing import Any
 
 from attnrx.cli.parser import Parser
-from attnrx.support.text_parsing import share
+from attnrx.cli.signatures import Number, parameters
 
-
-@dataclass(frozen=True)
-class WholeNumber:
-    """The type of integers in a closed range, in ASCII digits; `metavar` stands for the value in the help."""
-
-    least: int
-    most: int
-    metavar: str = "N"
-
-    def __call__(self, text: str) -> int:
-        # At most 20 digits: int() of thousands of digits takes quadratic time.
-        if not re.fullmatch(r"[-+]?[0-9]{1,20}", text) or not self.least <= int(text) <= self.most:
-            raise ArgumentTypeError(f"{text[:60]!r} is not a whole number in {self.least}..{self.most}")
-        return int(text)
-
-
-@dataclass(frozen=True)
-class RealNumber:
-    """The type of finite numbers in a closed range; with `above`, `least` is excluded."""
-
-    metavar: str
-    least: float = -math.inf
-    most: float = math.inf
-    above: bool = False
-    read: Callable[[str], float] = float
-
-    def __call__(self, text: str) -> float:
-        try:
-            # float() also reads other scripts' digits and 1_000.
-            value = self.read(text) if text.isascii() and "_" not in text else math.nan
-        except ValueError:
-            value = math.nan
-        in_range = self.least <= value <= self.most and not (self.above and value == self.least)
-        if not (math.isfinite(value) and in_range):
-            raise ArgumentTypeError(f"{text[:60]!r} is not a number {self._range()}")
-        return value
-
-    def _range(self) -> str:
-        start = f"{'above' if self.above else 'from'} {self.least:g}" if self.least > -math.inf else ""
-        end = f"up to {self.most:g}" if self.most < math.inf else ""
-        return f"{start} {end}".strip() or "that is finite"
-
-
-COUNT = WholeNumber(1, 10**9)  # of images, epochs, steps
-SEED = WholeNumber(0, 2**63 - 1)  # the nonnegative seeds of torch
-RANK = WholeNumber(1, 65_536, "R")
-DRAWS, TRIALS = WholeNumber(1, 1000), WholeNumber(1, 1_000_000)
-ROUNDS = WholeNumber(2, 100_000)  # one round has no spread, and so no interval
-STEPS = WholeNumber(0, 10**6, "STEPS")
-THREADS = WholeNumber(1, 1024)  # threads, workers and processes
-BATCH = WholeNumber(1, 65_536)
-NUMBER = RealNumber("X")
-NOT_NEGATIVE = RealNumber("A", 0.0, 1e6)
-SHARE = RealNumber("SHARE", 0.0, 1.0, above=True, read=share)
-SHARE_REMOVED = RealNumber("SHARE", 0.0, 1.0, read=share)
-POINTS = RealNumber("POINTS", 0.0, 100.0)
-SPEED = RealNumber("TIMES", 1.0, 100.0, above=True)
-OPSET = WholeNumber(18, 23)  # `exporting.onnx_formats.OPSETS`, whose import would load torch for --help
+COUNT = Number(int, lambda kinds: kinds.COUNT)  # of images, epochs, steps
+SEED = Number(int, lambda kinds: kinds.SEED)
+BATCH = Number(int, lambda kinds: kinds.BATCH)
+BATCHES = Number(int, lambda kinds: kinds.each(kinds.BATCH, "numbers from 1 to 65536, e.g. 1,8"), "N,N", several=True)
+RANK = replace(BATCH, metavar="R")
+THREADS = Number(int, lambda kinds: kinds.THREADS)  # threads, workers and processes
+DRAWS = TRIALS = Number(int, lambda kinds: kinds.whole(1, 1_000_000))
+ROUNDS = Number(int, lambda kinds: kinds.whole(2, 100_000))  # one round has no spread, and so no interval
+STEPS = Number(int, lambda kinds: kinds.whole(0, 10**6), "STEPS")
+NUMBER = Number(float, metavar="X")
+NOT_NEGATIVE = Number(float, lambda kinds: kinds.number(0.0, 1e6, above=False), "A")
+SHARE = Number(float, lambda kinds: kinds.SHARE, "SHARE")
+SHARES = Number(float, lambda kinds: kinds.each(kinds.SHARE, "shares above 0, at most 1, e.g. 0.8,0.6"), "S,S", True)
+SHARE_REMOVED = Number(float, lambda kinds: kinds.number(0.0, 1.0, above=False), "SHARE")
+POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POINTS", unit="pt")
+EFFORTS = ("quick", "normal", "thorough")  # `planning.effort.EFFORTS`, whose import would load torch for --help
 
 
 def device(text: str) -> str:
@@ -89,33 +45,6 @@ def batch(text: str) -> int | str:
         return BATCH(text)
     except ArgumentTypeError as error:
         raise ArgumentTypeError(f"{error}; give a number of images, or dynamic for any") from None
-
-
-def seeds(text: str) -> tuple[int, ...]:
-    try:
-        values = tuple(SEED(part) for part in text.split(","))
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}; give seeds with commas between them") from error
-    if len(set(values)) < len(values):
-        raise ArgumentTypeError(f"{text!r} gives a seed twice")
-    return values
-
-
-def several_shares(text: str) -> tuple[float, ...]:
-    """The type of several different shares, with commas between them."""
-    return _numbers(text, SHARE)
-
-
-def several_speeds(text: str) -> tuple[float, ...]:
-    """The type of several different speed-ups, with commas between them."""
-    return _numbers(text, SPEED)
-
-
-def _numbers(text: str, kind: RealNumber) -> tuple[float, ...]:
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}; give numbers with commas between them") from error
 
 
 def option(
@@ -139,6 +68,29 @@ def option(
         # An option without help text shows its default alone.
         more["default"], help = default, f"{help} ({default})".strip()
     group.add_argument(name, help=help, **more)
+
+
+def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
+    """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with its help and defaults.
+
+    `names` have the types of the signature; `values` give others, or for a number its placeholder. Options that are not
+    given are None, so that every default is stated once, in the function (`given_arguments`).
+    """
+    for name, value in {**dict.fromkeys(names), **values}.items():
+        parameter = parameters(function)[name]
+        if value is None:
+            value = parameter.value
+        elif isinstance(value, str) and isinstance(parameter.value, Number):
+            value = replace(parameter.value, metavar=value)
+        # The text states a default that is not a plain value, or depends on something.
+        states_default = parameter.help.endswith(")") or any(parameter.default is each for each in (None, False, ()))
+        help = parameter.help if states_default else f"{parameter.help} ({parameter.default})"
+        option(group, f"--{name.replace('_', '-')}", value, help)
+
+
+def given_arguments(arguments: Namespace, *names: str) -> dict[str, Any]:
+    """Returns the arguments of these names that were given, and flags."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 # The syntax of token policies, for help texts.
@@ -208,7 +160,7 @@ def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bo
     parser.writes_folder, parser.kind = folder, kind
 
 
-def add_methods(parser: Parser, shares: str) -> None:
+def add_methods(parser: Parser, shares: tuple[float, ...]) -> None:
     """Adds --methods, and --shares or --macs at which they are compared."""
     syntax = (
         "each 'NAME=RULES [refine=STEPS] [repair=STEPS] [distill=EPOCHS]', with the rules of `attnrx prescribe`, e.g. "
@@ -220,6 +172,6 @@ def add_methods(parser: Parser, shares: str) -> None:
     option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=True)
     # Methods are compared at equal shares kept or at equal costs, and never at both.
     points = parser.add_mutually_exclusive_group()
-    option(points, "--shares", "S,S", f"shares kept ({shares})")
+    option(points, "--shares", SHARES, f"shares kept ({','.join(map(str, shares))})")
     costs = "shares of the model's MACs, e.g. 0.9,0.8,0.5: every method at the largest {share} that costs no more"
-    option(points, "--macs", "S,S", costs)
+    option(points, "--macs", SHARES, costs)

@@ -103,7 +103,7 @@ PLAN = Record(
     },
     open=True,
 )
-# The settings of fits beside their steps (`realization.fit_settings`).
+# The settings of fits beside their steps (`realization.fits`).
 SEED, COUNT, RATE = Integer(), Integer(1, 10**6), Number(1e-12, 1.0)
 FIT_SETTINGS = Record(
     more={

@@ -99,21 +99,11 @@ class TrainingConfig:
     32x32 images. It does not state optimizer, learning rate and schedule, warm-up, weight decay, label smoothing,
     gradient clipping, precision, augmentation, or the initial strengths: those defaults are ours.
 
-    `batch_size` counts the images of all processes together; `accumulate` splits every step into that many
-    micro-batches, for less memory and the same result. The learning rate rises linearly over `warmup_epochs` (None:
-    five, but at most a tenth of the run) from `warmup_learning_rate`, and falls to `min_learning_rate` along a cosine,
-    step by step. Weight decay applies to matrices only: not to biases, norms or strengths. `augmentation=None` uses the
-    dataset's own; `Augmentation(padding=0, flip=False)` disables it. `mixing` is off by default.
+    The learning rate rises linearly over the warm-up and falls along a cosine, step by step. Weight decay applies to
+    matrices only: not to biases, norms or strengths.
 
-    For fine-tuning: `frozen` lists patterns of parameters that are not trained, with * for any text, e.g.
-    `source.patch_embed` or `*.mlp.*`. `layer_decay` multiplies the learning rate once for every block between a
-    parameter and the logits. With `joining` the blocks begin to train one after another, the last first, spread evenly
-    over that share of the run (gradual unfreezing: Howard and Ruder, 2018, arXiv 1801.06146). `nonnegative_fusion`
-    keeps the fusion of shared directions (CP SlimAtt) nonnegative, its columns of length one: S >= 0 in IrrAtt's Eq. 7.
-
-    `strength_init` sets every strength before the first step (None keeps the model's), `strength_decay` is the weight
-    decay of the strengths, and `strength_learning_rate` multiplies their learning rate. On the digits (two layers of
-    four heads with 16 directions, 600 steps of 64, learning rate 2e-3, one seed), mean over the heads:
+    The strengths of SVDA on the digits (two layers of four heads with 16 directions, 600 steps of 64, learning rate
+    2e-3, one seed), mean over the heads:
 
         knob                          mean |strength|  effective rank  retained rank  selectivity  test accuracy
         none (strengths start at 1)              1.15            15.9           14.5        0.006         76.6 %
@@ -127,16 +117,42 @@ class TrainingConfig:
     heads towards uniform attention; a larger strength learning rate spreads the spectrum. Retained rank: directions
     that hold 90 % of the energy.
 
-    With a learned token reducer, the predictors are trained at `predictor_learning_rate` times the learning rate, and
-    the sampling temperature changes from the first to the last of `temperatures`, by the same factor every step.
+    With "ddp" every process has a copy of the model; with "fsdp" a shard of weights, gradients, optimizer state and
+    running mean, and it gathers the weights for every step. The results are equal up to rounding, and a run may be
+    resumed with the other mode or another number of processes.
 
-    `parallel` sets how several processes share the model: with "ddp" each holds a copy; with "fsdp" each holds a shard
-    of weights, gradients, optimizer state and running mean, and gathers the weights for every step. The results are
-    equal up to rounding, and a run may be resumed with the other mode or another number of processes. It has no effect
-    with one process.
-
-    `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last
-    weights. A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
+    Attributes:
+        epochs: Passes over the training images.
+        batch_size: Images per step, over all processes (256, on the command line less for small datasets).
+        accumulate: Gradient accumulation steps, for less memory and the same result.
+        learning_rate: Peak learning rate of warm-up and cosine decay.
+        min_learning_rate: Final learning rate of the cosine decay.
+        warmup_learning_rate: Initial learning rate of the warm-up.
+        weight_decay: On matrices; never on biases, norms or strengths.
+        warmup_epochs: Epochs of rising learning rate (5, at most a tenth of the run).
+        gradient_clip: Largest norm of a gradient; None for no limit.
+        losses: The terms of the objective.
+        augmentation: None for the dataset's own; `Augmentation(padding=0, flip=False)` disables it.
+        mixing: Mixup and CutMix (off).
+        frozen: Patterns of parameters that are not trained, with * for any text, e.g. 'source.patch_embed' or
+            '*.mlp.*'.
+        layer_decay: Factor on the learning rate for every block between a parameter and the logits.
+        joining: Share of the run over which blocks begin to train, from last to first (gradual unfreezing: Howard and
+            Ruder, 2018, arXiv 1801.06146); 0 for all at once.
+        nonnegative_fusion: Keep the fusion of shared directions (CP SlimAtt) nonnegative, its columns of length one:
+            S >= 0 in IrrAtt, Eq. 7.
+        predictor_learning_rate: Factor on the learning rate of token predictors.
+        temperatures: The sampling temperature of learned token reducers at the first step and at the last; it changes
+            by the same factor every step.
+        strength_init: Initial value of every strength (the model's own); larger values sharpen attention sooner.
+        strength_decay: Weight decay of the strengths; pulls the weak ones to zero.
+        strength_learning_rate: Factor on the strengths' learning rate; spreads them sooner.
+        precision: Of the forward pass.
+        compile: Train through torch.compile.
+        parallel: For several processes (accelerate launch, torchrun): a replica per process, or sharded.
+        ema: Decay of a running mean of the weights, which is then validated and saved instead of the last ones (off).
+        seed: Weights, order, augmentation and noise.
+        checkpoint_every: Steps between checkpoints; one is written when the run is interrupted, too.
     """
 
     epochs: int = 80

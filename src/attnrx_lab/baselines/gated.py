@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.training.losses import Loss, LossContext
-from attnrx.verbs.api import realize
 from attnrx_lab.baselines.gates import UVC, VTP, WDPRUNING, GateBudget, GatedModel, least_gated_share, prescribe_gates
 from attnrx_lab.baselines.searched import SearchedBaseline
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.errors import NotSupported
-from attnrx.verbs.api import realize
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import family_of
 from attnrx_lab.baselines.factoring import ModelCompressor

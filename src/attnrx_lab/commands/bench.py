@@ -4,8 +4,18 @@ from argparse import Namespace
 from dataclasses import replace
 
 import attnrx as rx
-from attnrx.cli.inputs import default_device, numbers, require_clock, timed_model
-from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_device, add_methods, add_model, add_out, option
+from attnrx.cli.inputs import default_device, require_clock, timed_model
+from attnrx.cli.options import (
+    BATCHES,
+    ROUNDS,
+    SEED,
+    Number,
+    add_device,
+    add_methods,
+    add_model,
+    add_out,
+    option,
+)
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
@@ -16,15 +26,16 @@ EXAMPLE = (
     "--batches 1,8,64 --threads 1,2 --out speeds.json"
 )
 
-SHARES = "0.5"  # the default of --shares where --macs is not given
+SHARES = (0.5,)  # the default of --shares where --macs is not given
 
 
 def add(parser: Parser) -> None:
     add_model(parser)
     add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
     add_methods(parser, SHARES)
-    option(parser, "--batches", "N,N", "images at once", "1,8,64")
-    option(parser, "--threads", "N,N", "CPU threads (as many as torch takes)")
+    option(parser, "--batches", BATCHES, "images at once", "1,8,64")
+    threads = Number(int, lambda kinds: kinds.each(kinds.THREADS, "numbers from 1 to 1024, e.g. 1,2"), "N,N", True)
+    option(parser, "--threads", threads, "CPU threads (as many as torch takes)")
     option(parser, "--precision", ("float32", "bfloat16", "float16"), "", "float32")
     runtime = (
         "the runtime of all models, the reference's too: eager, compiled, or a format of `attnrx export`, e.g. onnx"
@@ -40,8 +51,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     """Diagnoses on noise, makes every method, and times all in turns with the reference implementation."""
     from attnrx_lab import comparison
 
-    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
-    shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
+    macs = arguments.macs or ()
+    shares = () if macs else arguments.shares or SHARES
     methods = comparison.parse_methods(arguments.methods)
     require_clock(arguments.clock, arguments.device or default_device())
     model = timed_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
@@ -50,12 +61,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # The models of another runtime are files, which are written for the precision of these conditions.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
-    threads = (None,) if arguments.threads is None else numbers("--threads", arguments.threads, THREADS)
+    threads = arguments.threads or (None,)
     protocols = tuple(
         rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
         for count in threads
     )
-    rates = comparison.Rates(numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime)
+    rates = comparison.Rates(arguments.batches, protocols, shares, macs, runtime)
     # Methods are made on the CPU; the protocols place copies of the models on their device.
     bench = comparison.noise_bench(model.to("cpu"), arguments.seed)
     speeds = comparison.compare_speeds(bench, methods, rates, log, arguments.out)

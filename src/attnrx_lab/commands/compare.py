@@ -3,10 +3,9 @@
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.inputs import chosen_images, model_argument, numbers, splits_argument
+from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.options import (
     COUNT,
-    SHARE,
     add_data,
     add_methods,
     add_mixed_data,
@@ -25,7 +24,7 @@ EXAMPLE = (
     "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --methods 'truncatt=uniform_rank:{share}' "
     "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
 )
-SHARES = "0.75,0.5,0.25"  # the default of --shares where --macs is not given
+SHARES = (0.75, 0.5, 0.25)  # the default of --shares where --macs is not given
 
 
 def add(parser: Parser) -> None:
@@ -43,8 +42,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     """Diagnoses once, then prescribes, realizes and measures every method at every share, or at equal MACs."""
     from attnrx_lab import comparison
 
-    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
-    shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
+    macs = arguments.macs or ()
+    shares = () if macs else arguments.shares or SHARES
     methods = comparison.parse_methods(arguments.methods)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)

@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, DRAWS, NUMBER, add_out, option, seeds
+from attnrx.cli.options import BATCH, COUNT, DRAWS, NUMBER, Number, add_out, option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 
 SUMMARY = "make tables of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
+
+SEEDS = Number(int, lambda kinds: _different_seeds(kinds), "N,N", several=True)
 
 # The options that change the setting of the experiment with the same name; the others are those of the recipe.
 KNOBS: Mapping[str, tuple[Any, str]] = {
@@ -38,7 +40,7 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
 def add(parser: Parser) -> None:
     parser.add_argument("recipe", nargs="*", help="e.g. svda/table1; left out, all recipes are listed")
     option(parser, "--only", "SCENARIO", "only this dataset or model; may be repeated", action="append")
-    option(parser, "--seeds", seeds, "instead of the recipe's, e.g. 42,43,44", metavar="N,N")
+    option(parser, "--seeds", SEEDS, "instead of the recipe's, e.g. 42,43,44")
     tiny = "on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper"
     option(parser, "--tiny", bool, tiny)
     option(parser, "--processes", COUNT, "runs side by side; on a GPU three share it well", 1)
@@ -82,6 +84,13 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     records = [table.to_records() for table in tables]
     record = records[0] if len(arguments.recipe) == 1 else {"tables": records}
     return Outcome(record, tuple(shown), 1 if any(table.off for table in tables) else 0)
+
+
+def _different_seeds(kinds: Any) -> Any:
+    def accepts(seeds: tuple[int, ...]) -> bool:
+        return len(set(seeds)) == len(seeds) and all(map(kinds.SEED.accepts, seeds))
+
+    return kinds.Kind("different seeds from 0 on, e.g. 42,43,44", accepts)
 
 
 def _value(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Methods: ways of compressing a model as text, and the compressors that make the model at any share."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import floor
@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.realization import realize_fitted
-from attnrx.change.realization.distillation import Distill, distill
-from attnrx.change.realization.refinement import Refinement, refine
-from attnrx.change.realization.repair import Repair, repair
+from attnrx.change.realization.fits import fits_of, realize_and_fit
 from attnrx.data import ImageSet
 from attnrx.decide.planning.budget import costs_at, least_share
 from attnrx.decide.rules import SHARE, Template
@@ -20,7 +17,7 @@ from attnrx.nouns.comparison import Unreached
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.support.text_parsing import split_named
-from attnrx.verbs.api import prescribe
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import FITS
 from attnrx_lab.baselines import (
@@ -170,19 +167,8 @@ class RuleCompressor(ModelCompressor):
             if not method.varies:
                 raise
             return bench.model
-        # The repair comes last, because it fits every block to the outputs of the blocks before it, queries and keys
-        # included.
-        fits: list[Callable[[nn.Module], nn.Module]] = []
-        if method.refined:
-            refinement = Refinement(steps=method.refined, seed=bench.seed)
-            fits.append(lambda smaller: refine(smaller, bench.model, bench.calibration, refinement).model)
-        if method.repaired:
-            settings = Repair(steps=method.repaired, seed=bench.seed)
-            fits.append(lambda smaller: repair(smaller, bench.model, bench.calibration, settings).model)
-        smaller = realize_fitted(bench.model, prescription, fits, calibration=bench.calibration)
-        if not method.distilled:
-            return smaller
-        return distill(smaller, bench.model, bench.calibration, Distill(method.distilled, seed=bench.seed)).model
+        steps: dict[str, int] = dict(zip(FITS, (method.refined, method.repaired, method.distilled), strict=True))
+        return realize_and_fit(bench.model, prescription, bench.calibration, fits_of(steps, bench.seed))
 
 
 def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:

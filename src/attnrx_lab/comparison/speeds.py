@@ -14,6 +14,7 @@ from torch import nn
 from attnrx.change.exporting import ExportSubject, Format, bare_subject, write_exported
 from attnrx.data import from_tensors
 from attnrx.data.model_data import normalization_of
+from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.comparison import Unreached, kept_text
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
@@ -21,7 +22,6 @@ from attnrx.support.progress import Log, no_log
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import write_json
 from attnrx.support.tables import markdown_table
-from attnrx.verbs.api import diagnose
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of, reduction_of
 from attnrx_lab.comparison.methods import Method, MethodBench, points, require_points

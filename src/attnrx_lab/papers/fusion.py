@@ -22,7 +22,7 @@ from attnrx.nouns.diagnosis import LayerDiagnosis
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Float, Tensor
-from attnrx.verbs.api import load
+from attnrx.verbs.load import load
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx_lab.papers import sources

@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet, Splits
+from attnrx.data.model_data import adapt_preprocessing
+from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
@@ -17,7 +20,8 @@ from attnrx.support.dataclass_records import to_dict
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import FusionOwnership, Task
-from attnrx.verbs.api import adapt_preprocessing, diagnose, load, prescribe, realize
+from attnrx.verbs.load import load
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import IRRATT, Compression
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec

@@ -13,6 +13,7 @@ from torch import nn
 
 from attnrx.data import Normalization, Splits, object_patches
 from attnrx.data.digits import canvases
+from attnrx.data.model_data import adapt_preprocessing
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.atomic_writes import locked
@@ -21,7 +22,7 @@ from attnrx.support.progress import Log
 from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
-from attnrx.verbs.api import adapt_preprocessing, load
+from attnrx.verbs.load import load
 from attnrx.vit.costs import IRRATT
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.tokens import Random, TokenPolicy, parse_policy

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from attnrx.data import Splits, own_classes
+from attnrx.data.model_data import adapt_preprocessing
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Comparison, parse_checks
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
-from attnrx.verbs.api import adapt_preprocessing, load
+from attnrx.verbs.load import load
 from attnrx.vit.models import build_model, family_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 from attnrx_lab.checks import Robustness, Transfer

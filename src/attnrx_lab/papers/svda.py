@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet, Splits, load_data
-from attnrx.decide.rules import EnergyRetention, Rule, TopRank
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules import EnergyRetention, Rule, TopRank, control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
@@ -18,7 +20,8 @@ from attnrx.show.checks import Accuracy, Bounds, Comparison, Controls, Costs, Fi
 from attnrx.support.errors import NoOpPrescription, UnknownName
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
-from attnrx.verbs.api import control_prescriptions, diagnose, load, prescribe, realize
+from attnrx.verbs.load import load
+from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import SCENARIOS, build_model
 from attnrx_lab.papers.experiment import (
     Experiment,

@@ -187,18 +187,28 @@ def export(
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and returns the file as a module.
 
-    With `features` the file returns the features of all patches instead of the logits (`PatchFeatures`). The file of a
-    model without a classifier returns its embeddings, and has no class names.
+    The outputs of the file are compared with the model's; if they differ by more than rounding (for int8: than
+    `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and preprocessing
+    of images, the class names, versions, and the measured parity. An ONNX file contains preprocessing and class names
+    too. The script run_NAME.py beside an ONNX or OpenVINO file classifies an image with the runtime, NumPy and Pillow
+    alone, preprocessed as attnrx and the model's library do it. An earlier export at the path is replaced with its
+    script; other files beside it are never overwritten.
 
-    `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
-    e.g. openvino(precision=bf16). The file accepts batches of any size, or of `batch` images; `precision` defaults to
-    the model's own. Its logits are compared with the model's on the calibration images (required for int8) or on noise;
-    if a logit differs by more than rounding (for int8: than `most_difference`), no file is written. PATH.json contains
-    the fingerprint of the model, the shape and preprocessing of images, `class_names` (by default the model's, else
-    those of a calibration dataset with as many classes, e.g. an ImageFolder), versions, and the measured parity. An
-    ONNX file contains preprocessing and class names too. The script run_NAME.py beside an ONNX or OpenVINO file
-    classifies an image with the runtime, NumPy and Pillow alone, preprocessed as attnrx and the model's library do it.
-    An earlier export at the path is replaced with its script; other files beside it are never overwritten.
+    Args:
+        model: The model. The file of a model without a classifier returns its embeddings, and has no class names.
+        path: The file.
+        to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
+            e.g. openvino(precision=bf16).
+        batch: The number of images that the file takes at once, or dynamic for any (dynamic).
+        precision: Of weights and images (the model's own).
+        calibration: Images, normalized for the model, that parity is measured on, by default on noise; required for
+            int8.
+        class_names: The name of every class; by default the model's, else those of a calibration dataset with as many
+            classes, e.g. an ImageFolder.
+        features: Write the features of all patches instead of the answer of the model.
+
+    Returns:
+        The file as a module, which runs in the runtime of the format.
 
     Raises:
         NotSupported: The model cannot be written in this format, or the logits differ.

@@ -1,7 +1,8 @@
 """Realizes prescriptions: a smaller copy of a model, or a masked one, and fits of its weights."""
 
 from attnrx.change.realization.directions import compressed_spec
-from attnrx.change.realization.realizing import realize, realize_fitted
+from attnrx.change.realization.fits import realize_and_fit
+from attnrx.change.realization.realizing import realize
 from attnrx.change.realization.token_policies import calibrated, prescribed_tokens, realize_tokens_
 
 __all__ = [
@@ -9,6 +10,6 @@ __all__ = [
     "compressed_spec",
     "prescribed_tokens",
     "realize",
-    "realize_fitted",
+    "realize_and_fit",
     "realize_tokens_",
 ]

@@ -1,9 +1,7 @@
 """Realizes a prescription: ranks layer by layer, then the token policy."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -85,29 +83,6 @@ def realize(
     fits = (refitted(model, prescription, images), prescription.layers)
     candidates = [_realized(model, prescription, layers, by, norms, images) for layers in fits]
     return nearest_candidate(candidates, model, images)
-
-
-@verb
-def realize_fitted(
-    model: nn.Module, prescription: Prescription, fits: Sequence[Callable[[nn.Module], nn.Module]], **given: Any
-) -> nn.Module:
-    """Realizes all of a prescription but its tokens, applies the `fits`, which observe all tokens, then its tokens.
-
-    `given` are arguments of `realize`.
-    """
-    # Fits compare tokens one by one with those of the original, so they need all of them.
-    ranks, tokens = replace(prescription, tokens=None), prescription.tokens
-    if ranks.rules or tokens is None:
-        realized = realize(model, ranks, **given)
-    else:  # no ranks to realize, only a copy to make
-        prescription.require(model_fingerprint(model))
-        realized = copy_module(model)
-    for fit in fits:
-        realized = fit(realized)
-    if tokens is not None:
-        heads = shape_of(model, family_of(model)).heads
-        realize_tokens_(realized, family_of(realized), tokens, "compress", heads, given.get("calibration"))
-    return realized
 
 
 def _realized(

@@ -5,7 +5,18 @@ from dataclasses import fields, replace
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import OPSET, THREADS, add_data, add_device, add_model, add_out, batch, option
+from attnrx.cli.options import (
+    COUNT,
+    THREADS,
+    add_arguments,
+    add_data,
+    add_device,
+    add_model,
+    add_out,
+    batch,
+    given_arguments,
+    option,
+)
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -27,13 +38,11 @@ def add(parser: Parser) -> None:
     add_model(parser)
     option(parser, "--to", "FORMAT", FORMATS, "onnx")
     add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
-    option(parser, "--batch", batch, "the batch size, or dynamic for any", "dynamic", metavar="N")
-    option(parser, "--opset", OPSET, "the version of ONNX's operators, 18 to 23 (20)")
-    option(parser, "--precision", ("float32", "bfloat16", "float16"), "of weights and images (the model's own)")
+    add_arguments(parser, "export", "features", batch=batch, precision=("float32", "bfloat16", "float16"))
+    option(parser, "--opset", COUNT, "the version of ONNX's operators, 18 to 23 (20)")
     add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
     option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
     option(parser, "--threads", THREADS, "CPU threads of that comparison (torch's default)")
-    option(parser, "--features", bool, "write the features of all patches instead of the answer of the model")
     add_device(parser)
 
 
@@ -49,7 +58,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
-    options = {"batch": arguments.batch, "precision": arguments.precision, "features": arguments.features}
+    options = given_arguments(arguments, "batch", "precision", "features")
     exported = rx.export(model, arguments.out, form, **options, calibration=calibration, class_names=names)
     # The dictionary of the file: the comparison below adds the speeds to it.
     facts, speeds = exported.facts, ()

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.options import option
+from attnrx.cli.options import add_arguments, given_arguments
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
@@ -18,14 +18,12 @@ EXAMPLE = (
 def add(parser: Parser) -> None:
     parser.add_argument("folder", help="a model saved by attnrx, with its card and evidence")
     parser.add_argument("repository", metavar="OWNER/NAME", help="the repository; created if missing")
-    option(parser, "--license", "NAME", "of the weights, an identifier of the hub, e.g. apache-2.0")
-    option(parser, "--base-model", "OWNER/NAME", "the original on the hub")
-    option(parser, "--private", bool, "a new repository is private")
+    add_arguments(parser, "push_to_hub", "private", license="NAME", base_model="OWNER/NAME")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     log(f"uploading {arguments.folder} to {arguments.repository}")
-    about = {"license": arguments.license, "base_model": arguments.base_model}
-    address = rx.push_to_hub(arguments.folder, arguments.repository, **about, private=arguments.private)
+    about = given_arguments(arguments, "license", "base_model", "private")
+    address = rx.push_to_hub(arguments.folder, arguments.repository, **about)
     name = f"hub:{arguments.repository}"
     return Outcome({"model": name, "address": address}, (f"model: {name}", address))

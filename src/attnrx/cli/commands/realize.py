@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
+from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import COUNT, SEED, STEPS, add_data, add_device, add_mixed_data, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.parser import Parser
@@ -57,8 +57,7 @@ def add(parser: Parser) -> None:
     add_data(parser, "training images for --norms refit, fits of weights, --form and tokens by image", required=False)
     add_mixed_data(parser)
     calibration = (
-        "training images for --norms refit, --repair, --distill and tokens by image; the first "
-        f"{REFINED_ON} of them for --refine"
+        "training images for --norms refit, --repair, --distill and tokens by image; the first 96 of them for --refine"
     )
     option(parser, "--calibration-images", COUNT, calibration, 512)
     option(parser, "--seed", SEED, "seeds --refine, --repair and --distill", 0)
@@ -66,7 +65,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.change.realization.fit_settings import recorded_settings, settings_of  # imports torch
+    from attnrx.change.realization.fits import fits_of, fits_record, realize_and_fit  # imports torch
 
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)
@@ -81,9 +80,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
     how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
-    seeds = {name: {"seed": arguments.seed} for name in FITS}
-    how |= recorded_settings(*settings_of({**how, "settings": seeds}).values())
-    slim = made(model, prescription, how, _calibration(model, prescription, arguments))
+    fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
+    how |= fits_record(*fits)
+    images = _calibration(model, prescription, arguments)
+    slim = realize_and_fit(model, prescription, images, fits, arguments.by, arguments.norms)
     prescription = replace(rx.realization.calibrated(prescription, slim), about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
     before, after = (rx.costs.SVDA.price(rx.models.family_of(each).costs(each)) for each in (model, slim))

@@ -6,17 +6,15 @@ from pathlib import Path
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import (
-    BATCH,
-    SEED,
-    SHARE,
-    SPEED,
-    THREADS,
-    RealNumber,
+    EFFORTS,
+    POINTS,
+    add_arguments,
     add_data,
     add_device,
     add_mixed_data,
     add_model,
     add_out,
+    given_arguments,
     option,
 )
 from attnrx.cli.outcome import Outcome, Table, significant
@@ -27,9 +25,8 @@ SUMMARY = "make a model smaller and faster for a target, without labels, and ver
 EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk"
 
 
-def accuracy_points(text: str) -> float:
-    """The type of percentage points, with or without the unit."""
-    return RealNumber("POINTS", 0.0, 100.0)(text.strip().removesuffix("pt"))
+TARGETS = ("faster", "macs", "params", "max_drop")
+SETTINGS = ("batch", "threads", "by_image", "seed")
 
 
 def add(parser: Parser) -> None:
@@ -37,24 +34,10 @@ def add(parser: Parser) -> None:
     add_data(parser, "the images to plan and to verify on")
     add_mixed_data(parser)
     target = parser.add_mutually_exclusive_group(required=True)
-    option(target, "--faster", SPEED, "the speed-up, e.g. 1.6, measured on this machine")
-    option(target, "--macs", SHARE, "the share of the MACs that stays, e.g. 0.5")
-    option(target, "--params", SHARE, "the share of the parameters that stays, e.g. 0.7")
-    option(target, "--max-drop", accuracy_points, "the points of accuracy that may be lost, e.g. 1pt", metavar="POINTS")
+    add_arguments(target, "shrink", faster="TIMES", macs="SHARE", params="SHARE", max_drop=POINTS)
     add_out(parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True)
-    option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured; thorough also distills", "quick")
-    option(parser, "--batch", BATCH, "images per forward pass whose latency is measured", 32)
-    option(parser, "--threads", THREADS, "CPU threads of that forward pass (torch's default)")
-    option(parser, "--by-image", bool, "every image its own number of tokens; no model.onnx, whose shapes are fixed")
+    add_arguments(parser, "shrink", *SETTINGS, effort=EFFORTS, to="FORMAT")
     option(parser, "--no-onnx", bool, "write no model.onnx")
-    option(
-        parser,
-        "--to",
-        "FORMAT",
-        "write a file of this format too, which --faster is then about, with evidence of that file: int8, "
-        "'openvino(precision=bf16)' ... (see export)",
-    )
-    option(parser, "--seed", SEED, "seeds every random draw", 0)
     add_device(parser)
 
 
@@ -68,33 +51,21 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
-    shrunk = rx.shrink(
-        model,
-        splits,
-        faster=arguments.faster,
-        macs=arguments.macs,
-        params=arguments.params,
-        max_drop=arguments.max_drop,
-        batch=arguments.batch,
-        threads=arguments.threads,
-        effort=arguments.effort,
-        by_image=arguments.by_image,
-        to=arguments.to,
-        folder=arguments.out,
-        seed=arguments.seed,
-        log=log,
-    )
+    settings = given_arguments(arguments, *TARGETS, *SETTINGS, "effort", "to")
+    shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
     log("writing the folder and model.onnx" if onnx else "writing the folder")
     exported: rx.Evidence | None = None
-    timing = {"threads": arguments.threads}
+    timing = given_arguments(arguments, "batch", "threads")
 
     def write_exported(new: Path) -> None:
         nonlocal exported
         if arguments.to is not None:
             log(f"writing and verifying the file as {arguments.to}")
-            exported = shrunk.write_exported(new, arguments.to, model, splits, batch=arguments.batch, **timing)
+            exported = shrunk.write_exported(new, arguments.to, model, splits, **timing)
 
-    folder = shrunk.save(arguments.out, onnx=onnx, write_beside=write_exported, original=model, **timing)
+    folder = shrunk.save(
+        arguments.out, onnx=onnx, write_beside=write_exported, original=model, threads=arguments.threads
+    )
     record = {
         "summary": shrunk.summary(),
         "folder": str(folder),

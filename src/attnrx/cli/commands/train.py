@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
-from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, POLICY, SEED, add_data, add_model, add_out, option
+from attnrx.cli.options import (
+    NOT_NEGATIVE,
+    POLICY,
+    add_arguments,
+    add_data,
+    add_model,
+    add_out,
+    given_arguments,
+    option,
+)
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -19,33 +28,35 @@ if TYPE_CHECKING:
 SUMMARY = "train a model, or resume an interrupted run"
 EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42"
 
-# The numeric fields of TrainingConfig: the option, its type, its help with the default.
-KNOBS = (
-    ("epochs", COUNT, "passes over the training images (80)"),
-    ("batch_size", BATCH, "images per step, over all processes (256, or less for small datasets)"),
-    ("accumulate", BATCH, "gradient accumulation steps, for less memory (1)"),
-    ("learning_rate", NUMBER, "peak learning rate of warm-up and cosine decay (0.001)"),
-    ("min_learning_rate", NUMBER, "final learning rate of the cosine decay (0)"),
-    ("warmup_learning_rate", NUMBER, "initial learning rate of the warm-up (0)"),
-    ("layer_decay", NUMBER, "factor on the learning rate for every block before the last (1.0)"),
-    ("joining", NUMBER, "share of the run over which blocks are unfrozen, from last to first (0: all at once)"),
-    ("weight_decay", NUMBER, "on matrices; never on biases, norms or strengths (0.05)"),
-    ("warmup_epochs", NUMBER, "epochs of rising learning rate (5, at most a tenth of the run)"),
-    ("gradient_clip", NUMBER, "largest norm of a gradient (1.0)"),
-    ("strength_init", NUMBER, "initial value of every strength; larger values sharpen attention sooner (1.0)"),
-    ("strength_decay", NUMBER, "weight decay of the strengths; pulls the weak ones to zero (0)"),
-    ("strength_learning_rate", NUMBER, "factor on the strengths' learning rate; spreads them sooner (1.0)"),
-    ("predictor_learning_rate", NUMBER, "factor on the learning rate of token predictors (10)"),
-    ("ema", NUMBER, "decay of an exponential moving average of the weights, which is then saved (off)"),
-    ("seed", SEED, "weights, order, augmentation and noise (42)"),
-    ("checkpoint_every", COUNT, "steps between checkpoints (500)"),
+# The fields of TrainingConfig that are numbers or flags; their defaults are stated there.
+FIELDS = (
+    "epochs",
+    "batch_size",
+    "accumulate",
+    "learning_rate",
+    "min_learning_rate",
+    "warmup_learning_rate",
+    "layer_decay",
+    "joining",
+    "weight_decay",
+    "warmup_epochs",
+    "gradient_clip",
+    "strength_init",
+    "strength_decay",
+    "strength_learning_rate",
+    "predictor_learning_rate",
+    "ema",
+    "seed",
+    "checkpoint_every",
+    "compile",
+    "nonnegative_fusion",
 )
+PRECISIONS, PARALLEL = ("bf16", "fp32"), ("ddp", "fsdp")
 
 # Models of the SVDA paper: a scenario fits any data of its image size. All others have weights, or the shape of a
 # published model.
 BUILT_FOR_DATA = ("svda", "dense")
 
-PARALLEL = "for several processes (accelerate launch, torchrun): a replica per process, or sharded (ddp)"
 LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
 
 
@@ -58,17 +69,12 @@ def add(parser: Parser) -> None:
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="resume the run in --out")
     option(parser, "--tensorboard", bool, "also log to TensorBoard in --out")
     knobs = parser.add_argument_group("training")
-    for name, kind, message in KNOBS:
-        option(knobs, f"--{name.replace('_', '-')}", kind, message)
-    option(knobs, "--precision", ("bf16", "fp32"), "of the forward pass (bf16)")
-    option(knobs, "--parallel", ("ddp", "fsdp"), PARALLEL)
-    option(knobs, "--compile", bool, "train through torch.compile")
+    add_arguments(knobs, "TrainingConfig", *FIELDS, precision=PRECISIONS, parallel=PARALLEL)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
     option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
     option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
     option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
     option(knobs, "--frozen", "NAME", "frozen parameters, e.g. 'source.patch_embed'", nargs="+")
-    option(knobs, "--nonnegative-fusion", bool, "keep shared directions' strengths above zero")
     option(knobs, "--mixup", NOT_NEGATIVE, "mixup with lambda from Beta(A, A) (off)")
     option(knobs, "--cutmix", NOT_NEGATIVE, "CutMix with lambda from Beta(A, A) (off)")
 
@@ -110,9 +116,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
     """Returns the given arguments of TrainingConfig; the others keep their defaults."""
-    # Options that were not given are None, so that every default is stated once, in TrainingConfig.
-    names = [*(name for name, _, _ in KNOBS), "precision", "parallel"]
-    chosen = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    chosen = given_arguments(arguments, *FIELDS, "precision", "parallel")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
     # Otherwise the default losses are those of TrainingConfig, with label smoothing.
@@ -122,7 +126,7 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
         chosen["frozen"] = tuple(arguments.frozen)
     if arguments.mixup is not None or arguments.cutmix is not None:
         chosen["mixing"] = rx.training.Mixing(mixup=arguments.mixup or 0.0, cutmix=arguments.cutmix or 0.0)
-    return {**chosen, "compile": arguments.compile, "nonnegative_fusion": arguments.nonnegative_fusion}
+    return chosen
 
 
 def _reducing(

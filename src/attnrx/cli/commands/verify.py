@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import chosen_images, kind_of, made, model_argument, splits_argument
+from attnrx.cli.inputs import chosen_images, kind_of, model_argument, splits_argument
 from attnrx.cli.options import DRAWS, POINTS, add_backend, add_data, add_running, add_split, add_trust, option
 from attnrx.cli.origin import CandidateOrigin, masked_model, origin_of
 from attnrx.cli.outcome import Outcome, Table, significant
@@ -163,7 +163,11 @@ def _controls(
     calibration = training.take(min(how["calibration_images"], len(training)))
     draws = RANDOM_CONTROLS if arguments.draws is None else arguments.draws
     prescriptions = rx.control_prescriptions(diagnosis, prescription, draws=draws, seed=arguments.seed)
-    return {"prescriptions": prescriptions, "realize": partial(made, reference, how=how, calibration=calibration)}
+    from attnrx.change.realization.fits import realize_and_fit, recorded_fits  # imports torch
+
+    # With the recorded seeds and all other settings: a control is fitted as the candidate was.
+    how = {"images": calibration, "fits": recorded_fits(how), "by": how["by"], "norms": how["norms"]}
+    return {"prescriptions": prescriptions, "realize": partial(realize_and_fit, reference, **how)}
 
 
 def _findings_table(evidence: "rx.Evidence") -> Table:

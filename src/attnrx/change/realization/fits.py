@@ -1,0 +1,130 @@
+"""The fits of a realized model, in one order: refine and repair, then the tokens, then distill; and their record.
+
+A prescription records the settings of every fit, seeds included, so that a model and its matched controls are made
+again by `realize_and_fit` from the record.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+
+from attnrx.change.realization.distillation import Distill, distill
+from attnrx.change.realization.realizing import realize
+from attnrx.change.realization.refinement import Refinement, refine
+from attnrx.change.realization.repair import Repair, repair
+from attnrx.change.realization.token_policies import realize_tokens_
+from attnrx.data import ImageData
+from attnrx.data.model_data import images_for
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidInput
+from attnrx.support.modules import copy_module
+from attnrx.support.progress import Log, begin, no_log
+from attnrx.vit.maps import FITS, REALIZED_NORMS
+from attnrx.vit.models import family_of, model_fingerprint, shape_of
+from attnrx.vit.models.verbs import verb
+
+Fit = Refinement | Repair | Distill
+# The settings of every fit, the field that counts its steps (the record has it under the name of the fit), and the
+# function. The repair comes after the refinement, because it fits every block to what the blocks before it give,
+# queries and keys included.
+KINDS: Mapping[str, tuple[type[Any], str, Callable[..., Any]]] = dict(
+    zip(FITS, ((Refinement, "steps", refine), (Repair, "steps", repair), (Distill, "epochs", distill)), strict=True)
+)
+# The images of a refinement, which holds the inputs of a layer for all of them in memory.
+MAX_REFINEMENT_IMAGES = 96
+
+
+def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
+    """Returns the fits of these steps by name, of which 0 is none, with their usual settings and one seed."""
+    return tuple(
+        kind(**{count: steps[name], "seed": seed}) for name, (kind, count, _) in KINDS.items() if steps.get(name)
+    )
+
+
+def fits_record(*fits: Fit) -> dict[str, Any]:
+    """Returns the steps of every fit by its name, and all other settings, seeds included, under "settings"."""
+    record: dict[str, Any] = {"settings": {}}
+    for settings in fits:
+        name = _name_of(settings)
+        fields = asdict(settings)
+        record[name] = fields.pop(KINDS[name][1])
+        # As JSON gives them back: a prescription equals the one that was saved.
+        record["settings"][name] = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()
+        }
+    return record
+
+
+def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
+    """Returns the fits of a record, in their order; records of earlier versions have the steps only."""
+    found = []
+    for name, (kind, count, _) in KINDS.items():
+        if record.get(name):
+            fields = record.get("settings", {}).get(name, {})
+            values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+            found.append(kind(**{count: record[name]}, **values))
+    return tuple(found)
+
+
+@verb
+def realize_and_fit(
+    model: nn.Module,
+    prescription: Prescription,
+    images: ImageData | None = None,
+    fits: Sequence[Fit] = (),
+    by: str = "compress",
+    norms: str = REALIZED_NORMS[0],
+    log: Log = no_log,
+) -> nn.Module:
+    """Realizes a prescription as `realize` does, and fits the weights of the result to the model, without labels.
+
+    Refinement and repair compare tokens one by one with those of the model, so they come before tokens are pruned or
+    merged; distillation takes such a model, and comes last.
+
+    Args:
+        model: The original.
+        prescription: The prescription of the original.
+        images: The images to calibrate on and to fit to; a refinement takes the first 96 of them.
+        fits: The settings of the fits.
+        by: "compress" or "mask"; weights of a mask are not fitted.
+        norms: The norms of compressed SVDA layers.
+        log: Receives the result of the distillation.
+
+    Raises:
+        InvalidInput: Fits of a mask, or without images.
+    """
+    if not fits:
+        return realize(model, prescription, by=by, norms=norms, calibration=images)
+    if by != "compress" or images is None:
+        requested = " and ".join(map(_name_of, fits))
+        raise InvalidInput(
+            f"{requested} with by={by!r} and {'no images' if images is None else 'images'}: the weights of "
+            "compressed layers are fitted on images; give by='compress' and images (on the command line --by compress "
+            "and --data NAME)."
+        )
+    images, ordered = images_for(model, images, "images"), sorted(fits, key=lambda fit: FITS.index(_name_of(fit)))
+    ranks, tokens = replace(prescription, tokens=None), prescription.tokens
+    if ranks.rules or tokens is None:
+        realized = realize(model, ranks, norms=norms, calibration=images)
+    else:  # no ranks to realize, only a copy to make
+        prescription.require(model_fingerprint(model))
+        realized = copy_module(model)
+    for settings in (fit for fit in ordered if not isinstance(fit, Distill)):
+        some = images.take(min(MAX_REFINEMENT_IMAGES, len(images))) if isinstance(settings, Refinement) else images
+        realized = KINDS[_name_of(settings)][2](realized, model, some, settings).model
+    if tokens is not None:
+        heads = shape_of(model, family_of(model)).heads
+        realize_tokens_(realized, family_of(realized), tokens, "compress", heads, images)
+    for settings in (fit for fit in ordered if isinstance(fit, Distill)):
+        begin("distilling")
+        found = KINDS["distill"][2](realized, model, images, settings)
+        reached = f"{found.before:.4f} to {found.after:.4f} on images it was not fitted to"
+        log(f"distilled at the rate {found.learning_rate}: {reached}")
+        realized = found.model
+    return realized
+
+
+def _name_of(settings: Fit) -> str:
+    return next(name for name, (kind, *_) in KINDS.items() if isinstance(settings, kind))

@@ -1,0 +1,242 @@
+"""`elastic`: several sizes of a model in one folder, each shrunk for its own budget, and all timed together."""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.change.realization.elastic import INDEX, KIND, ORIGINAL, Elastic, Size, fit_tokens_
+from attnrx.change.realization.fitting import mean_divergences
+from attnrx.data import Columns, ImageData, Splits
+from attnrx.decide.planning import Target
+from attnrx.decide.planning.plan_timing import final_speeds
+from attnrx.decide.planning.target import target_of
+from attnrx.nouns.evidence import Evidence
+from attnrx.support.arguments import FASTER, PATH, checked, each
+from attnrx.support.atomic_writes import locked, require_absent
+from attnrx.support.errors import InvalidInput, TargetMet
+from attnrx.support.progress import Log, no_log, phases
+from attnrx.support.storage import file_kind
+from attnrx.support.subprocess_runner import shared_subprocess
+from attnrx.verbs.load import load
+from attnrx.verbs.preflight import preflight
+from attnrx.verbs.save import save
+from attnrx.verbs.shrink import BELOW_ONE, COMMON_KINDS, ShrinkRun, load_original, phase_shares, timing_settings
+from attnrx.verbs.shrunk import require_result_folder
+from attnrx.vit.models import family_of, model_fingerprint, reduction_of
+from attnrx.vit.models.verbs import verb
+
+SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
+CUT_IMAGES = 128  # images on which the sizes are compared, with fewer tokens too
+SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
+SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
+
+
+@checked(**COMMON_KINDS, folder=PATH, faster=SPEEDS, macs=SHARES, params=SHARES)
+@verb
+def elastic(  # noqa: PLR0913  (a keyword for every target)
+    model: nn.Module | str | Path,
+    data: ImageData | Splits | str | Path,
+    folder: Path | str,
+    *,
+    faster: Sequence[float] = (),
+    macs: Sequence[float] = (),
+    params: Sequence[float] = (),
+    batch: int = 32,
+    threads: int | None = None,
+    effort: str = "quick",
+    weights: str | Path | None = None,
+    columns: Columns | None = None,
+    seed: int = 0,
+    log: Log = no_log,
+) -> Elastic:
+    """Makes several sizes of a model in one folder, from which `load` returns a model for any budget in between:
+    `load(folder, macs=0.55)`, `load(folder, faster=1.4)` or, on the command line, `FOLDER@macs=0.55`.
+
+    Every size is planned, realized, fitted and verified by itself, and a saved model with evidence in a folder of its
+    own; the original is the largest. Budgets in between are met by the next larger size with fewer tokens. All sizes
+    are timed together, relative to the model in its own library. An interrupted call goes on with the first size that
+    is missing, and a later call with other budgets adds sizes to the folder. A speed that the original has by its
+    kernels needs no size.
+
+    Args:
+        model: A model, or what `load` reads.
+        data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
+        folder: The folder of the sizes.
+        faster: speed-ups, e.g. 1.3,1.6,2, measured on this machine
+        macs: shares of the MACs that stay, e.g. 0.8,0.6,0.4
+        params: shares of the parameters that stay, e.g. 0.8,0.6
+        batch: images per forward pass whose latency is measured
+        threads: CPU threads of that forward pass (torch's default)
+        effort: how much is measured: quick, normal or thorough, which also distills every size
+        weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
+        columns: The columns of images and labels, for tables.
+        seed: seeds every random draw
+        log: Receives a line for every step.
+
+    Returns:
+        The sizes with their costs, as they are in the folder.
+
+    Raises:
+        InvalidInput: Not exactly one kind of budget, or a folder with sizes of another original, of other data or
+            settings.
+        TargetMet: The original meets every budget.
+        NotSupported: No plan reaches a budget.
+    """
+    kinds = {"faster": faster, "macs": macs, "params": params}
+    given = {name: tuple(values) for name, values in kinds.items() if values}
+    if len(given) != 1:
+        raise InvalidInput(
+            f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
+        )
+    ((kind, values),) = given.items()
+    by_value = {value: target_of(**{kind: value}) for value in values}
+    if len(by_value) != len(values):
+        raise InvalidInput(f"{kind}={values}: give every budget once.")
+    preflight(data=data, columns=columns, folder=folder, plans=True, report=True)
+    # From the largest model to the smallest, by shares falling and speeds rising.
+    targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
+    folder = Path(folder)
+    shares = phase_shares("latency" if kind == "faster" else kind, effort)
+    steps = phases(shares, log, repeated=len(targets), again="searching plans")
+    with locked(folder, seconds=0.0):
+        with steps, shared_subprocess() if kind == "faster" else nullcontext():
+            original = load_original(model, weights)
+            _require_elastic_folder(folder)
+            timing = timing_settings(original, batch, threads)
+            run = ShrinkRun.start(original, data, columns, folder, effort=effort, timing=timing, seed=seed, log=log)
+            stored = _stored_sizes(folder, run, targets)
+            missing = {name: target for name, target in targets.items() if name not in stored}
+            for name in missing:
+                require_result_folder(folder / name, original, onnx=False)
+            unneeded = _make_sizes(run, folder, missing, log)
+            if len(unneeded) == len(targets):
+                raise list(unneeded.values())[-1]
+        # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
+        save(original, folder / ORIGINAL)
+        names = (ORIGINAL, *dict.fromkeys((*stored, *(name for name in targets if name not in unneeded))))
+        costs = family_of(original).costs(original)
+        about = {
+            "fingerprint": model_fingerprint(original),
+            "macs": costs.macs,
+            "params": costs.params,
+            "effort": effort,
+            "seed": seed,
+            "timing": {"batch": batch, "threads": threads, "hardware": timing.conditions.hardware},
+        }
+        result = Elastic(folder, _measured_sizes(run, folder, names), about)
+        result.write()
+        return result
+
+
+def _require_elastic_folder(folder: Path) -> None:
+    """Raises InvalidInput if an elastic model would overwrite a file of the user, or hide a saved model."""
+    require_absent([folder / INDEX], lambda path: file_kind(path) == KIND)
+    if (folder / "config.json").exists():
+        raise InvalidInput(f"{folder} has a model, which `load` would not find beside sizes; choose another folder.")
+
+
+def _make_sizes(run: ShrinkRun, folder: Path, targets: Mapping[str, Target], log: Log) -> dict[str, TargetMet]:
+    """Plans, verifies and saves one size after the other; returns the targets that the original meets.
+
+    An interrupted call continues with the next size.
+    """
+    missing, unneeded = dict(targets), dict[str, TargetMet]()
+    # A generator that has raised is finished: after a target that is met, the loop makes another for the rest.
+    while missing:
+        try:
+            for result in run.results(tuple(missing.values())):
+                name = next(iter(missing))
+                result.save(folder / name, onnx=False)
+                log(f"{name}: {result.summary()}")
+                del missing[name]
+        except TargetMet as met:  # by the original, which is a size itself
+            name = next(iter(missing))
+            log(f"{name}: {met}")
+            unneeded[name] = met
+            del missing[name]
+    return unneeded
+
+
+def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -> list[str]:
+    """Returns the names of the sizes that a folder has, of these and of other budgets.
+
+    Raises:
+        InvalidInput: A size was made under other conditions: for another original, on other data ...
+    """
+    conditions: dict[str, Any] = {
+        "reference": model_fingerprint(run.original),
+        "data": run.images.verified.fingerprint,
+        "seed": run.seed,
+        **run.about,
+    }
+    # A folder is saved atomically with its evidence: it is complete or absent.
+    paths = [path for path in sorted(folder.glob("*/evidence.json")) if SIZE_NAME.fullmatch(path.parent.name)]
+    for path in paths:
+        name, expected = path.parent.name, dict(conditions)
+        if name in targets:
+            expected["target"] = str(targets[name])
+        if not name.startswith("faster"):  # only a speed depends on the batch
+            del expected["batch"]
+        stored = Evidence.load(path).about
+        for key, value in expected.items():
+            if stored.get(key) != value:
+                raise InvalidInput(
+                    f"{path.parent} was made with {key} {stored.get(key)}, not {value}; choose another folder."
+                )
+    return [path.parent.name for path in paths]
+
+
+def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
+    """Returns the costs of the stored sizes, all timed in turns."""
+    models = {name: load(folder / name) for name in names}
+    family = family_of(run.original)
+    original, reference = family.costs(run.original), family.library_model(run.original)
+    speeds = final_speeds(models, run.original, reference, run.settings.timing)
+    measured = []
+    for name, model in models.items():
+        costs, path, fingerprint = (
+            family_of(model).costs(model),
+            folder / name / "evidence.json",
+            model_fingerprint(model),
+        )
+        findings = ()
+        if path.exists():
+            evidence = Evidence.load(path)
+            evidence.require(fingerprint, str(folder / name))
+            findings = evidence.findings
+        measured.append(
+            Size(
+                name,
+                costs.macs / original.macs,
+                costs.params / original.params,
+                1 / speeds[name],
+                next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
+                reduction_of(model) is not None,
+                fingerprint=fingerprint,
+            )
+        )
+    # From the largest to the smallest, whatever the budgets they were made for.
+    measured.sort(key=lambda size: size.macs, reverse=True)
+    return tuple(
+        replace(size, cuts=_cuts(run, size, models[size.name], least)) if size.reduces_tokens else size
+        for size, least in zip(measured, [*(size.macs for size in measured[1:]), 0.0], strict=True)
+    )
+
+
+def _cuts(run: ShrinkRun, size: Size, model: nn.Module, least: float) -> tuple[tuple[float, float], ...]:
+    """Returns the MACs and the divergence of a size with fewer tokens, down to the share `least` of the MACs."""
+    original_macs, cut = family_of(run.original).costs(run.original).macs, [model]
+    for share in ((size.macs + least) / 2, least):
+        fewer = copy.deepcopy(model)
+        if fit_tokens_(fewer, share * original_macs):
+            cut.append(fewer)
+    shares = [family_of(each).costs(each).macs / original_macs for each in cut]
+    # All on the same images, so that their differences are not those of images.
+    images = run.images.verified.take(min(CUT_IMAGES, len(run.images.verified)))
+    return tuple(zip(shares, mean_divergences(cut, run.original, images), strict=True))

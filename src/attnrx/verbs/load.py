@@ -1,0 +1,134 @@
+"""`load`: a model from a folder, a name, a module of another library, or an exported file."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from attnrx.change.exporting import is_exported, load_exported
+from attnrx.change.realization.elastic import Elastic, is_elastic
+from attnrx.decide.planning.target import DROP, Target, target_of
+from attnrx.support.arguments import (
+    FASTER,
+    FLAG,
+    FUNCTION,
+    MODEL,
+    PATH,
+    SEED,
+    checked,
+    described,
+    either,
+    instance,
+    number,
+    one_of,
+    optional,
+)
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import (
+    Reader,
+    load_model,
+)
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.outputs import STATEMENTS, state_outputs_
+
+# A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.
+BUDGET = optional(number(0.0, expected="a positive number"))
+SOURCE = replace(
+    either("a folder, a name such as svda:cifar10, or a model", PATH, MODEL), explain=lambda value: _no_model(value)
+)
+
+
+@checked(
+    source=SOURCE,
+    seed=SEED,
+    weights=optional(PATH),
+    pretrained=optional(FLAG),
+    trust=FLAG,
+    macs=BUDGET,
+    params=BUDGET,
+    faster=optional(FASTER),
+    reader=optional(instance("an attnrx.Reader with the paths of the model's parts", Reader)),
+    factory=optional(FUNCTION),
+    outputs=optional(one_of(*STATEMENTS)),
+)
+@verb
+def load(  # noqa: PLR0913  (a keyword for every kind of budget)
+    source: str | Path | nn.Module,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    trust: bool = False,
+    *,
+    macs: float | None = None,
+    params: float | None = None,
+    faster: float | None = None,
+    reader: Reader | None = None,
+    factory: Callable[..., nn.Module] | None = None,
+    outputs: str | None = None,
+) -> nn.Module:
+    """Loads or builds a model.
+
+    `outputs` states what its outputs are where the model does not: "classes" (logits of classes, or of two classes by
+    one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or "embedding". All
+    comparisons depend on it; copies of the model and saved folders keep it. The configuration of a transformers model
+    states it by `problem_type`; without any statement, outputs of a classifier are classes.
+
+    `source` is one of:
+
+    - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub; `weights` are those of
+      the model after further training, as a safetensors file or a folder that the Trainer of transformers wrote;
+    - `timm:NAME`, with the weights of the file `weights` or those that timm downloads;
+    - `hf:ID` or a transformers folder;
+    - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
+    - a configuration name such as `svda:cifar10` (fresh weights);
+    - `lvvit:SIZE` (fresh weights, or those of the published file `weights`);
+    - a module; a model of another library is converted, and so is a module of your own whose parts a `reader` names.
+      `factory(**reader.arguments)` creates that module again, by default its class; a saved folder of such a model
+      needs the `factory` only where the class has not been imported;
+    - the folder of an elastic model, with one of `macs=0.6`, `params=0.7` (shares of the original's) or `faster=1.4`;
+      in one text, `FOLDER@macs=0.6`;
+    - a file written by `export`: the returned module runs it with its runtime. A .pt2 file (formats program and
+      aotinductor) can run code of its author and needs `trust=True`.
+    """
+    # A budget selects a size of an elastic model; for any other source it is an error, not a request to compress.
+    has_budget = any(budget is not None for budget in (macs, params, faster))
+    # Files of a runtime first: they are no folders, and have no configuration.
+    if isinstance(source, str | Path) and is_exported(source):
+        model = load_exported(source, trust)
+    elif (found := _elastic_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
+        elastic, target = found
+        model = elastic.load(target.of, target.most, factory=factory)
+    else:
+        model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
+    if outputs is not None:
+        state_outputs_(model, outputs)
+    return model
+
+
+def _no_model(value: object) -> str:
+    """Returns the end of a message about a value that is no model, though it belongs to one."""
+    if isinstance(value, Mapping):
+        return (
+            ". A state dict has weights, but no architecture: load them into their model, model.load_state_dict(...), "
+            "and give that; or give the name and the file, e.g. attnrx.load('timm:vit_tiny_patch16_224', "
+            "weights='FILE')."
+        )
+    return ". This is a class: give an instance of it." if isinstance(value, type) else ""
+
+
+def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[Elastic, Target] | None:
+    """Returns the elastic model that a source names, and the budget; None for a source of another kind."""
+    if isinstance(source, str | Path):
+        # Only if the part before the last @ is an elastic model: a folder may have an @ in its name.
+        folder, _, text = str(source).rpartition("@")
+        if folder and target is None and is_elastic(folder):
+            source, target = folder, Target.parse(text)
+        if is_elastic(source):
+            elastic = Elastic.read(source)
+            if target is None or target.of == DROP:
+                raise InvalidInput(f"{elastic}\nGive macs=0.6, params=0.7 or faster=1.4, or the folder of one size.")
+            return elastic, target
+    if target is not None:
+        raise InvalidInput(f"load({described(source)}) with the budget {target}: it is not an elastic model.")
+    return None

@@ -1,0 +1,44 @@
+"""`prescribe`: rules and a diagnosis become a prescription."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from attnrx.decide.diagnosing import diagnosis_or_spectra
+from attnrx.decide.rules import Rule, RulesLike, parse_rules, require_remainder
+from attnrx.decide.rules import prescribe_maps as prescribe_with
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.arguments import (
+    checked,
+    instance,
+)
+from attnrx.vit.models.verbs import verb
+
+RULES = instance(
+    "rules: a text such as 'qk=total_rank:0.5', a Rule, or a mapping from maps to them", str, Rule, Mapping
+)
+
+
+@checked(
+    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images), or a model", Diagnosis, nn.Module),
+    rules=RULES,
+)
+@verb
+def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
+    """Applies pruning rules to a diagnosis and returns the prescription.
+
+    `rules` names the rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
+    fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state its
+    metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
+    `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token prescription
+    with trained predictors (`prescribed_tokens`). A prescription of tokens alone accepts the model instead of a
+    diagnosis.
+
+    Raises:
+        NoOpPrescription: The rules keep everything.
+        InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
+    """
+    read, tokens = parse_rules(rules)
+    prescription = prescribe_with(diagnosis_or_spectra(diagnosis, *read.values()), {**read, "tokens": tokens})
+    return require_remainder(prescription)

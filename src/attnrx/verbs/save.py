@@ -1,0 +1,182 @@
+"""`save` and `push_to_hub`: the folder of a model with its prescription, evidence and card."""
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from attnrx.change.realization.elastic import is_elastic
+from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.prescription import Prescription
+from attnrx.show.reports import completed_card, is_unedited, model_card
+from attnrx.support.arguments import (
+    FLAG,
+    MODEL,
+    PATH,
+    TEXT,
+    Kind,
+    checked,
+    instance,
+    optional,
+)
+from attnrx.support.atomic_writes import Parts
+from attnrx.support.errors import CardWarning, InvalidInput
+from attnrx.support.hub import upload
+from attnrx.support.storage import CARD_KIND, file_kind, write_text
+from attnrx.vit.models import (
+    FAMILIES,
+    family_of,
+    model_fingerprint,
+    save_model,
+)
+from attnrx.vit.models.checkpoint import load_weights
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.outputs import output_kind_of
+
+PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
+EVIDENCE = optional(instance("an Evidence, e.g. Evidence.load(FILE)", Evidence))
+OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)))
+
+
+@checked(model=MODEL, folder=PATH, prescription=PRESCRIPTION, evidence=EVIDENCE)
+@verb
+def save(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    prescription: Prescription | None = None,
+    evidence: Evidence | None = None,
+) -> Path:
+    """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
+
+    An existing model in the folder is replaced atomically, with its prescription, evidence and card. Files that attnrx
+    did not write are kept and never overwritten; so is a card that was edited, with a `CardWarning`.
+
+    Args:
+        model: The model.
+        folder: The folder, which is created if missing.
+        prescription: The prescription that the model was realized from.
+        evidence: The evidence of this model.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InvalidInput: A file would be overwritten that attnrx did not write, or the folder is that of an elastic model.
+        FingerprintMismatch: The evidence is of another model.
+    """
+    return save_with(model, folder, prescription, evidence)
+
+
+def save_with(
+    model: nn.Module,
+    folder: Path | str,
+    prescription: Prescription | None,
+    evidence: Evidence | None,
+    write_beside: Callable[[Path], object] = lambda new: None,
+    parts: Parts | None = None,
+) -> Path:
+    """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.
+
+    `parts` are the files of the folder that are replaced, by default those of a model.
+    """
+    require_no_sizes(Path(folder))
+    if evidence is not None:
+        # Evidence of another model beside the weights would be a false claim.
+        evidence.require(model_fingerprint(model), "the model to save")
+
+    def write_documents(new: Path) -> None:
+        if prescription is not None:
+            prescription.save(new / "prescription.json")
+        if evidence is not None:
+            evidence.save(new / "evidence.json")
+        write_text(new / "README.md", _kept_card(Path(folder)) or _card(model, evidence, prescription))
+        write_beside(new)
+
+    # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
+    return save_model(folder, model, write_beside=write_documents, parts=parts)
+
+
+def require_no_sizes(folder: Path) -> None:
+    """Raises InvalidInput for the folder of an elastic model, beside whose sizes `load` finds no model."""
+    if is_elastic(folder):
+        raise InvalidInput(f"{folder} is the folder of an elastic model; choose another folder.")
+
+
+def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
+    costs = family_of(model).costs(model)
+    facts = {
+        "family": family_of(model).name,
+        "outputs": output_kind_of(model).name,
+        "parameters": costs.params,
+        "macs": costs.macs,
+    }
+    return model_card(facts, evidence, prescription)
+
+
+def _kept_card(folder: Path) -> str:
+    """Returns the card of a folder if it was edited after attnrx wrote it, else an empty text."""
+    card = folder / "README.md"
+    # A file that is no card is refused by the write itself, as any other that attnrx did not write.
+    if file_kind(card) != CARD_KIND:
+        return ""
+    text = card.read_text(encoding="utf-8")
+    if is_unedited(text):
+        return ""
+    warnings.warn(
+        f"{card} was edited and is kept; what it states of the earlier model may not be true of the new one. Delete it "
+        "to have one written.",
+        CardWarning,
+        stacklevel=6,
+    )
+    return text
+
+
+@checked(folder=PATH, repository=OWNER_NAME, license=optional(TEXT), base_model=optional(OWNER_NAME), private=FLAG)
+def push_to_hub(
+    folder: Path | str,
+    repository: str,
+    *,
+    license: str | None = None,
+    base_model: str | None = None,
+    private: bool = False,
+) -> str:
+    """Uploads a folder written by `save` to the Hugging Face hub, and returns its address.
+
+    The folder is loaded first, so that no broken model and no evidence of another model is published. A card that was
+    not edited is written again from the files of the folder, e.g. with evidence.json that was added later.
+    `load("hub:OWNER/NAME")` loads the model again.
+
+    Args:
+        folder: The folder of the model, with its card.
+        repository: OWNER/NAME on the hub; created if missing.
+        license: Of the weights, an identifier of the hub, e.g. apache-2.0; in the header of the card.
+        base_model: The original on the hub; in the header of the card.
+        private: A new repository is private.
+
+    Raises:
+        InvalidInput: The folder has no card.
+        CheckpointError: The folder has no model, or a damaged one.
+        FingerprintMismatch: The evidence in the folder is of another model.
+    """
+    folder = Path(folder)
+    # Loaded as others will load it; the fingerprint of its weights must be that of the evidence.
+    model, card = load_weights(folder, FAMILIES), folder / "README.md"
+    if not card.is_file():
+        raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
+    text = written = card.read_text(encoding="utf-8")
+    if (folder / "evidence.json").exists():
+        evidence = Evidence.load(folder / "evidence.json")
+        evidence.require(model_fingerprint(model), str(folder))
+        prescription_path = folder / "prescription.json"
+        prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
+        if is_unedited(text):
+            text = _card(model, evidence, prescription)
+    if license is not None or base_model is not None:
+        text = completed_card(text, license, base_model)
+    # The folder is changed only where the card is, so a second upload has the same files.
+    if text != written:
+        write_text(card, text)
+    return upload(folder, repository, private)

@@ -1,0 +1,401 @@
+"""`shrink`: the whole workflow in one call. Divides the images, plans, realizes and fits, and verifies a smaller model.
+
+`elastic` runs the same steps for several targets.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
+from attnrx.change.realization import calibrated, realize_and_fit
+from attnrx.change.realization.descent import HELD_OUT
+from attnrx.change.realization.distillation import Distill
+from attnrx.change.realization.fits import Fit, fits_record
+from attnrx.change.realization.repair import Repair
+from attnrx.data import (
+    Columns,
+    ImageData,
+    ImageSet,
+    Parts,
+    Splits,
+    load_data,
+    own_images,
+    require_labels,
+    three_parts,
+)
+from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
+from attnrx.decide.planning.effort import EFFORTS, effort_of
+from attnrx.decide.planning.plan_timing import final_protocol, rounds_of
+from attnrx.decide.planning.target import DROP, target_of
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import Prescription, TokenPrescription
+from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
+from attnrx.support.arguments import (
+    ANY,
+    BATCH,
+    CALLBACK,
+    FASTER,
+    FLAG,
+    PATH,
+    SEED,
+    TEXT,
+    THREADS,
+    checked,
+    instance,
+    number,
+    one_of,
+    optional,
+)
+from attnrx.support.atomic_writes import locked
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
+from attnrx.support.progress import Log, begin, no_log, phases
+from attnrx.support.shapes import ImageBatch
+from attnrx.support.subprocess_runner import shared_subprocess
+from attnrx.verbs.load import load
+from attnrx.verbs.preflight import preflight
+from attnrx.verbs.shrunk import Shrunk, require_result_folder, with_accuracy
+from attnrx.verbs.verify import verify
+from attnrx.vit.costs import Conditions
+from attnrx.vit.maps import REALIZED_NORMS
+from attnrx.vit.models import evaluating, model_fingerprint
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.outputs import Logits, output_kind_of
+
+# The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
+DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
+# The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
+MAX_VERIFICATION_IMAGES = 10_000
+REPORT_IMAGES = 8  # test images in the report
+STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
+
+# The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
+# the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
+PHASE_SHARES = {
+    "loading the model": 3.0,
+    "reading the images": 24.0,
+    "diagnosing": 17.0,
+    "measuring costs": 1.0,
+    "measuring sensitivities": 18.0,
+    "searching plans": 32.0,
+    "predicting on other images": 9.0,
+    "realizing and repairing": 150.0,
+    "distilling": 0.0,
+    "verifying": 20.0,
+}
+
+MODEL_OR_NAME = instance("a model, a folder or a name, e.g. 'timm:vit_tiny_patch16_224'", nn.Module, str, Path)
+# The kinds of the arguments that `shrink` and `elastic` have in common.
+COMMON_KINDS = {
+    "model": MODEL_OR_NAME,
+    "data": ANY,
+    "batch": BATCH,
+    "threads": optional(THREADS),
+    "effort": one_of(*EFFORTS),
+    "weights": optional(PATH),
+    "columns": optional(instance("Columns, e.g. attnrx.data.Columns(image_column='image')", Columns)),
+    "seed": SEED,
+    "log": CALLBACK,
+}
+BELOW_ONE = number(0.0, math.nextafter(1.0, 0.0), "a share of the original's above 0 and below 1, e.g. 0.6")
+POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=False)
+
+
+@checked(
+    **COMMON_KINDS,
+    faster=optional(FASTER),
+    macs=optional(BELOW_ONE),
+    params=optional(BELOW_ONE),
+    max_drop=optional(POINTS),
+    by_image=FLAG,
+    to=optional(TEXT),
+    folder=optional(PATH),
+)
+@verb
+def shrink(  # noqa: PLR0913  (a keyword for every target)
+    model: nn.Module | str | Path,
+    data: ImageData | Splits | str | Path,
+    *,
+    faster: float | None = None,
+    macs: float | None = None,
+    params: float | None = None,
+    max_drop: float | None = None,
+    batch: int = 32,
+    threads: int | None = None,
+    effort: str = "quick",
+    by_image: bool = False,
+    to: str | None = None,
+    weights: str | Path | None = None,
+    columns: Columns | None = None,
+    folder: Path | str | None = None,
+    seed: int = 0,
+    log: Log = no_log,
+) -> Shrunk:
+    """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
+
+    The target is one of `faster`, `macs`, `params` and `max_drop`. The data are read once, as many images as the effort
+    needs and at most 10,000 to verify on; random transforms and samplers are one draw of `seed`. Of data with splits
+    the plan sees training and validation images, and the evidence is about test images; other data are divided into
+    three parts. No two parts have images of the same pixels.
+
+    If the unchanged model is as fast as requested, by its kernels or by the format, it is the result.
+
+    Args:
+        model: A model, or what `load` reads.
+        data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
+        faster: the speed-up, e.g. 1.6, measured on this machine
+        macs: the share of the MACs that stays, e.g. 0.5
+        params: the share of the parameters that stays, e.g. 0.7
+        max_drop: the points of accuracy that may be lost, e.g. 1pt
+        batch: images per forward pass whose latency is measured
+        threads: CPU threads of that forward pass (torch's default)
+        effort: how much is measured: quick (minutes), normal or thorough, which also distills the model from the
+            original at the end
+        by_image: every image has its own number of tokens, and those of the plan are means over images; no model.onnx,
+            whose shapes are fixed
+        to: the format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
+            is made with the costs of the model in attnrx, corrected by the measured speed of the files of its plans;
+            `Shrunk.save_exported` writes the file
+        weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
+        columns: The columns of images and labels, for tables.
+        folder: The intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes the
+            results to it. One call at a time uses a folder.
+        seed: seeds every random draw
+        log: Receives a line for every step.
+
+    Returns:
+        The smaller model with its prescription, plan and evidence.
+
+    Raises:
+        InvalidInput: Not exactly one target, labels that do not fit, or a `folder` in which the results would overwrite
+            files that attnrx did not write.
+        CheckpointError: Another process or thread uses the folder.
+        NotSupported: No plan reaches the target.
+    """
+    target = target_of(faster, macs, params, max_drop)
+    preflight(
+        data=data,
+        columns=columns,
+        folder=folder,
+        formats=() if to is None else (parse_format(to),),
+        plans=True,
+    )
+    if to is not None and by_image:
+        raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
+    # One process for all latency measurements, which starts while the images are read.
+    one_process = shared_subprocess() if target.spend == "latency" else nullcontext()
+    one_call = nullcontext() if folder is None else locked(folder, seconds=0.0)
+    with one_call, phases(phase_shares(target.spend, effort), log), one_process:
+        original = load_original(model, weights)
+        form = None if to is None else parse_format(to)
+        if folder is not None:  # before the work
+            require_result_folder(Path(folder), original, not by_image, form)
+        timing = timing_settings(original, batch, threads, form)
+        run = ShrinkRun.start(original, data, columns, folder, effort=effort, timing=timing, to=to, seed=seed, log=log)
+        if target.of == DROP:
+            require_labels(run.images.planned)
+        try:
+            (result,) = run.results((target,), by_image)
+        except TargetMet as met:
+            # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
+            log(str(met))
+            result = run.unchanged(target)
+    return result
+
+
+def phase_shares(spend: str, effort: str) -> dict[str, float]:
+    """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
+    shares = dict(PHASE_SHARES)
+    if spend == "latency":  # blocks are timed, and so are whole plans
+        shares |= {"measuring costs": 60.0, "searching plans": 80.0, "verifying": 30.0}
+    if effort_of(effort).distill_epochs:
+        return {**shares, "distilling": 150.0}
+    return {name: share for name, share in shares.items() if name != "distilling"}
+
+
+def load_original(model: nn.Module | str | Path, weights: str | Path | None) -> nn.Module:
+    begin("loading the model")
+    return load(model, weights=weights).eval()
+
+
+def timing_settings(model: nn.Module, batch: int, threads: int | None, form: Format | None = None) -> TimingSettings:
+    """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format."""
+    # Of models in float64 neither is timed at its own.
+    precision = precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
+    return TimingSettings(batch, Conditions(str(next(model.parameters()).device), precision, threads))
+
+
+@dataclass(frozen=True, eq=False)
+class ShrinkRun:
+    """What every target of one call shares: the original, its diagnosis, and the images by their use."""
+
+    original: nn.Module
+    diagnosis: Diagnosis
+    planned: ImageSet  # the images that the plan is chosen on, which are among those that weights are fitted to
+    images: Parts
+    class_names: tuple[str, ...]
+    settings: PlanSettings
+    about: Mapping[str, Any]
+
+    @classmethod
+    def start(
+        cls,
+        original: nn.Module,
+        data: Any,
+        columns: Columns | None,
+        folder: Path | str | None,
+        *,
+        effort: str,
+        timing: TimingSettings,
+        to: str | None = None,
+        seed: int,
+        log: Log,
+    ) -> "ShrinkRun":
+        """Divides the images and diagnoses the model; an earlier diagnosis and earlier trials in `folder` are used."""
+        preset, state = effort_of(effort), None
+        if folder is not None:
+            state = Path(folder) / STATE_FOLDER
+            try:
+                state.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
+        trials = None if state is None else str(state / "trials.db")
+        search = Search(preset.trials, seed, trials, preset.variations)
+        settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
+        begin("reading the images")
+        # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
+        fitted = max(preset.repair_images, preset.images)
+        if isinstance(data, str | Path):
+            data = load_data(str(data), columns=columns, **input_options(original))
+            data = adapt_preprocessing(data, original)
+        limit = fitted + PREDICTION_IMAGES + MAX_VERIFICATION_IMAGES
+        splits = splits_for(original, data, limit=limit, seed=seed)
+        # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
+        # many on its own images, so its divergence there is too low.
+        images = three_parts(splits, fitted, PREDICTION_IMAGES, MAX_VERIFICATION_IMAGES)
+        for line in (images.summary, *images.notes):
+            log(line)
+        planned = images.planned.take(min(preset.images, len(images.planned)))
+        diagnosis = _diagnosis(original, planned, state, log)
+        about = {"effort": effort, "batch": timing.batch, "planned_on": planned.fingerprint}
+        return cls(original, diagnosis, planned, images, splits.class_names, settings, about)
+
+    @property
+    def seed(self) -> int:
+        """The seed of every random draw of the call."""
+        return self.settings.search.seed
+
+    def results(self, targets: Sequence[Target], by_image: bool = False) -> Iterator[Shrunk]:
+        """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
+        arguments = self.original, self.diagnosis, targets, self.planned, self.images.predicted
+        log, batch = self.settings.log, self.settings.timing.batch
+        for target, plan in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):
+            begin("realizing and repairing")
+            chosen = _by_image(plan.with_predictions) if by_image else plan.with_predictions
+            slim, fits = self._realized(chosen, log)
+            # `attnrx realize` and the matched controls read this record, and repeat it.
+            how = {"by": "compress", "norms": REALIZED_NORMS[0], "refine": 0}
+            how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self.fitted_classes}
+            # The thresholds of tokens by image are known only now.
+            prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
+            yield self._verified(slim, target, plan, prescription, Promises(rounds=rounds_of(batch)))
+
+    def _realized(self, prescription: Prescription, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
+        """Realizes a plan and fits it as the effort states; returns the fits that were possible too."""
+        preset, images, fits = self.settings.effort, self.images.planned, list[Fit]()
+        # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
+        if replace(prescription, tokens=None).rules:
+            fits.append(Repair(preset.repair_steps, seed=self.seed))
+        if preset.distill_epochs and len(images) >= 2 * HELD_OUT:
+            fits.append(Distill(preset.distill_epochs, seed=self.seed))
+        try:
+            return realize_and_fit(self.original, prescription, images, fits, log=log), tuple(fits)
+        except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
+            if not any(isinstance(fit, Repair) for fit in fits):
+                raise
+            log(f"not repaired: {error}")
+        others = [fit for fit in fits if not isinstance(fit, Repair)]
+        return realize_and_fit(self.original, prescription, images, others, log=log), tuple(others)
+
+    def unchanged(self, target: Target) -> Shrunk:
+        """Returns the original, with the evidence of its speed relative to its own library."""
+        timing = self.settings.timing
+        speed = Latency(timing.batch, final_protocol(timing.conditions, timing.batch), library=True)
+        return self._verified(self.original, target, None, None, speed)
+
+    def _verified(
+        self, model: nn.Module, target: Target, plan: Plan | None, prescription: Prescription | None, last: Check
+    ) -> Shrunk:
+        """Verifies a model against the original; `last` is the check of what was promised."""
+        begin("verifying")
+        tested, names = self.images.verified, self.class_names
+        checks = with_accuracy(tested, self.original, Fidelity(), Costs(), last)
+        about = {"target": str(target), **self.about}
+        context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
+        evidence = verify(model, self.original, tested, checks, about, **context)
+        samples = _samples(tested, names)
+        return Shrunk(model, prescription, evidence, plan, target, self.diagnosis, samples, names, self.images)
+
+    @cached_property
+    def fitted_classes(self) -> dict[str, list[int]]:
+        """The classes of the images of the repair, as the prescriptions record them; none for embeddings."""
+        # By prediction and not by label, as the check `shift` does: data without labels have classes, too.
+        if not isinstance(output_kind_of(self.original), Logits):
+            return {}
+        return {"classes": predicted_classes(self.original, own_images(self.images.planned))}
+
+
+def predicted_classes(model: nn.Module, images: ImageSet) -> list[int]:
+    """Returns the classes that the model puts the images into, in their order."""
+    weight, kind, classes = next(model.parameters()), output_kind_of(model), set()
+    with evaluating((model,)):
+        for batch in images.batches(32, device=weight.device):
+            classes |= set(kind.decisions(kind.prepared(model(batch.images.to(weight.dtype)))).tolist())
+    return sorted(classes)
+
+
+def _by_image(prescription: Prescription) -> Prescription:
+    """Returns the prescription with the numbers of tokens as means over images."""
+    if prescription.tokens is None:
+        raise NotSupported("by_image: the plan prunes and merges no tokens; omit by_image, or lower the target.")
+    return replace(prescription, tokens=TokenPrescription.of(replace(prescription.tokens.policy, by_image=True)))
+
+
+def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:
+    """Returns the first images with the names of their classes, which are empty without labels."""
+    batch = next(iter(images.take(min(REPORT_IMAGES, len(images))).batches(REPORT_IMAGES)))
+    # -1: without a label
+    if batch.labels.ndim > 1 or int(batch.labels.min()) < 0:
+        return batch.images, ()
+    labels: list[int] = batch.labels.tolist()
+    names = dict(enumerate(class_names))
+    return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
+
+
+def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:
+    path, diagnosed = (
+        None if state is None else state / "diagnosis.json",
+        images.take(min(DIAGNOSIS_IMAGES, len(images))),
+    )
+    if path is not None and path.exists():
+        # A damaged file, or one of another version, is made again.
+        with suppress(AttnrxError, KeyError, TypeError):
+            stored = Diagnosis.load(path)
+            # Of the same images too: an earlier call into this folder may have been for other data.
+            sources = stored.fingerprint, stored.about["data"]["fingerprint"]
+            if sources == (model_fingerprint(model), diagnosed.fingerprint):
+                log(f"diagnosis of an earlier call: {path}")
+                return stored
+    begin("diagnosing")
+    diagnosis = diagnose(model, diagnosed, moments=True, batch_size=32)
+    if path is not None:
+        diagnosis.save(path)
+    return diagnosis
