@@ -142,7 +142,6 @@ def test_one_logit_is_compared_as_the_two_classes_of_its_sigmoid():
     assert torch.allclose(BINARY.divergence(base, other), bernoulli)
     assert torch.allclose(1e6 * BINARY.divergence(base / 1e3, other / 1e3), BINARY.softened(base, other), rtol=1e-2)
     assert torch.equal(BINARY.decisions(base), (base[:, 0] > 0).long())
-    assert torch.equal(BINARY.prepared(base), base.double())
 
 
 def test_a_binary_classifier_has_evidence_of_its_errors(binary, binary_data):

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from attnrx.change.predictions import mean_divergences
 from attnrx.change.realization.elastic import INDEX, KIND, ORIGINAL, Elastic, Size, fit_tokens_
-from attnrx.change.realization.fitting import mean_divergences
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.decide.planning import Target
 from attnrx.decide.planning.plan_timing import final_speeds

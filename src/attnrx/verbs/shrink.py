@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
+from attnrx.change.predictions import predict
 from attnrx.change.realization import calibrated, realize_and_fit
 from attnrx.change.realization.descent import HELD_OUT
 from attnrx.change.realization.distillation import Distill
@@ -66,7 +67,7 @@ from attnrx.verbs.shrunk import Shrunk, require_result_folder, with_accuracy
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
-from attnrx.vit.models import evaluating, model_fingerprint
+from attnrx.vit.models import model_fingerprint
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Logits, output_kind_of
 
@@ -355,11 +356,8 @@ class ShrinkRun:
 
 def predicted_classes(model: nn.Module, images: ImageSet) -> list[int]:
     """Returns the classes that the model puts the images into, in their order."""
-    weight, kind, classes = next(model.parameters()), output_kind_of(model), set()
-    with evaluating((model,)):
-        for batch in images.batches(32, device=weight.device):
-            classes |= set(kind.decisions(kind.prepared(model(batch.images.to(weight.dtype)))).tolist())
-    return sorted(classes)
+    predictions = predict({"original": model}, images, 32, task="classes of the images")
+    return predictions.decisions("original").unique().tolist()
 
 
 def _by_image(prescription: Prescription) -> Prescription:

@@ -36,10 +36,6 @@ class OutputKind(ABC):
     note: ClassVar[str] = ""
     """A note that is added to the evidence of such models."""
 
-    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
-        """Returns the outputs of a batch in float64 on the CPU, in the form in which they are stored."""
-        return outputs.double().cpu()
-
     @abstractmethod
     def divergence(
         self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
@@ -100,11 +96,6 @@ class Logits(OutputKind):
         """Returns one logit per class, whose softmax are the predicted probabilities."""
         return outputs
 
-    def prepared(self, outputs: Float[Tensor, "batch features"]) -> Float[Tensor, "batch features"]:
-        # Normalized once: the comparisons below take logits as well as log-probabilities, which log_softmax does not
-        # change.
-        return torch.log_softmax(outputs.double(), dim=-1).cpu()
-
     def divergence(
         self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
     ) -> Float[Tensor, "images"]:
@@ -144,9 +135,6 @@ class BinaryLogit(Logits):
     def class_logits(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch two"]:
         # A softmax of (0, z) has the probabilities 1 - sigmoid(z) and sigmoid(z). Of z alone it would be constant.
         return torch.cat([torch.zeros_like(outputs), outputs], dim=-1)
-
-    def prepared(self, outputs: Float[Tensor, "batch one"]) -> Float[Tensor, "batch one"]:
-        return outputs.double().cpu()
 
 
 class Multilabel(OutputKind):

@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from attnrx.change.predictions import outputs_of
 from attnrx.data import Normalization, require_labelled
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.accuracy import change_of_accuracy
 from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison, answer
+from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mcnemar, mean_change, paired_change, proportion
 from attnrx.support import process_group
 from attnrx.support.errors import InvalidInput, UnknownName
@@ -103,7 +104,7 @@ class Robustness(Check):
 
 def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison: Comparison) -> Iterator[Classes]:
     """Returns the predictions for each corruption and severity; several processes share the corruptions."""
-    process, count = comparison.place
+    process, count = comparison.rank_and_size
     own = [_predict(models, way, comparison) for way in ways[process::count]]
     parts = process_group.all_gather(own) if comparison.together else [own]
     # Process p has the numbers p, p + count, ...: back into the order of `ways`.
@@ -129,7 +130,7 @@ def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) 
             require_labelled(batch.labels)
             classes[LABELS].append(batch.labels.cpu())
             for role, model in models.items():
-                classes[role].append(decisions(answer(model, images)).cpu())
+                classes[role].append(decisions(outputs_of(model, images)).cpu())
     return {role: torch.cat(parts) for role, parts in classes.items()}
 
 

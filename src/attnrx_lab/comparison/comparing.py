@@ -7,13 +7,13 @@ from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from attnrx.data import require_labelled, require_labels
+from attnrx.change.predictions import Predictions, predict
+from attnrx.data import require_labels
 from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial, Unreached
 from attnrx.nouns.evidence import Estimate
-from attnrx.show.checks.comparison import answer, chance_notes
+from attnrx.show.checks.comparison import chance_notes
 from attnrx.show.checks.statistics import (
     holm,
     mcnemar,
@@ -25,10 +25,10 @@ from attnrx.show.checks.statistics import (
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
-from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.costs import ModelCosts
-from attnrx.vit.models import costs_by_image, evaluating, family_of, reduction_of
-from attnrx.vit.outputs import Logits, OutputKind, output_kind_of
+from attnrx.vit.models import costs_by_image, family_of, reduction_of
+from attnrx.vit.outputs import Logits, output_kind_of
 from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, points, require_points
 
 
@@ -68,14 +68,15 @@ def compare_methods(
     for method in methods:
         bench.compressor(method)  # invalid methods are refused before anything is measured
     original = _Original.measured(bench)
-    notes = chance_notes(original.accuracy, original.labels) if isinstance(original.kind, Logits) else []
+    kind, labels = original.predictions.kind, original.predictions.labels
+    notes = chance_notes(original.accuracy, labels) if isinstance(kind, Logits) else []
     for note in notes:
         log(f"warning: {note}")
     about = {
         **bench.describe(methods),
-        "outputs": original.kind.name,
+        "outputs": kind.name,
         "data": bench.test.fingerprint,
-        "images": len(original.labels),
+        "images": len(labels),
         "notes": notes,
     }
     trials, results = MethodComparison((), original.accuracy, about), []
@@ -102,27 +103,20 @@ class _Original:
     """The original on the test images, which every trial is compared with."""
 
     bench: MethodBench
-    kind: OutputKind
     costs: ModelCosts
-    outputs: Float[Tensor, "images classes"]
-    labels: Int[Tensor, "images *labels"]
+    predictions: Predictions
 
     @classmethod
     def measured(cls, bench: MethodBench) -> "_Original":
-        model = bench.model
-        if not output_kind_of(model).has_decisions:
-            raise InvalidInput(
-                f"methods are compared by accuracy, and this model returns {output_kind_of(model).returns}."
-            )
-        return cls(bench, output_kind_of(model), family_of(model).costs(model), *_answers(model, bench))
-
-    @cached_property
-    def decisions(self) -> Int[Tensor, "images *labels"]:
-        return self.kind.decisions(self.outputs)
+        model, kind = bench.model, output_kind_of(bench.model)
+        if not kind.has_decisions:
+            raise InvalidInput(f"methods are compared by accuracy, and this model returns {kind.returns}.")
+        require_labels(bench.test)
+        return cls(bench, family_of(model).costs(model), predict({"original": model}, bench.test, bench.batch_size))
 
     @cached_property
     def correct(self) -> Bool[Tensor, "images"]:
-        return self.kind.correct(self.decisions, self.labels)
+        return self.predictions.correct("original")
 
     @property
     def accuracy(self) -> Estimate:
@@ -135,10 +129,10 @@ class _Original:
         started = time.perf_counter()
         candidate, costs = compressor.make(share), compressor.costs(share)
         seconds = time.perf_counter() - started
-        outputs, labels = _answers(candidate, self.bench)
-        macs, decisions = _mean_macs(candidate, costs.macs, self.bench), self.kind.decisions(outputs)
-        divergence = self.kind.divergence(self.outputs, outputs)  # of every image
-        correct, seed = self.kind.correct(decisions, labels), self.bench.seed
+        measured = predict({"candidate": candidate}, self.bench.test, self.bench.batch_size)
+        found = replace(self.predictions, outputs={**self.predictions.outputs, **measured.outputs})
+        macs, seed = _mean_macs(candidate, costs.macs, self.bench), self.bench.seed
+        divergence, correct = found.divergence("original", "candidate"), found.correct("candidate")
         requested_share = share if method.varies else None
         trial = MethodTrial(
             method=method.name,
@@ -149,9 +143,9 @@ class _Original:
             macs_share=macs / self.costs.macs,
             accuracy=_percent(correct),
             change=paired_change(self.correct, correct, seed).scaled(100.0),
-            agreement=mean_share(self.kind.agreement(decisions, self.decisions), seed).scaled(100.0),
+            agreement=mean_share(found.agreement("original", "candidate"), seed).scaled(100.0),
             divergence=mean_estimate(divergence, seed),
-            n=len(labels),
+            n=len(found),
             seconds=seconds,
             target=target,
         )
@@ -173,19 +167,6 @@ def _mean_macs(model: nn.Module, macs: int, bench: MethodBench) -> int:
     for batch in bench.test.batches(bench.batch_size, device=weight.device):
         macs_of_images += [each.macs for each in costs_by_image(model, family_of(model), batch.images.to(weight.dtype))]
     return round(sum(macs_of_images) / len(macs_of_images))
-
-
-def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
-    require_labels(bench.test)
-    logits, labels = [], []
-    device = next(model.parameters()).device
-    with evaluating([model]):
-        for batch in bench.test.batches(bench.batch_size, device=device):
-            # float64: the divergence of nearly equal models is a small difference of logarithms.
-            logits.append(answer(model, batch.images).double().cpu())
-            labels.append(batch.labels.cpu())
-    require_labelled(numbers := torch.cat(labels))
-    return torch.cat(logits), numbers
 
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:

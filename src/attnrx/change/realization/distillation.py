@@ -8,6 +8,7 @@ from itertools import chain, repeat
 import torch
 from torch import nn
 
+from attnrx.change.predictions import outputs_of
 from attnrx.change.realization.descent import HELD_OUT, descend_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
@@ -157,7 +158,7 @@ class _OutputFit:
         """Returns the outputs of the reference and of the model."""
         with torch.no_grad():
             target = self.reference(pixels)
-        outputs = self.model(pixels.to(next(self.model.parameters()).dtype))
+        outputs = outputs_of(self.model, pixels)
         if outputs.shape != target.shape:
             raise InvalidInput(
                 f"the candidate returns {outputs.shape[1]} numbers per image, the reference {target.shape[1]}; distill "

@@ -8,15 +8,13 @@ import torch
 from torch import nn
 
 from attnrx.change.decompositions import StrengthFit
+from attnrx.change.predictions import BATCH, mean_divergences
 from attnrx.data import ImageSet
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import InputValidation, evaluating, family_of, observing
 from attnrx.vit.observation import Observation
-from attnrx.vit.outputs import output_kind_of
-
-BATCH = 64
 
 
 def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
@@ -50,20 +48,6 @@ def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images:
     divergences = mean_divergences(candidates, model, images)
     # Of a candidate that returns NaN it is NaN, which argmin would take.
     return candidates[int(torch.tensor(divergences).nan_to_num(nan=math.inf).argmin())]
-
-
-def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:
-    """Returns the mean divergence of the outputs of every candidate from the model's."""
-    weight, kind = next(model.parameters()), output_kind_of(model)
-    outputs: list[list[Tensor]] = [[] for _ in (model, *candidates)]
-    with evaluating([model, *candidates]), torch.no_grad():
-        batches = images.batches(BATCH, device=weight.device)
-        for batch in track(batches, "comparing candidates", -(-len(images) // BATCH)):
-            for rows, each in zip(outputs, (model, *candidates), strict=True):
-                rows.append(kind.prepared(each(batch.images.to(weight.dtype))))
-    # Of all images together: the scale of a divergence may be that of the outputs of all images.
-    base, *others = (torch.cat(rows) for rows in outputs)
-    return [float(kind.divergence(base, other).mean()) for other in others]
 
 
 def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:

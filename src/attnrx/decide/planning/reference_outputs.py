@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attnrx.change.predictions import Predictions, stored
 from attnrx.data import ImageSet, require_labelled, require_labels
+from attnrx.data.images import UNLABELLED
 from attnrx.support.errors import DataError
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Int, Tensor
@@ -39,7 +41,7 @@ class Deviation:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Batches of images in memory, and the original's outputs for them: log-probabilities or embeddings."""
+    """Batches of images in memory, and the original's outputs for them."""
 
     batches: tuple[Tensor, ...]
     labels: Int[Tensor, "images *labels"] | None
@@ -60,7 +62,7 @@ class Answers:
             for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
                 pixels.append(batch.images.to(weight.dtype))
                 labels.append(batch.labels.cpu())
-                outputs.append(kind.prepared(model(pixels[-1])))  # float64 on the CPU, [batch, classes]
+                outputs.append(stored(model(pixels[-1])))
         if not pixels:
             raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
         numbers = torch.cat(labels) if images.has_labels else None
@@ -93,19 +95,17 @@ class Answers:
     def measure(self, candidate: nn.Module) -> Deviation:
         """Runs a candidate on the images and returns its deviation."""
         with evaluating([candidate]):
-            return self.deviation([self.kind.prepared(candidate(batch)) for batch in self.batches])
+            return self.deviation([stored(candidate(batch)) for batch in self.batches])
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
         """Returns the deviation of outputs, given per batch."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
-        agrees = change = None
+        labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
+        both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
         if kind.has_decisions:
-            before, after = kind.decisions(base), kind.decisions(other)
-            agrees = kind.agreement(before, after)
-            if self.labels is not None:
-                correct = [kind.correct(decisions, self.labels).double() for decisions in (before, after)]
-                change = correct[1] - correct[0]  # paired, so that intervals are those of the difference
-        return Deviation(kind.divergence(base, other), kind.softened(base, other), agrees, change)
+            agrees = both.agreement("original", "candidate")
+            change = None if self.labels is None else both.change("original", "candidate")
+        return Deviation(both.divergence("original", "candidate"), kind.softened(base, other), agrees, change)
 
     def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:
         """Yields every batch with the original's outputs."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from attnrx.change.predictions import stored
 from attnrx.change.realization import realize
 from attnrx.decide.planning.effort import EFFORTS, Effort
 from attnrx.decide.planning.reference_outputs import Answers, Pixels
@@ -246,7 +247,7 @@ class _BatchProbe:
 
     def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
         with resumed(model, self.family, given, layer):
-            other = self.outputs.prepared(model(self.images))
+            other = stored(model(self.images))
         # Sums, because the last batch may be smaller; divided by the number of images at the end.
         return [float(getattr(self.outputs, measure)(self.base, other).sum()) for measure in MEASURES]
 

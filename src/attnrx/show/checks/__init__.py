@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
+from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy
 from attnrx.show.checks.aggregation import aggregate
 from attnrx.show.checks.bounds import Bounds
 from attnrx.show.checks.calibration import Calibration
 from attnrx.show.checks.check import Check, RequestedCheck, parse_checks_text, possible_checks, require_possible
-from attnrx.show.checks.comparison import Comparison, Predictions
+from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.controls import Controls
 from attnrx.show.checks.costs import Costs
 from attnrx.show.checks.dense import Features, PatchProbe

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from attnrx.data import ImageSet, require_labelled
+from attnrx.change.predictions import Predictions, predict
+from attnrx.data import ImageSet
 from attnrx.data.fixed import start_hint
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Estimate
@@ -14,35 +15,8 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.support import process_group
 from attnrx.support.arguments import BATCH, DEVICE, FLAG, MODEL, SEED, instance, optional, require_fields
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
-from attnrx.support.progress import track
-from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import evaluating
-from attnrx.vit.outputs import KINDS, Logits, Multilabel, OutputKind, output_kind_of
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """The outputs of several models by role, on the same images in the same order."""
-
-    outputs: Mapping[str, Float[Tensor, "images classes"]]
-    labels: Int[Tensor, "images *labels"]
-    kind: OutputKind = KINDS["logits"]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def correct(self, role: str) -> Bool[Tensor, "images"]:
-        # Here and not for every comparison: other checks read no labels.
-        require_labelled(self.labels)
-        return self.kind.correct(self.decisions(role), self.labels)
-
-    def decisions(self, role: str) -> Int[Tensor, "images *labels"]:
-        """Returns the class of every image, its labels, or the nearest neighbour of its embedding."""
-        return self.kind.decisions(self.outputs[role])
-
-    def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the share of equal decisions of two models per image."""
-        return self.kind.agreement(self.decisions(base), self.decisions(other))
+from attnrx.support.shapes import Int, Tensor
+from attnrx.vit.outputs import Logits, Multilabel, OutputKind, output_kind_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +76,7 @@ class Comparison:
             if model not in self._cache:
                 roles.setdefault(model, role)  # the first role, by which errors name the model
         if roles:
-            computed = predict({role: model for model, role in roles.items()}, self, validates=False)
+            computed = _predict({role: model for model, role in roles.items()}, self)
             # Cached as they are: several checks meet a model that returns NaN, which runs once.
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
@@ -128,8 +102,8 @@ class Comparison:
         return kind
 
     @property
-    def place(self) -> tuple[int, int]:
-        """(rank, world size) of the processes that share the comparison; (0, 1) without `together`."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """The rank and the number of the processes that share the comparison; (0, 1) without `together`."""
         return process_group.rank_and_size() if self.together else (0, 1)
 
     def taking(self, images: int | None) -> "Comparison":
@@ -139,32 +113,29 @@ class Comparison:
         return replace(self, data=self.data.take(images), _cache={})  # the cached outputs are of other images
 
 
-def predict(models: Mapping[str, nn.Module], comparison: Comparison, *, validates: bool = True) -> Predictions:
-    """Runs all models on each batch of the data; the outputs are moved to the CPU, in float32 or float64.
+def predict_valid(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
+    """Runs models on the images of a comparison, e.g. those of controls, which are not cached.
 
     Raises:
         NonFiniteOutputs: The candidate returns NaN or infinity.
-        InvalidInput: Another model does, or the labels are not those of the outputs.
+        InvalidInput: Another model does.
+        DataError: The labels are not those of the outputs.
     """
-    parts: dict[str, list[Tensor]] = {role: [] for role in models}
-    labels: list[Tensor] = []
-    data = comparison.data.part(*comparison.place, comparison.batch_size)
-    with evaluating(models.values()):
-        # Of a few images, a process may have none.
-        batches = data.batches(comparison.batch_size, device=comparison.device) if len(data) else ()
-        for batch in track(batches, "comparing predictions", -(-len(data) // comparison.batch_size)):
-            # All models on one batch: the data are decoded once, and images are paired whatever the order is.
-            labels.append(batch.labels.cpu())
-            for role, model in models.items():
-                found = answer(model, batch.images).cpu()
-                # Without loss: sums and comparisons of half precision would be rounded to it.
-                parts[role].append(found.to(torch.promote_types(found.dtype, torch.float32)))
-    concatenate = process_group.gather_rows if comparison.together else torch.cat
-    outputs = {role: concatenate(rows) for role, rows in parts.items()}
-    predictions = Predictions(outputs, concatenate(labels), comparison.kind)
-    if validates:
-        _require_valid(predictions, data)
+    predictions = _predict(models, comparison)
+    _require_valid(predictions, comparison.data)
     return predictions
+
+
+def _predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
+    """Runs models on the part of the images of this process, and gathers the outputs of all processes."""
+    predictions = predict(
+        models,
+        comparison.data.part(*comparison.rank_and_size, comparison.batch_size),
+        comparison.batch_size,
+        device=comparison.device,
+        concatenate=process_group.gather_rows if comparison.together else torch.cat,
+    )
+    return replace(predictions, kind=comparison.kind)
 
 
 def _require_valid(predictions: Predictions, data: ImageSet) -> None:
@@ -193,11 +164,6 @@ def _require_valid(predictions: Predictions, data: ImageSet) -> None:
                     f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
                     f"verify on the dataset that the model was trained for.{start_hint(labels, classes)}"
                 )
-
-
-def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-    """Returns the outputs of one batch, computed in the dtype of the model's weights."""
-    return model(images.to(next(model.parameters()).dtype))
 
 
 def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from attnrx.change.predictions import Predictions
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison, Predictions, predict
+from attnrx.show.checks.comparison import Comparison, predict_valid
 from attnrx.show.checks.fidelity import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
 from attnrx.support.shapes import Float, Tensor
@@ -47,7 +48,7 @@ class Controls(Check):
             models = [candidate]
             for prescription in draws:
                 # Not cached: a model per draw would stay in memory.
-                control = predict({kind: self.realize(prescription)}, comparison)
+                control = predict_valid({kind: self.realize(prescription)}, comparison)
                 models.append(tallied(control, kind, predictions))
             findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
         return tuple(findings)

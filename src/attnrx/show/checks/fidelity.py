@@ -115,7 +115,7 @@ def _compared(
             Fidelity.name,
             f"mean {kind.distance}, {pair}",
             unit=kind.unit,
-            **mean_estimate(kind.divergence(*outputs), seed).judged(n),
+            **mean_estimate(predictions.divergence(base, other), seed).judged(n),
             seed=seed,
             details={"quantity": "divergence", **roles},
         ),

@@ -54,11 +54,11 @@ class Promises(Check):
             )
         predictions, (base, other) = comparison.predictions, ("reference", "candidate")
         kind = predictions.kind
-        per_image = {"divergence": kind.divergence(predictions.outputs[base], predictions.outputs[other])}
+        per_image = {"divergence": predictions.divergence(base, other)}
         if kind.has_decisions:
             per_image["agreement"] = predictions.agreement(base, other)
         if kind.has_decisions and comparison.data.has_labels:
-            per_image["change"] = predictions.correct(other).double() - predictions.correct(base).double()
+            per_image["change"] = predictions.change(base, other)
         findings = [
             _kept_promise(name, record["expected"][name], values, comparison)
             for name, values in per_image.items()

@@ -39,7 +39,7 @@ class Shift(Check):
         """
         comparison.require_logits(self.name)
         known, predictions = self._known(comparison), comparison.predictions
-        divergence = predictions.kind.divergence(predictions.outputs["reference"], predictions.outputs["candidate"])
+        divergence = predictions.divergence("reference", "candidate")
         n, width = len(divergence), predictions.outputs["reference"].shape[1]
         classes = comparison.require_logits(self.name).num_classes(width)
         if wrong := [index for index in self._classes(comparison) if not 0 <= index < classes]:

@@ -1,0 +1,119 @@
+"""Runs models over images, and compares their outputs: checks, plans, fits and comparisons of methods use this."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet, require_labelled
+from attnrx.support.progress import track
+from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.vit.models import evaluating
+from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
+
+BATCH = 64  # images at once where the caller states nothing
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The outputs of several models by role, on the same images in the same order.
+
+    `labels` are those of the images, negative for images without, and `kind` states how the outputs are compared.
+    """
+
+    outputs: Mapping[str, Float[Tensor, "images classes"]]
+    labels: Int[Tensor, "images *labels"]
+    kind: OutputKind = KINDS["logits"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def divergence(self, base: str, other: str) -> Float[Tensor, "images"]:
+        """Returns the divergence of a model from another per image, in the unit of the kind."""
+        # Of all images together: the scale of a divergence may be that of the outputs of all images.
+        return self.kind.divergence(self.outputs[base], self.outputs[other])
+
+    def decisions(self, role: str) -> Int[Tensor, "images *labels"]:
+        """Returns the class of every image, its labels, or the nearest neighbour of its embedding."""
+        return self.kind.decisions(self.outputs[role])
+
+    def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
+        """Returns the share of equal decisions of two models per image."""
+        return self.kind.agreement(self.decisions(base), self.decisions(other))
+
+    def correct(self, role: str) -> Bool[Tensor, "images"]:
+        """Returns whether the label that follows from the decision is the true one.
+
+        Raises:
+            DataError: Some of the images have no label.
+        """
+        # Here and not for every comparison: others read no labels.
+        require_labelled(self.labels)
+        return self.kind.correct(self.decisions(role), self.labels)
+
+    def change(self, base: str, other: str) -> Float[Tensor, "images"]:
+        """Returns the paired change of correctness: +1 if only `other` is correct, -1 if only `base` is, else 0.
+
+        Raises:
+            DataError: Some of the images have no label.
+        """
+        return self.correct(other).double() - self.correct(base).double()
+
+
+def outputs_of(
+    model: nn.Module, images: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "batch classes"]:
+    """Returns the outputs of one batch, computed in the dtype of the model's weights."""
+    return model(images.to(next(model.parameters()).dtype))
+
+
+def stored(outputs: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
+    """Returns outputs on the CPU in float32 or float64: sums and comparisons of half precision would be rounded."""
+    return outputs.detach().cpu().to(torch.promote_types(outputs.dtype, torch.float32))
+
+
+def predict(
+    models: Mapping[str, nn.Module],
+    images: ImageSet,
+    batch_size: int = BATCH,
+    *,
+    device: torch.device | str | None = None,
+    task: str = "comparing predictions",
+    concatenate: Callable[[list[Tensor]], Tensor] = torch.cat,
+) -> Predictions:
+    """Runs all models on each batch of the images, which are so read once and paired whatever their order is.
+
+    Args:
+        models: The models by role; the first states how outputs are compared.
+        images: The images on the scale of the models.
+        batch_size: Images at once.
+        device: The device of the models; None for that of the first.
+        task: What the progress shows.
+        concatenate: Joins the outputs of the batches, where several processes have a part of the images each.
+
+    Returns:
+        The outputs of all models, on the CPU.
+    """
+    first = next(iter(models.values()))
+    device = next(first.parameters()).device if device is None else device
+    parts: dict[str, list[Tensor]] = {role: [] for role in models}
+    labels: list[Tensor] = []
+    with evaluating(models.values()):
+        # Of a few images, a process of several may have none.
+        batches = images.batches(batch_size, device=device) if len(images) else ()
+        for batch in track(batches, task, -(-len(images) // batch_size)):
+            labels.append(batch.labels.cpu())
+            for role, model in models.items():
+                parts[role].append(stored(outputs_of(model, batch.images)))
+    outputs = {role: concatenate(rows) for role, rows in parts.items()}
+    return Predictions(outputs, concatenate(labels), output_kind_of(first))
+
+
+def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:
+    """Returns the mean divergence of the outputs of every candidate from the model's."""
+    names = [f"candidate {index}" for index in range(len(candidates))]
+    predictions = predict(
+        {"original": model, **dict(zip(names, candidates, strict=True))}, images, task="comparing candidates"
+    )
+    return [float(predictions.divergence("original", name).mean()) for name in names]
