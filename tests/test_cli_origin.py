@@ -73,7 +73,7 @@ def test_an_unrelated_prescription_or_mask_is_refused(made: SimpleNamespace) -> 
     assert record(*verify(made, made.slim, "--prescription", made.rx))["about"]["rules"]
     assert record(*verify(made, made.slim, "--masked", made.mask))["findings"]
     for words, message in (
-        (("--prescription", made.foreign_rx), "--reference is"),
+        (("--prescription", made.foreign_rx), "the reference is"),
         (("--prescription", made.other), "is not the one that"),
         (("--masked", made.stranger), "its weights are not those"),
         (("--masked", made.slim), "by compression"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.maps import FITS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,36 +72,10 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 def names_model(text: str) -> bool:
     """Whether a text names a model and not a file: a folder, a size of an elastic model, or KIND:NAME."""
     path = Path(text)
-    return path.is_dir() or _elastic_folder(text) is not None or (":" in text and not path.exists())
-
-
-def _elastic_folder(source: str) -> Path | None:
-    """Returns the folder of an elastic model in FOLDER@macs=0.6, else None."""
     from attnrx.change.realization.elastic import is_elastic  # imports torch
 
-    folder = source.rpartition("@")[0]
-    return Path(folder) if folder and is_elastic(folder) else None
-
-
-def stored_folder(source: str, model: "nn.Module") -> Path:
-    """Returns the folder with the prescription and the evidence of a model: its source, or that of an elastic size.
-
-    A budget between two sizes loads one with fewer tokens, which has no evidence of its own: its folder has no such
-    files.
-    """
-    from attnrx.change.realization.elastic import Elastic
-
-    elastic_folder = _elastic_folder(source)
-    if elastic_folder is None:
-        return Path(source)
-    # By fingerprint and token policy, which is no weight.
-    subject = {"candidate": rx.models.model_fingerprint(model), "tokens": rx.models.described_tokens(model)}
-    for size in Elastic.read(elastic_folder).sizes:
-        path = elastic_folder / size.name / "evidence.json"
-        about = rx.Evidence.load(path).about if path.exists() else {}
-        if {name: about.get(name) for name in subject} == subject:
-            return path.parent
-    return Path(source)
+    folder = text.rpartition("@")[0]  # of an elastic model, FOLDER@macs=0.6
+    return path.is_dir() or bool(folder and is_elastic(folder)) or (":" in text and not path.exists())
 
 
 def outline(source: str, trust: bool = False) -> "nn.Module":
@@ -156,15 +129,6 @@ def require_clock(clock: str | None, device: str) -> None:
             f"--clock cuda times streams of a CUDA device, and the models are on {device}; take wall or cpu, or "
             "--device cuda where there is one."
         )
-
-
-def kind_of(how: Mapping[str, Any]) -> str | None:
-    """Returns the kind of realization in one word; None if it is unknown."""
-    fitted = [word for name, word in zip(FITS, ("refined", "repaired", "distilled"), strict=True) if how.get(name)]
-    # Weights that were fitted no longer follow from the kind of norms.
-    if fitted:
-        return " and ".join(fitted)
-    return "mask" if how.get("by") == "mask" else how.get("norms")
 
 
 def parse_losses(

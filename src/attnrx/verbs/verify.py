@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,20 +12,32 @@ import torch
 from torch import nn
 
 from attnrx.change.exporting import DYNAMIC, Exported, export
-from attnrx.data import ImageData, ImageSet, require_labels
+from attnrx.change.realization.fits import realize_and_fit, recorded_fits
+from attnrx.data import ImageData, ImageSet, Splits, own_classes, require_labels
 from attnrx.data.model_data import images_for
+from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks import Check, Comparison, possible_checks, require_possible, standard_checks
+from attnrx.show.checks import (
+    Check,
+    Comparison,
+    RequestedCheck,
+    all_checks,
+    parse_checks,
+    possible_checks,
+    require_possible,
+    standard_checks,
+)
 from attnrx.show.checks.comparison import chance_notes
 from attnrx.show.checks.statistics import Estimate
 from attnrx.support.arguments import (
     ANY,
     BATCH,
+    COUNT,
     DEVICE,
     FLAG,
-    MODEL,
+    PATH,
     SEED,
     checked,
     instance,
@@ -32,6 +45,8 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
+from attnrx.verbs.load import SOURCE, load
+from attnrx.verbs.origin import Origin, masked_model, origin_of, require_mask
 from attnrx.vit.models import (
     described_tokens,
     model_fingerprint,
@@ -42,62 +57,108 @@ from attnrx.vit.outputs import Logits
 
 PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
 DIAGNOSIS = instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)
+CHECK_LIST = instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)], or their text", str, Iterable, Check, type)
+RANDOM_CONTROLS = 10
 
 
 @checked(
-    candidate=MODEL,
-    reference=MODEL,
+    candidate=SOURCE,
+    reference=SOURCE,
     data=ANY,
-    checks=optional(instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)]", Iterable, Check, type)),
+    checks=optional(CHECK_LIST),
     about=optional(instance("a dictionary", Mapping)),
-    masked=optional(MODEL),
+    if_possible=CHECK_LIST,
+    origin=optional(PATH),
     prescription=PRESCRIPTION,
+    masked=optional(SOURCE),
     diagnosis=optional(DIAGNOSIS),
+    splits=optional(instance("Splits, e.g. attnrx.load_data(NAME)", Splits)),
+    draws=COUNT,
     seed=SEED,
     batch_size=BATCH,
-    device=DEVICE,
+    device=optional(DEVICE),
     together=FLAG,
 )
 @verb
-def verify(
-    candidate: nn.Module,
-    reference: nn.Module,
+def verify(  # noqa: PLR0913  (the inputs of all checks)
+    candidate: nn.Module | str | Path,
+    reference: nn.Module | str | Path,
     data: ImageData,
-    checks: Sequence[Check] | None = None,
+    checks: str | Iterable[Check | RequestedCheck] | None = None,
     about: Mapping[str, Any] | None = None,
-    **context: Any,
+    *,
+    if_possible: str | Iterable[Check | RequestedCheck] = (),
+    origin: str | Path | None = None,
+    prescription: Prescription | None = None,
+    masked: nn.Module | str | Path | None = None,
+    diagnosis: Diagnosis | None = None,
+    splits: Splits | None = None,
+    draws: int = RANDOM_CONTROLS,
+    seed: int = 0,
+    batch_size: int = 256,
+    device: torch.device | str | None = None,
+    together: bool = False,
 ) -> Evidence:
-    """Compares the candidate with the reference by the standard checks, or by `checks`, and returns the evidence.
+    """Compares the candidate with the reference by checks, and returns the evidence.
 
-    `data` are images with labels, in any form that `data.image_set` reads. Without labels the standard checks that need
-    them are skipped and listed in the notes of the evidence.
+    A check that was requested raises where it cannot run; the standard ones are those that the data and the models
+    allow, and the notes of the evidence list the others.
 
-    `context` holds fields of `Comparison` that some checks need: `masked` (the reference with the pruned directions set
-    to zero), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
+    Args:
+        candidate: A model, or the folder or file that `load` reads.
+        reference: The model that it was made from, or what `load` reads.
+        data: Images with labels, in any form that `data.image_set` reads. Checks that compare labels need them.
+        checks: Checks, or their text such as "accuracy(most_drop=0.5),fidelity"; by default the standard ones.
+        about: Added to the record of the evidence.
+        if_possible: More checks, which are skipped with a note where the data or the models do not allow them.
+        origin: The folder that the candidate was loaded from, by default that of a candidate given by name: its
+            prescription is used if it is one for the reference, and the masked model is made by it.
+        prescription: The prescription that the candidate was made by.
+        masked: The reference with the pruned directions set to zero, for checks that compare with it.
+        diagnosis: The diagnosis of the reference, for "controls" by name.
+        splits: The data with their training images, which "controls" and "transfer" by name are fitted on.
+        draws: Random controls.
+        seed: Seeds every random draw.
+        batch_size: Images per forward pass.
+        device: The device of the models, by default the reference's.
+        together: All processes of a launcher make this call, and each evaluates a part of the images.
+
+    Returns:
+        The findings, and the conditions that they were measured under.
+
+    Raises:
+        InvalidInput: A check that was requested cannot mean anything with these images, outputs and models; or the
+            prescription, the masked model and the candidate do not belong together.
+        FingerprintMismatch: The prescription is for another reference.
+        DataError: There is no image, or a requested check needs labels that are missing.
     """
+    if isinstance(candidate, str | Path):
+        origin = candidate if origin is None else origin
+    reference = _loaded(reference, device)
+    device = next(reference.parameters()).device if device is None else device
+    candidate = _loaded(candidate, device)
     # Before any measurement, which may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)
-    context.setdefault("device", next(reference.parameters()).device)
-    # In place of the TypeError of the constructor, which names neither `verify` nor the fields.
-    unknown = sorted(context.keys() - {field.name for field in fields(Comparison) if not field.name.startswith("_")})
-    if unknown:
-        raise InvalidInput(
-            f"verify has no argument {', '.join(unknown)}; the context arguments are the fields of Comparison: "
-            f"{Comparison.__doc__}"
-        )
-    images = images_for(reference, data, seed=context["seed"] if isinstance(context.get("seed"), int) else 0)
-    comparison = Comparison(candidate, reference, images, **context)
+    found = Origin(prescription) if origin is None else origin_of(candidate, origin, reference, prescription)
+    if isinstance(masked, str | Path):
+        source, masked = masked, _loaded(masked, device)
+        require_mask(masked, source, reference, found)
+    elif masked is None and origin is not None:
+        masked = masked_model(candidate, reference, found)
+    images = images_for(reference, data, seed=seed)
+    inputs = {"prescription": found.prescription, "diagnosis": diagnosis, "seed": seed, "batch_size": batch_size}
+    comparison = Comparison(candidate, reference, images, masked, device=device, together=together, **inputs)
     candidate_fingerprint, reference_fingerprint = model_fingerprint(candidate), model_fingerprint(reference)
     # Its rules are recorded in the evidence.
-    if comparison.prescription is not None:
-        comparison.prescription.require(reference_fingerprint)
-    chosen = tuple(standard_checks()) if checks is None else _required_checks(checks)
-    notes = list(images.notes)
-    if checks is None:
-        # The standard checks are those that apply; a check that was requested raises where it cannot run.
-        chosen, skipped = possible_checks(chosen, comparison)
-        notes += skipped
+    if found.prescription is not None:
+        found.prescription.require(reference_fingerprint)
+    requested = () if checks is None else _instances(checks, comparison, found, splits, draws)
+    if checks is not None and not requested:
+        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
+    others = tuple(standard_checks()) if checks is None and if_possible == () else if_possible
+    others, skipped = possible_checks(_instances(others, comparison, found, splits, draws), comparison)
+    chosen, notes = (*requested, *others), [*found.notes, *images.notes, *skipped]
     require_possible(chosen, comparison)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
@@ -116,15 +177,72 @@ def verify(
         "seed": comparison.seed,
         "batch_size": comparison.batch_size,
         "checks": [check.describe() for check in chosen],
-        "rules": None if comparison.prescription is None else dict(comparison.prescription.rules),
+        "rules": None if found.prescription is None else dict(found.prescription.rules),
         "tokens": described_tokens(candidate),
         "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
         "notes": [*notes, *([comparison.kind.note] if comparison.kind.note else [])],
         "warnings": _chance_notes(findings, comparison),
-        **dict(about or {}),  # last: it may replace any of these
     }
-    return Evidence(findings, facts)
+    if origin is not None:
+        removed_share = None if found.prescription is None else found.prescription.removed_share
+        facts |= {"realization": found.realization, "removed_share": removed_share}
+    return Evidence(findings, {**facts, **dict(about or {})})  # the last: it may replace any of these
+
+
+def _loaded(source: nn.Module | str | Path, device: torch.device | str | None) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return source
+    model = load(source)
+    return model if device is None else model.to(device)
+
+
+def _instances(
+    checks: Any, comparison: Comparison, origin: Origin, splits: Splits | None, draws: int
+) -> tuple[Check, ...]:
+    """Returns the checks; those that are given by name get the inputs that they need."""
+    if isinstance(checks, str):
+        checks = parse_checks(checks)
+    elif not isinstance(checks, Iterable):
+        checks = (checks,)
+
+    def instance_of(check: Any) -> Check:
+        if isinstance(check, Check):
+            return check
+        if not isinstance(check, RequestedCheck):
+            raise InvalidInput(
+                f"verify was given the check {check!r:.80}: give instances with their knobs, e.g. "
+                "checks=[attnrx.checks.Accuracy(most_drop=0.5)], or their text."
+            )
+        # Inputs are prepared, and missing ones are an error, only for a check that was requested.
+        inputs: dict[str, Any] = {}
+        if check.name == "controls":
+            inputs = _control_inputs(comparison, origin, splits, draws)
+        elif check.name == "transfer":
+            if splits is None:
+                raise InvalidInput(
+                    "the check transfer trains a head on other images: give splits=attnrx.load_data(...)."
+                )
+            inputs = {"training": splits.train, "classes": own_classes(splits)}
+        kinds: Mapping[str, Any] = all_checks()
+        return kinds[check.name](**check.knobs, **inputs)
+
+    return tuple(map(instance_of, checks))
+
+
+def _control_inputs(comparison: Comparison, origin: Origin, splits: Splits | None, draws: int) -> dict[str, Any]:
+    """Returns controls with the candidate's ranks, and how they are realized: with its settings and recorded seeds."""
+    prescription, diagnosis, how = origin.prescription, comparison.diagnosis, origin.how
+    if prescription is None or diagnosis is None or not how or splits is None:
+        raise InvalidInput(
+            "controls are prescribed from a diagnosis and realized with the candidate's settings on training images: "
+            "give diagnosis (--diagnosis FILE), splits, and a candidate made by `attnrx realize`, whose folder records "
+            "its settings."
+        )
+    images = splits.train.take(min(how["calibration_images"], len(splits.train)))
+    settings = {"images": images, "fits": recorded_fits(how), "by": how["by"], "norms": how["norms"]}
+    prescriptions = control_prescriptions(diagnosis, prescription, draws=draws, seed=comparison.seed)
+    return {"prescriptions": prescriptions, "realize": partial(realize_and_fit, comparison.reference, **settings)}
 
 
 def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str]) -> tuple[Finding, ...]:
@@ -176,21 +294,6 @@ def _in_runtime(
         notes.append(f"the unchanged model has no file as {form.name}, so the speed is not divided: {error}")
         return {"runtime": runtime}
     return {"runtime": runtime, "unchanged": unchanged}
-
-
-def _required_checks(checks: Any) -> tuple[Check, ...]:
-    if isinstance(checks, str) or not isinstance(checks, Iterable):
-        checks = (checks,)
-    checks = tuple(checks)
-    wrong = [check for check in checks if not isinstance(check, Check)]
-    if wrong:
-        raise InvalidInput(
-            f"verify was given the check {wrong[0]!r:.80}: give instances with their knobs, e.g. "
-            "checks=[attnrx.checks.Accuracy(most_drop=0.5)]."
-        )
-    if not checks:
-        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
-    return checks
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument, stored_folder
+from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import COUNT, add_data, add_device, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
@@ -50,6 +50,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     name = arguments.candidate
     candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
+    from attnrx.verbs.origin import stored_folder  # imports torch
+
     folder = None if name is None or candidate is None else stored_folder(name, candidate)
     evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")
     # Evidence of another model beside this candidate's maps would be wrong without any sign of it.

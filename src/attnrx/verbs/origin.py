@@ -1,0 +1,153 @@
+"""The origin of a candidate: its prescription, the settings that realized it, and the masked model, each checked
+against the reference.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.change.realization import realize
+from attnrx.change.realization.elastic import Elastic, is_elastic
+from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.maps import FITS
+from attnrx.vit.models import described_tokens, family_of, model_fingerprint
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The prescription that made the candidate of the reference, the recorded settings `how`, and notes."""
+
+    prescription: Prescription | None = None
+    how: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def realization(self) -> str | None:
+        """The kind of realization in a few words; None if it is unknown."""
+        words = zip(FITS, ("refined", "repaired", "distilled"), strict=True)
+        fitted = [word for name, word in words if self.how.get(name)]
+        # Weights that were fitted no longer follow from the kind of norms.
+        if fitted:
+            return " and ".join(fitted)
+        return "mask" if self.how.get("by") == "mask" else self.how.get("norms")
+
+
+def origin_of(
+    candidate: nn.Module, source: str | Path, reference: nn.Module, prescription: Prescription | None = None
+) -> Origin:
+    """Returns the origin of a candidate that was loaded from `source`: by the prescription in its folder, or a given
+    one.
+
+    A model that was realized twice has the prescription of its second step, which is for another model than the first
+    original: against that it is not used, with a note.
+
+    Raises:
+        InvalidInput: The given prescription is for another reference, or decides otherwise than the candidate's own.
+    """
+    fingerprint, stored, notes = model_fingerprint(reference), stored_prescription(source, candidate), ()
+    if stored is not None and stored.fingerprint != fingerprint:
+        notes = (
+            f"the prescription in {source} is for the model {stored.fingerprint}, and the reference is {fingerprint}: "
+            "it is not used, so there are no comparison with a masked model and no bounds of the pruned directions.",
+        )
+        stored = None
+    how = {} if stored is None else dict(stored.about.get("realized", {}))
+    if prescription is None:
+        return Origin(stored, how, notes)
+    if prescription.fingerprint != fingerprint:
+        raise InvalidInput(
+            f"the prescription {prescription} is for the model {prescription.fingerprint}, and the reference is "
+            f"{fingerprint}; give the prescription that the candidate was made by, or omit it."
+        )
+    if stored is not None and not _decides_alike(stored, prescription):
+        raise InvalidInput(
+            f"the prescription {prescription} is not the one that {source} was made by ({stored}); omit it, or give "
+            "the candidate that was made by it."
+        )
+    return Origin(prescription, how, notes)
+
+
+def masked_model(candidate: nn.Module, reference: nn.Module, origin: Origin) -> nn.Module | None:
+    """Returns the reference with the pruned directions set to zero; None for a candidate without prescription."""
+    if origin.how.get("by") == "mask":
+        return candidate
+    return None if origin.prescription is None else realize(reference, origin.prescription, by="mask")
+
+
+def require_mask(masked: nn.Module, source: str | Path, reference: nn.Module, origin: Origin) -> None:
+    """Raises InvalidInput for a masked model, loaded from `source`, that is not the reference with zeros.
+
+    By the prescription in its folder, or, without one, by the shapes of its weights and by the patch embedding, which
+    no mask changes.
+    """
+    stored = stored_prescription(source, masked)
+    if stored is None:
+        problem = None if _has_same_patches(masked, reference) else "its weights are not those of the reference"
+    elif stored.fingerprint != model_fingerprint(reference):
+        problem = "it was made of another model than the reference"
+    elif stored.about.get("realized", {}).get("by") != "mask":
+        problem = "it was made by compression"
+    elif origin.prescription is not None and not _decides_alike(stored, origin.prescription):
+        problem = f"it was made by {stored}, and the candidate by {origin.prescription}"
+    else:
+        problem = None
+    if problem is not None:
+        raise InvalidInput(
+            f"the masked model {source}: {problem}. Give the model that `attnrx realize --by mask` made of the "
+            "reference by the candidate's prescription, or omit it."
+        )
+
+
+def stored_folder(source: str | Path, model: nn.Module) -> Path:
+    """Returns the folder with the prescription and the evidence of a model: its source, or that of an elastic size.
+
+    A budget between two sizes loads one with fewer tokens, which has no evidence of its own: its folder has no such
+    files.
+    """
+    elastic_folder = str(source).rpartition("@")[0]
+    if not elastic_folder or not is_elastic(elastic_folder):
+        return Path(source)
+    # By fingerprint and token policy, which is no weight.
+    subject = {"candidate": model_fingerprint(model), "tokens": described_tokens(model)}
+    for size in Elastic.read(elastic_folder).sizes:
+        path = Path(elastic_folder) / size.name / "evidence.json"
+        about = Evidence.load(path).about if path.exists() else {}
+        if {name: about.get(name) for name in subject} == subject:
+            return path.parent
+    return Path(source)
+
+
+def stored_prescription(source: str | Path, model: nn.Module) -> Prescription | None:
+    path = stored_folder(source, model) / "prescription.json"
+    return Prescription.load(path) if path.exists() else None
+
+
+def _decides_alike(first: Prescription, second: Prescription) -> bool:
+    """Whether two prescriptions keep as much of every map and head, and both or none have a token policy."""
+    # Not equal tensors: refits and calibrated thresholds are written into the prescription of a realized model.
+    return _decided(first) == _decided(second) and (first.tokens is None) == (second.tokens is None)
+
+
+def _decided(prescription: Prescription) -> list[Any]:
+    return [
+        (
+            layer.qk.ranks,
+            layer.heads.tolist(),
+            {name: output.ranks for name, output in layer.outputs.items()},
+            None if layer.hidden is None else layer.hidden.keep.tolist(),
+        )
+        for layer in prescription.layers
+    ]
+
+
+def _has_same_patches(masked: nn.Module, reference: nn.Module) -> bool:
+    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (masked, reference)]
+    if shapes[0] != shapes[1]:
+        return False
+    first, second = (family_of(each).patch_embedding(each).state_dict() for each in (masked, reference))
+    return all(bool((tensor == second[name].to(tensor)).all()) for name, tensor in first.items())
