@@ -21,9 +21,9 @@ import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model, option
 from attnrx.data import FixedImages, ImageSet, three_parts
-from attnrx.data.fixed import content_hashes, fix
+from attnrx.data.fixed_images import content_hashes, fix
 from attnrx.data.images import RowImages
-from attnrx.data.labels import Relabelled, own_labels
+from attnrx.data.labels import Relabelled, dataset_labels
 from attnrx.data.splits import StoredImages
 from attnrx.decide.planning.effort import EFFORTS, effort_of
 from attnrx.show.checks.statistics import mean_estimate
@@ -93,7 +93,7 @@ def unselected_test_images(selected: ImageSet, everything: ImageSet) -> ImageSet
 
 
 def stored(images: ImageSet) -> RowImages:
-    rows = own_labels(images)
+    rows = dataset_labels(images)
     if not isinstance(rows, RowImages):
         raise InvalidInput("--data is in shards, whose images have no row numbers; give parquet or a folder.")
     return rows

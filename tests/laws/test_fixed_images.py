@@ -27,8 +27,8 @@ from torch.utils.data import (
 import attnrx as rx
 from attnrx.change.realization.repair import Repair
 from attnrx.data import FixedImages, Normalization, fixed, from_tensors, three_parts
-from attnrx.data.division import fixed_images
-from attnrx.data.fixed import ONE_DRAW, content_hashes
+from attnrx.data.division import read_images
+from attnrx.data.fixed_images import ONE_DRAW, content_hashes
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.support.errors import AttnrxError, DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
@@ -183,8 +183,8 @@ def splits_of(images: Any) -> rx.data.Splits:
 
 @pytest.fixture(autouse=True)
 def few_of_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnrx.data.adapters.MOST_UNCOUNTED", 100)
-    monkeypatch.setattr("attnrx.data.adapters.CANDIDATES", 1000)
+    monkeypatch.setattr("attnrx.data.user_data.MAX_UNCOUNTED", 100)
+    monkeypatch.setattr("attnrx.data.user_data.CANDIDATES", 1000)
 
 
 def states() -> list[Any]:
@@ -312,7 +312,7 @@ def test_an_endless_iterable_ends() -> None:
 
 
 def test_reading_ends_after_some_time_and_before_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnrx.data.adapters.MOST_SECONDS", -1.0)
+    monkeypatch.setattr("attnrx.data.user_data.MAX_SECONDS", -1.0)
     found = images_for(original(), DataLoader(Endless(), 8))
     assert len(found) == 8 and any("it has no length, and reading took" in note for note in found.notes)
     monkeypatch.setattr(fixed, "MEMORY", 10 * SIZE**2)  # of images of a byte per value
@@ -505,7 +505,7 @@ def test_named_images_are_coded_without_loss() -> None:
     raw = torch.randint(256, (20, 3, 9, 9), dtype=torch.uint8)
     scale = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     data = from_tensors("made", raw, torch.arange(20), scale)
-    read = fixed_images(data, scale)
+    read = read_images(data, scale)
     assert read.store.values.dtype == torch.uint8
     assert torch.equal(next(read.batches(20)).images, next(data.batches(20)).images)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnrx.data import Augmentation, Batch, Normalization
-from attnrx.data.images import held_out
-from attnrx.data.sets import MemoryImages, PixelStore
+from attnrx.data.images import hold_out
+from attnrx.data.loaded_images import MemoryImages, PixelStore
 from attnrx.support.errors import DataError, InvalidInput
 
 COUNT = 53
@@ -137,9 +137,9 @@ def test_fingerprints_tell_content_apart(images: MemoryImages) -> None:
 def test_held_out_is_the_same_share_of_every_class_and_stable() -> None:
     labels = torch.tensor([0] * 50 + [1] * 20 + [2] * 2 + [3])
     keys = [f"image {i}" for i in range(len(labels))]
-    marked = held_out(labels, keys, 0.1, seed=0)
+    marked = hold_out(labels, keys, 0.1, seed=0)
     assert labels[marked].bincount(minlength=4).tolist() == [5, 2, 1, 0]
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    shuffled = held_out(labels[order], [keys[i] for i in order], 0.1, seed=0)
+    shuffled = hold_out(labels[order], [keys[i] for i in order], 0.1, seed=0)
     assert torch.equal(shuffled, marked[order]), "a hash of the key decides, not the place in the list"
-    assert not torch.equal(held_out(labels, keys, 0.1, seed=1), marked)
+    assert not torch.equal(hold_out(labels, keys, 0.1, seed=1), marked)

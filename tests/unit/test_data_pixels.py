@@ -94,7 +94,7 @@ def test_normalization_is_undone_by_its_inverse() -> None:
 
 def test_padding_moves_no_pixel() -> None:
     picture = noise(1, 28, 28)
-    fitted = ImageGeometry.of_size(32, 1, "pad").still(picture)
+    fitted = ImageGeometry.of_size(32, 1, "pad").fit(picture)
     assert torch.equal(fitted[:, 2:30, 2:30], picture)
     assert fitted.sum() == picture.sum()
 
@@ -102,7 +102,7 @@ def test_padding_moves_no_pixel() -> None:
 def test_a_picture_of_the_right_size_is_left_alone() -> None:
     picture = noise(3, 32, 32)
     for fit in ("pad", "fill", "photo"):
-        assert torch.equal(ImageGeometry.of_size(32, 3, fit).still(picture), picture)
+        assert torch.equal(ImageGeometry.of_size(32, 3, fit).fit(picture), picture)
 
 
 @pytest.mark.parametrize(("height", "width"), [(60, 40), (40, 60), (17, 16), (33, 200)])
@@ -110,7 +110,7 @@ def test_photographs_are_resized_and_cropped_as_torchvision_does(height: int, wi
     picture = noise(3, height, width)
     short = min(max(min(height, width), 28), 32)
     expected = reference.center_crop(reference.resize(picture, [short]), [28, 28])
-    found = ImageGeometry.of_size(28, 3, "photo").still(picture)
+    found = ImageGeometry.of_size(28, 3, "photo").fit(picture)
     assert (found.int() - expected.int()).abs().max() <= 1  # Pillow and torchvision round differently
     assert found.shape == (3, 28, 28)
 

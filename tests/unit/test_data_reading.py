@@ -12,8 +12,8 @@ import torch
 from attnrx.data import DATASETS, Columns, load_data, require_labels
 from attnrx.data.images import evenly_spaced
 from attnrx.data.locating import EMBEDDED, locate
+from attnrx.data.parquet import ParquetReader
 from attnrx.data.splits import DatasetReader, Opened
-from attnrx.data.tables import ParquetReader
 from attnrx.support.errors import DataError
 from pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
 

@@ -13,7 +13,7 @@ import torch
 from attnrx.data import Batch, ImageSet, Normalization, Splits, load_data
 from attnrx.data import loading as loading_module
 from attnrx.data import shards as shards_module
-from attnrx.data.sets import StreamedImages
+from attnrx.data.loaded_images import StreamedImages
 from attnrx.data.shards import ShardImages
 from attnrx.support.errors import DataError
 from pictures import CLASSES, rows, write_folder, write_parquet, write_shard

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnrx.data import Normalization, load_data, object_patches
-from attnrx.support.atomic_writes import locked
+from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.verbs.load import load
 from attnrx.vit.models import reduction_of
@@ -131,10 +131,10 @@ def test_who_comes_second_to_a_folder_waits(tmp_path: Path):
 
     def second() -> None:
         entered.set()
-        with locked(tmp_path / "run", math.inf):
+        with file_lock(tmp_path / "run", math.inf):
             order.append("second")
 
-    with locked(tmp_path / "run", math.inf):
+    with file_lock(tmp_path / "run", math.inf):
         waiting = threading.Thread(target=second)
         waiting.start()
         entered.wait(60)
@@ -148,7 +148,7 @@ def test_who_comes_second_to_a_folder_waits(tmp_path: Path):
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot create the folder"), locked(tmp_path / "file" / "run"):
+    with pytest.raises(CheckpointError, match="cannot create the folder"), file_lock(tmp_path / "file" / "run"):
         pass
 
 

@@ -67,7 +67,7 @@ def test_a_label_map_gives_every_class_its_number(vit: nn.Module) -> None:
     batch = next(iter(whole.test.batches(20)))
     right = vit(batch.images.double()).argmax(-1) == torch.tensor([2, 0] * 10)
     assert accuracy.value == pytest.approx(100 * float(right.double().mean()))
-    assert rx.data.own_classes(splits) == 2 and labels_of(rx.data.own_labels(splits.test)) == [0, 1] * 10
+    assert rx.data.num_dataset_classes(splits) == 2 and labels_of(rx.data.dataset_labels(splits.test)) == [0, 1] * 10
 
 
 @pytest.mark.parametrize(

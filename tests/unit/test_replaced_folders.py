@@ -1,4 +1,4 @@
-"""Folders whose files are replaced together: interrupted anywhere, written by several at once, and locked."""
+"""Folders whose files are replaced together: interrupted anywhere, written by several at once, and file_lock."""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 
 import attnrx as rx
 from attnrx.support import atomic_writes
-from attnrx.support.atomic_writes import locked, parts_by, replacing_folder
+from attnrx.support.atomic_writes import file_lock, parts_by, replacing_folder
 from attnrx.support.errors import CheckpointError
 from interruptions import snapshots, visible
 from planned import original
@@ -99,7 +99,7 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
 
     def enter() -> None:
         for _ in range(20):
-            with locked(tmp_path / "folder"):
+            with file_lock(tmp_path / "folder"):
                 inside.append(1)
                 assert len(inside) == 1
                 inside.pop()
@@ -107,14 +107,14 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
     at_once(*[enter] * 4)
 
     def enter_once() -> None:
-        with locked(tmp_path / "folder", seconds=0.0):
+        with file_lock(tmp_path / "folder", seconds=0.0):
             pass
 
-    with locked(tmp_path / "folder"), pytest.raises(CheckpointError, match="by another process or thread"):
+    with file_lock(tmp_path / "folder"), pytest.raises(CheckpointError, match="by another process or thread"):
         enter_once()  # the thread that holds the lock
         at_once(enter_once)
     (tmp_path / ".folder.lock").write_text("")  # of a process that was killed
-    with locked(tmp_path / "folder", seconds=0.0):
+    with file_lock(tmp_path / "folder", seconds=0.0):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -125,7 +125,7 @@ def test_one_call_at_a_time_uses_a_folder(verb: str, tmp_path: Path) -> None:
         "shrink": lambda: rx.shrink(original(), [], macs=0.8, folder=tmp_path / "folder"),
         "elastic": lambda: rx.elastic(original(), [], tmp_path / "folder", macs=(0.8,)),
     }[verb]
-    with locked(tmp_path / "folder"), pytest.raises(CheckpointError, match="being written by another"):
+    with file_lock(tmp_path / "folder"), pytest.raises(CheckpointError, match="being written by another"):
         at_once(call)
     assert not list(tmp_path.iterdir())
 

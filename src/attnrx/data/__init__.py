@@ -8,32 +8,32 @@ Small images are decoded once, kept in memory as uint8 and augmented in batches 
 that do not fit stream. Decoded copies are kept in the user's cache folder and may be deleted at any time.
 """
 
-from attnrx.data.adapters import ImageData, image_set, training_set
 from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.digits import object_patches
 from attnrx.data.division import Parts, three_parts
-from attnrx.data.fixed import MOST_IMAGES, FixedImages
+from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import (
     Relabelled,
+    dataset_labels,
     fit_labels,
     imagenet_indices,
-    own_classes,
-    own_labels,
+    num_dataset_classes,
     require_labelled,
     require_labels,
 )
+from attnrx.data.loaded_images import MemoryImages, from_tensors
 from attnrx.data.loading import load_data
-from attnrx.data.mixing import mix_data, own_images
+from attnrx.data.mixing import mix_data, without_second_dataset
+from attnrx.data.parquet import Columns
 from attnrx.data.pixels import Augmentation
-from attnrx.data.sets import MemoryImages, from_tensors
 from attnrx.data.splits import Splits
-from attnrx.data.tables import Columns
+from attnrx.data.user_data import ImageData, image_set, training_set
 from attnrx.support.preprocessing import Normalization
 
 __all__ = [
     "DATASETS",
-    "MOST_IMAGES",
+    "MAX_IMAGES",
     "Augmentation",
     "Batch",
     "Columns",
@@ -46,18 +46,18 @@ __all__ = [
     "Parts",
     "Relabelled",
     "Splits",
+    "dataset_labels",
     "fit_labels",
     "from_tensors",
     "image_set",
     "imagenet_indices",
     "load_data",
     "mix_data",
+    "num_dataset_classes",
     "object_patches",
-    "own_classes",
-    "own_images",
-    "own_labels",
     "require_labelled",
     "require_labels",
     "three_parts",
     "training_set",
+    "without_second_dataset",
 ]

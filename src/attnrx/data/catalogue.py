@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnrx.data.tables import Columns
+from attnrx.data.parquet import Columns
 from attnrx.support.preprocessing import ImageGeometry, Normalization
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from attnrx.data.images import held_out
+from attnrx.data.images import hold_out
 from attnrx.data.splits import DatasetReader, Opened, StoredImages
 from attnrx.support.errors import UnknownName
 from attnrx.support.optional import required_module
@@ -132,10 +132,10 @@ def canvases(split: str, seed: int = 0) -> Canvases:
 
 def _rows_of(split: str, labels: Int[Tensor, "all"]) -> Int[Tensor, "digits"]:
     """Returns the digits of a split, the same share of every class, chosen by a hash of their rows."""
-    is_test = held_out(labels, range(len(labels)), TEST_SHARE, seed=0)
+    is_test = hold_out(labels, range(len(labels)), TEST_SHARE, seed=0)
     rest = (~is_test).nonzero().flatten()
     # The share is one of all digits, and these are the digits without those of the test.
-    is_validation = held_out(labels[rest], rest.tolist(), VALIDATION_SHARE / (1 - TEST_SHARE), seed=1)
+    is_validation = hold_out(labels[rest], rest.tolist(), VALIDATION_SHARE / (1 - TEST_SHARE), seed=1)
     parts = {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}
     return parts[split]
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from attnrx.data.fixed import MOST_IMAGES, FixedImages, fix
-from attnrx.data.images import ImageSet, by_turns
+from attnrx.data.fixed_images import MAX_IMAGES, FixedImages, read_once
+from attnrx.data.images import ImageSet, round_robin
 from attnrx.data.mixing import MixedImages
 from attnrx.data.splits import NAMES, Splits
 from attnrx.support.errors import DataError
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
 
 def three_parts(
-    splits: Splits, planned: int = MOST_IMAGES, predicted: int = MOST_IMAGES, verified: int = MOST_IMAGES
+    splits: Splits, planned: int = MAX_IMAGES, predicted: int = MAX_IMAGES, verified: int = MAX_IMAGES
 ) -> Parts:
     """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
 
@@ -62,13 +62,13 @@ def three_parts(
         wanted.insert(0, times * (planned + predicted))
     sets = {**mosaics, **sets}
     fixed = {
-        name: fixed_images(images, splits.normalization, most)
-        for (name, images), most in zip(sets.items(), wanted, strict=True)
+        name: read_images(images, splits.normalization, maximum)
+        for (name, images), maximum in zip(sets.items(), wanted, strict=True)
     }
     notes = [*dict.fromkeys(note for images in fixed.values() for note in images.notes)]
     different = {
-        name: images if len(images) <= most else images.take(most)
-        for (name, images), most in zip(_without_repeats(fixed, notes).items(), wanted, strict=True)
+        name: images if len(images) <= maximum else images.take(maximum)
+        for (name, images), maximum in zip(_without_repeats(fixed, notes).items(), wanted, strict=True)
     }
     # Of the other sets as many are used as an effort needs.
     name, images = next(reversed(sets.items()))
@@ -113,18 +113,18 @@ def _mixed(own: FixedImages, composed: FixedImages, skipped: int, times: int) ->
     return MixedImages(own.at(slice(0, count)), composed.at(rows), times)
 
 
-def fixed_images(images: ImageSet, normalization: Normalization | None = None, most: int = MOST_IMAGES) -> FixedImages:
-    """Returns the images, or `most` of them, read once; those that are fixed already are returned unchanged.
+def read_images(images: ImageSet, normalization: Normalization | None = None, maximum: int = MAX_IMAGES) -> FixedImages:
+    """Returns the images, or `maximum` of them, read once; those that are fixed already are returned unchanged.
 
     Raises:
         DataError: There is no image, or one cannot be read.
     """
     if isinstance(images, FixedImages):
         return images
-    chosen = images if len(images) <= most else images.take(most)
+    chosen = images if len(images) <= maximum else images.take(maximum)
     name = chosen.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     batches, problem = chosen.batches(BATCH), chosen.label_problem
-    found = fix(batches, name, normalization=normalization, total=-(-len(chosen) // BATCH), problem=problem)
+    found = read_once(batches, name, normalization=normalization, total=-(-len(chosen) // BATCH), problem=problem)
     return replace(found, notes=(*chosen.notes, *found.notes))
 
 
@@ -160,5 +160,5 @@ def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:
     """Returns consecutive parts of so many images, after ordering them so that each part is of all classes."""
     labels = images.store.labels
     # A dataset may be sorted by class: without labels the order is that of the hashes, which is as good as random.
-    order = images.hashes.argsort() if labels is None else by_turns(labels[images.rows])
+    order = images.hashes.argsort() if labels is None else round_robin(labels[images.rows])
     return [images.at(part) for part in order.split(list(counts))]

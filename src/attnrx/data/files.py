@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attnrx.data.images import by_turns, held_out
+from attnrx.data.images import hold_out, round_robin
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.support.errors import DataError
 from attnrx.support.shapes import Int, Tensor
@@ -20,7 +20,7 @@ IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
 SAMPLED = 512  # files of a dataset whose content is part of its key
 BLOCK, BLOCKS = 2**16, 10  # bytes of a block, and blocks of a file, that are part of its key
-MOST_FILES = 10_000_000  # files and folders of one class
+MAX_FILES = 10_000_000  # files and folders of one class
 SYSTEM = ("/proc", "/sys")  # folders of the kernel, whose files are no data and never end
 
 
@@ -171,11 +171,11 @@ class FolderReader(DatasetReader):
             )
         # Relative and with forward slashes, so that the splits are the same on every machine.
         keys = [file.relative_to(self.root).as_posix() for file in files]
-        test = held_out(labels, keys, SHARE, seed=0)
+        test = hold_out(labels, keys, SHARE, seed=0)
         rest = (~test).nonzero().flatten()
         validation = torch.zeros_like(test)
         # Out of the files that are not test files, of which a tenth of all is a larger share.
-        validation[rest] = held_out(labels[rest], [keys[row] for row in rest], SHARE / (1 - SHARE), seed=1)
+        validation[rest] = hold_out(labels[rest], [keys[row] for row in rest], SHARE / (1 - SHARE), seed=1)
         masks = {"train": ~test & ~validation, "validation": validation, "test": test}
         splits = {name: _stored(files, labels, mask.nonzero().flatten()) for name, mask in masks.items()}
         note = "split by the hash of the file names: 80 % train, 10 % validation, 10 % test of each class"
@@ -212,8 +212,8 @@ def _images_below(folder: Path, root: Path) -> Iterator[Path]:
         seen.add(resolved)
         for path in each.iterdir():
             count += 1
-            if count > MOST_FILES:
-                raise DataError(f"there are more than {MOST_FILES:,} files below {folder}; give a folder of images.")
+            if count > MAX_FILES:
+                raise DataError(f"there are more than {MAX_FILES:,} files below {folder}; give a folder of images.")
             if path.is_dir():
                 waiting.append(path)
             elif _is_image(str(path)):
@@ -237,7 +237,7 @@ def _listed(folder: _Folder, class_names: tuple[str, ...]) -> tuple[list[Path], 
     """Lists the files and their labels going round the classes, so that any prefix is nearly balanced."""
     number = {name: label for label, name in enumerate(class_names)}
     labels = torch.tensor([number[name] for name in folder.classes], dtype=torch.int64)
-    order = by_turns(labels)
+    order = round_robin(labels)
     return [folder.files[row] for row in order.tolist()], labels[order]
 
 

@@ -279,10 +279,10 @@ class RowImages(ImageSet):
 
         Datasets are often sorted by class, so the first rows would be one class.
         """
-        require_held(count, len(self))
+        require_count(count, len(self))
         labels = self.store.labels
         # Both orders are fixed, so that a run can be repeated; the evenly spread rows stay in storage order.
-        spread = torch.arange(count) * len(self) // count if labels is None else by_turns(labels[self.rows])[:count]
+        spread = torch.arange(count) * len(self) // count if labels is None else round_robin(labels[self.rows])[:count]
         return replace(self, rows=self.rows[spread])
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
@@ -305,16 +305,16 @@ def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[b
     return f"{name}:{len(labels)}:{hashed.hexdigest()[:16]}"
 
 
-def evenly_spaced(count: int, most: int = 64) -> list[int]:
+def evenly_spaced(count: int, maximum: int = 64) -> list[int]:
     # float64, because float32 has no whole numbers above 2**24
     """
 
-    Returns at most `most` positions of `count`, from the first to the last.
+    Returns at most `maximum` positions of `count`, from the first to the last.
     """
-    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
+    return torch.linspace(0, count - 1, min(count, maximum), dtype=torch.float64).round().long().tolist()
 
 
-def require_held(count: int, held: int) -> None:
+def require_count(count: int, held: int) -> None:
     """Checks that a split can give so many images.
 
     Raises:
@@ -324,7 +324,7 @@ def require_held(count: int, held: int) -> None:
         raise DataError(f"{count} images were requested of a split that holds {held}; ask for 1 to {held}.")
 
 
-def turns(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
     """Returns how many images of its own class are before each one in this order of the images."""
     # Sorting puts the classes one after the other; the turn of an image is its position minus that of its class.
     by_class = order[labels[order].argsort(stable=True)]  # classes together, each in the given order
@@ -335,16 +335,16 @@ def turns(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Te
     return turn
 
 
-def by_turns(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+def round_robin(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
     """Returns all positions going round the classes: the first image of each class, then the second, and so on."""
     # By the rank of a class, because a class number can be of any size.
     labels = labels.unique(return_inverse=True)[1]
     # Sorted by turn, and within a turn by class.
-    turn = turns(labels, torch.arange(len(labels)))
+    turn = rank_within_class(labels, torch.arange(len(labels)))
     return (turn * len(labels.bincount()) + labels).argsort(stable=True)
 
 
-def held_out(
+def hold_out(
     labels: Int[Tensor, "images"], keys: Iterable[str | int], share: float, seed: int
 ) -> Bool[Tensor, "images"]:
     """Marks `share` of every class: the images with the lowest hash of seed and key, the same on every machine.
@@ -358,4 +358,4 @@ def held_out(
     sizes = labels.bincount()
     wanted = (sizes * share).round().long().clamp(min=1)
     wanted = torch.where(sizes > 1, torch.minimum(wanted, sizes - 1), 0)
-    return turns(labels, order) < wanted[labels]
+    return rank_within_class(labels, order) < wanted[labels]

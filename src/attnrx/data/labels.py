@@ -47,12 +47,12 @@ class Relabelled(WrappedImages):
             yield batch if self.numbers is None else replace(batch, labels=self.numbers.to(labels.device)[labels])
 
 
-def own_labels(images: ImageSet) -> ImageSet:
+def dataset_labels(images: ImageSet) -> ImageSet:
     """The images with the labels of their dataset, for a head that is trained on them."""
     return images.source if isinstance(images, Relabelled) and images.has_labels else images
 
 
-def own_classes(splits: Splits) -> int:
+def num_dataset_classes(splits: Splits) -> int:
     """The number of classes of the dataset itself."""
     train = splits.train
     mapped = train.numbers if isinstance(train, Relabelled) and train.has_labels else None

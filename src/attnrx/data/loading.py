@@ -16,7 +16,9 @@ from typing import get_args
 from attnrx.data.files import FolderReader
 from attnrx.data.images import ImageSet, evenly_spaced
 from attnrx.data.labels import Relabelled
+from attnrx.data.loaded_images import CPU, MemoryImages, Picture, PixelStore, Stream, StreamedImages
 from attnrx.data.locating import DatasetLocation, locate
+from attnrx.data.parquet import Columns
 from attnrx.data.pixels import (
     Augmentation,
     CorruptImages,
@@ -25,7 +27,6 @@ from attnrx.data.pixels import (
     guess_geometry,
     padding_for,
 )
-from attnrx.data.sets import CPU, MemoryImages, Picture, PixelStore, Stream, StreamedImages
 from attnrx.data.shards import OpenedShards, ShardImages, assign_shards, read_shard
 from attnrx.data.splits import (
     NAMES,
@@ -38,7 +39,6 @@ from attnrx.data.splits import (
     by_canonical_name,
     check_labels,
 )
-from attnrx.data.tables import Columns
 from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, one_of, optional
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
@@ -240,7 +240,7 @@ class _Loading:
         splits, corrupt = {}, CorruptImages(self.on_corrupt)
         # One object for all splits, so that the note counts the corrupt images of the whole dataset.
         for name, records in opened.splits.items():
-            pixels, positions = decode_all(partial(_still, records, geometry), len(records), geometry.shape, corrupt)
+            pixels, positions = decode_all(partial(_fitted, records, geometry), len(records), geometry.shape, corrupt)
             splits[name] = PixelStore(pixels, records.labels[positions], records.sources[positions])
         notes = opened.notes
         if corrupt.found:
@@ -294,9 +294,9 @@ def _are_photos(geometry: ImageGeometry) -> bool:
     return geometry.resize_to != geometry.size
 
 
-def _still(records: StoredImages, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
+def _fitted(records: StoredImages, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
     try:
-        return geometry.still(records.picture(position, geometry.channels, geometry.alpha))
+        return geometry.fit(records.picture(position, geometry.channels, geometry.alpha))
     except ValueError as error:
         raise DataError(f"cannot resize the image {records.where(position)}: {error}.") from error
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from attnrx.data.catalogue import DATASETS, DatasetCard, known_as, local_copy
 from attnrx.data.digits import ClutteredDigitsReader, DigitsReader
 from attnrx.data.files import FolderReader, group_by_split
+from attnrx.data.parquet import Columns, HubReader, ParquetReader
 from attnrx.data.shards import OpenedShards, open_index, open_tars
 from attnrx.data.splits import DatasetReader
-from attnrx.data.tables import Columns, HubReader, ParquetReader
 from attnrx.support.errors import DataError, InvalidInput, nearest
 
 HUB = "hf:"
 # The datasets that need no file.
 EMBEDDED: Mapping[str, type[DatasetReader]] = {"digits": DigitsReader, "cluttered-digits": ClutteredDigitsReader}
 # Braces multiply: a typing error in a range could name billions of files.
-MOST_SHARDS = 1_000_000
+MAX_SHARDS = 1_000_000
 
 Reader = DatasetReader | Callable[[], OpenedShards]
 
@@ -82,8 +82,8 @@ def _expand_braces(pattern: str) -> list[str]:
     first, last = (int(ends[1]), int(ends[2])) if ends else (0, braces[1].count(","))
     rest = _expand_braces(pattern[braces.end() :])
     # Before the names are made, which would take the memory.
-    if (last - first + 1) * len(rest) > MOST_SHARDS:
-        raise DataError(f"{pattern} names more than {MOST_SHARDS:,} files; correct the range.")
+    if (last - first + 1) * len(rest) > MAX_SHARDS:
+        raise DataError(f"{pattern} names more than {MAX_SHARDS:,} files; correct the range.")
     words = braces[1].split(",")
     if ends:
         # As many digits as the first number is written with.

@@ -18,7 +18,7 @@ from attnrx.support.preprocessing import ImageGeometry, Normalization
 from attnrx.support.shapes import Float, Int, Tensor
 
 # With twice, 64 pixels on 224 are 2 x 2 tiles, which carry over to other classes better than 3 x 3 or one image.
-MOST_ENLARGED = 2
+MAX_ENLARGED = 2
 NO_LABELS = "some of these images are of other classes and have no labels, and this needs labels: omit the other data."
 
 
@@ -57,7 +57,7 @@ def mix_data(splits: Splits, others: Splits | Path | str, times: int = 1) -> Spl
             f"{others.name} has images of {others_side} pixels, {splits.name} of {side}: load it with "
             f"image_size={side}."
         )
-    tiles = -(-side // (MOST_ENLARGED * others_side))
+    tiles = -(-side // (MAX_ENLARGED * others_side))
     mosaics = Mosaics(others.train.renormalized(splits.normalization), tiles, side)
     each = min(len(splits.train), len(mosaics) // times)
     if not each:
@@ -72,7 +72,7 @@ def mix_data(splits: Splits, others: Splits | Path | str, times: int = 1) -> Spl
     return replace(splits, train=train, notes=(*splits.notes, note))
 
 
-def own_images(images: ImageSet) -> ImageSet:
+def without_second_dataset(images: ImageSet) -> ImageSet:
     """Returns the images without those of a second dataset."""
     return images.own if isinstance(images, MixedImages) else images
 
@@ -80,7 +80,7 @@ def own_images(images: ImageSet) -> ImageSet:
 def _loaded(source: Path | str, size: int) -> Splits:
     """Loads data at their own size if they are to be tiled, else at this size."""
     loaded = load_data(source)
-    return loaded if MOST_ENLARGED * _side(loaded) < size else load_data(source, image_size=size)
+    return loaded if MAX_ENLARGED * _side(loaded) < size else load_data(source, image_size=size)
 
 
 def _side(splits: Splits) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.data import MOST_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
-from attnrx.data.adapters import LABEL_KEYS
+from attnrx.data import MAX_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
 from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
+from attnrx.data.user_data import LABEL_KEYS
 from attnrx.support.arguments import MODEL, checked, instance, optional
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import ImageGeometry, Preprocessing
@@ -43,7 +43,7 @@ def _own_geometry(shape: tuple[int, int, int], photos: bool | None = None) -> Im
 
 
 def images_for(
-    model: nn.Module, data: Any, argument: str = "data", *, limit: int = MOST_IMAGES, seed: int = 0
+    model: nn.Module, data: Any, argument: str = "data", *, limit: int = MAX_IMAGES, seed: int = 0
 ) -> ImageSet:
     """Returns the data as an image set for this model, read in one pass (see `data.image_set`). PIL images are
     preprocessed as the model states (`preprocessing_of`); tensors must already be normalized for the model.
@@ -77,7 +77,7 @@ def splits_for(
     argument: str = "data",
     *,
     training: bool = False,
-    limit: int = MOST_IMAGES,
+    limit: int = MAX_IMAGES,
     seed: int = 0,
 ) -> Splits:
     """Returns the data as splits.

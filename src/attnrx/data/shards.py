@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from attnrx.data.files import IMAGES, split_in_path, stamp
-from attnrx.data.images import ORDER, Batch, ImageSet, Pass, digest, generator, require_held, rows_of_part
+from attnrx.data.images import ORDER, Batch, ImageSet, Pass, digest, generator, require_count, rows_of_part
+from attnrx.data.loaded_images import Stream, Work
 from attnrx.data.pixels import decode
-from attnrx.data.sets import Stream, Work
-from attnrx.data.splits import MOST_CLASSES, check_trained, numbered_classes, validation_as_test_
+from attnrx.data.splits import MAX_CLASSES, check_trained, numbered_classes, use_validation_as_test_
 from attnrx.support.errors import CheckpointError, DataError
 from attnrx.support.hardware import cache_folder
 from attnrx.support.optional import required_module
@@ -40,7 +40,7 @@ from attnrx.support.validation import Integer, Items, Record, Text, require_regu
 # The index of the library webdataset (wids), which has more fields, and in addition the names of the classes.
 INDEX = Record(
     {"shardlist": Items(Record({"url": Text(), "nsamples": Integer(1, 2**40)}, {"split": Text()}, open=True), 1)},
-    {"class_names": Items(Text(), 1, MOST_CLASSES, unique=True)},
+    {"class_names": Items(Text(), 1, MAX_CLASSES, unique=True)},
     open=True,
 )
 CLASS_NAMES = "classnames.txt"  # in the folder of the shards: one class per line, in the order of the numbers
@@ -322,7 +322,7 @@ class ShardImages(ImageSet):
 
     def take(self, count: int) -> "ImageSet":
         """Returns the first `count` images as they are stored; their classes are not known beforehand."""
-        require_held(count, len(self))
+        require_count(count, len(self))
         return replace(self, shards=tuple(_cut(self.shards, slice(0, count))))
 
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
@@ -385,7 +385,7 @@ def assign_shards(opened: OpenedShards, source: str) -> tuple[dict[str, tuple[Sh
         DataError: There are too few shards to hold some out, or labels outside the classes.
     """
     splits = dict(opened.splits)
-    notes = validation_as_test_(splits)
+    notes = use_validation_as_test_(splits)
     # Whole shards, because which images a shard holds is known only after reading it.
     for split in ("test", "validation"):
         if split in splits or "train" not in splits:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnrx.data.images import ImageSet, held_out
+from attnrx.data.images import ImageSet, hold_out
 from attnrx.data.pixels import Augmentation, decode, padding_for
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError
@@ -25,7 +25,7 @@ SPLITS = {  # the names of splits in datasets, in lower case
     "test": "test",
     "testing": "test",
 }
-MOST_CLASSES = 100_000  # ImageNet-21k has 21,841
+MAX_CLASSES = 100_000  # ImageNet-21k has 21,841
 TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
@@ -164,10 +164,10 @@ def numbered_classes(highest: int, source: str) -> tuple[str, ...]:
     Raises:
         DataError: The highest label is no class number.
     """
-    if highest >= MOST_CLASSES:
+    if highest >= MAX_CLASSES:
         raise DataError(
             f"{source} has the label {highest} and no class names, so labels count classes from 0; at most "
-            f"{MOST_CLASSES:,} classes are supported. Number the classes anew, or give them names."
+            f"{MAX_CLASSES:,} classes are supported. Number the classes anew, or give them names."
         )
     return tuple(str(label) for label in range(highest + 1))
 
@@ -210,13 +210,13 @@ def assign(
         DataError: No class of train has two images, so that none can be held out.
     """
     parts = {name: (name, torch.arange(len(numbers))) for name, numbers in labels.items()}
-    notes = validation_as_test_(parts)
+    notes = use_validation_as_test_(parts)
     # The test is taken first, so that it does not depend on the share and the seed of the validation split.
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
         if split in parts or "train" not in parts:
             continue
         rows = parts["train"][1]
-        marked = held_out(labels["train"][rows], rows.tolist(), wanted, by)
+        marked = hold_out(labels["train"][rows], rows.tolist(), wanted, by)
         if not marked.any():
             raise DataError(
                 f"{source} has no {split} split, and no class of train has two images to hold one out; add images."
@@ -226,7 +226,7 @@ def assign(
     return parts, tuple(notes)
 
 
-def validation_as_test_(parts: dict[str, Any]) -> list[str]:
+def use_validation_as_test_(parts: dict[str, Any]) -> list[str]:
     """Uses the validation split as a missing test split; returns the notes about it.
 
     Where there are train images, another validation split can be held out of them, so this one is removed.

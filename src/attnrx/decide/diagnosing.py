@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.data import MOST_IMAGES, Batch, ImageData
+from attnrx.data import MAX_IMAGES, Batch, ImageData
 from attnrx.data.model_data import images_for
 from attnrx.decide.diagnostics import (
     Diagnostic,
@@ -102,7 +102,7 @@ def diagnose(
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
     chosen = suited_diagnostics(spectra, moments=moments) if diagnostics is None else diagnostics
-    image_set = images_for(model, data, limit=images or MOST_IMAGES, seed=seed)
+    image_set = images_for(model, data, limit=images or MAX_IMAGES, seed=seed)
     shown = image_set if images is None else image_set.take(images)
     panel = Panel(chosen, spectra)
     # Perturbed copies cost passes of their own, so only the first images have them.

@@ -30,7 +30,7 @@ HIDDEN_FIELDS = ("weight", "bias", "covariance", "mean")
 
 LAYER = fields.Record(
     {
-        "heads": fields.Items(fields.Integer(0, fields.MOST_HEADS), 0, fields.MOST_HEADS, unique=True),
+        "heads": fields.Items(fields.Integer(0, fields.MAX_HEADS), 0, fields.MAX_HEADS, unique=True),
         "scale": fields.Number(0.0),
         "norms": fields.Choice(NORMS),
         "shared": fields.Flag(),
@@ -53,7 +53,7 @@ RECORD = fields.Record(
         "fingerprint": fields.Text(),
         "about": fields.JSON_OBJECT,
         "tensors_sha256": fields.Text(),
-        "layers": fields.Items(LAYER, 0, fields.MOST_LAYERS),
+        "layers": fields.Items(LAYER, 0, fields.MAX_LAYERS),
     }
 )
 

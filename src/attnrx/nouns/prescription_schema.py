@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.support.validation import (
-    MOST_DIRECTIONS,
-    MOST_HEADS,
-    MOST_LAYERS,
+    MAX_DIRECTIONS,
+    MAX_HEADS,
+    MAX_LAYERS,
     Anything,
     Choice,
     Field,
@@ -57,21 +57,21 @@ def _require_kept(units: Mapping[str, Any], where: str) -> None:
 
 
 # `then` checks the lengths and ranges of these lists, which depend on the number of directions.
-RANK, LATER = Integer(0, MOST_DIRECTIONS), Items(Anything(), 0, MOST_DIRECTIONS)
+RANK, LATER = Integer(0, MAX_DIRECTIONS), Items(Anything(), 0, MAX_DIRECTIONS)
 HEAD = Record({"rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
 UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
 STAYING = {
     name: Record({"keep": LATER, "strength": Items(Number(), 0, most), "why": Text()}, then=_require_kept)
-    for name, most in ((HEADS, MOST_HEADS), (HIDDEN, MOST_DIRECTIONS))
+    for name, most in ((HEADS, MAX_HEADS), (HIDDEN, MAX_DIRECTIONS))
 }
-OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
+OUTPUT = Record({"units": Items(UNIT, 1, MAX_HEADS)}, then=_require_units)
 SCORES = Record(
-    {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
-    {"basis": Record({"shared": Flag()}, {"blocks": Items(RANK, 1, MOST_HEADS)})},
+    {"directions": Integer(0, MAX_DIRECTIONS), "heads": Items(HEAD, 0, MAX_HEADS)},
+    {"basis": Record({"shared": Flag()}, {"blocks": Items(RANK, 1, MAX_HEADS)})},
     then=_require_ranks,
 )
 LAYER = Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), **STAYING})
-POLICY = Record({"reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()})
+POLICY = Record({"reasons": Items(Text(), 1, MAX_LAYERS), "seed": Integer(), "trained": Flag()})
 
 
 # `rules` has the text of the policy, and `tokens` what the text does not state.
@@ -126,7 +126,7 @@ REALIZED = Record(
     {
         "repair": Integer(0, 10**6),
         "distill": Integer(0, 10**6),
-        "classes": Items(Integer(0, 2**31 - 1), 0, MOST_DIRECTIONS),
+        "classes": Items(Integer(0, 2**31 - 1), 0, MAX_DIRECTIONS),
         "settings": FIT_SETTINGS,
     },
 )
@@ -141,7 +141,7 @@ RECORD: Field = Record(
         "rules": Record(more={**dict.fromkeys(LAYER_MAPS, Text()), TOKENS: Text(parse_policy)}),
         "about": ABOUT,
         "removed_share": Number(0.0, 1.0),
-        "layers": Items(LAYER, 0, MOST_LAYERS),
+        "layers": Items(LAYER, 0, MAX_LAYERS),
     },
     {TOKENS: POLICY, "tensors_sha256": Text()},
     then=_require_tokens,

@@ -28,7 +28,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
 # Seconds to wait for another process that replaces the same folder; an exchange takes less than one.
-PATIENCE = 60.0
+LOCK_SECONDS = 60.0
 # The file system (NFS, FAT) or the kernel cannot exchange two names.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
@@ -49,7 +49,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     """
     path = Path(path)
     require_replaceable(path)
-    target = _prepared(path)
+    target = _prepare_target(path)
     temporary = _temporary(target)
     try:
         write(temporary)
@@ -90,7 +90,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: It cannot be created.
     """
-    target = _prepared(target)
+    target = _prepare_target(target)
     temporary = _temporary(target)
     try:
         temporary.mkdir()
@@ -128,7 +128,7 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
         InvalidInput: A written file exists in `folder` and is not a part.
         CheckpointError: The folder cannot be replaced in one step, or cannot be written; nothing was changed.
     """
-    target = _prepared(Path(folder))
+    target = _prepare_target(Path(folder))
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")
     # First, so that a folder whose replacement was interrupted exists again for the checks below.
@@ -148,7 +148,7 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
         for each in new:
             flush(each)
         # Until here another process may have replaced the folder: what is kept of it is found under the lock.
-        with locked(target):
+        with file_lock(target):
             written = [each.name for each in new]
             replaced = set(parts(target, written)) if target.exists() else set()
             require_absent([target / name for name in written], lambda path: path.name in replaced)
@@ -175,7 +175,7 @@ _held = threading.local()  # the targets that this thread has locked
 
 
 @contextmanager
-def locked(target: Path | str, seconds: float = PATIENCE) -> Iterator[None]:
+def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
 
     Other processes and threads wait for it; the thread that holds it may take it again. Where there are no locks (a
@@ -273,7 +273,7 @@ def process_runs(number: int) -> bool:
     return True
 
 
-def _prepared(path: Path) -> Path:
+def _prepare_target(path: Path) -> Path:
     """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
     # A rename onto a symbolic link would replace the link, not the file that it names.
     target = Path(os.path.realpath(path))

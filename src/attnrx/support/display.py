@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # Characters of a whole object, of a value in it, and items of a collection.
-MOST, OF_A_VALUE, ITEMS = 1500, 160, 6
+MAX_OBJECT, MAX_VALUE, MAX_ITEMS = 1500, 160, 6
 
 
 class Sentence(str):
@@ -26,7 +26,7 @@ class Displayed:
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in _shown(self))
-        return _cut(f"{type(self).__name__}({shown})", MOST)
+        return _cut(f"{type(self).__name__}({shown})", MAX_OBJECT)
 
     def _repr_html_(self) -> str:
         """Returns a table of the fields, for notebooks."""
@@ -39,24 +39,26 @@ def _shown(item: Any) -> list[tuple[str, str]]:
 
 
 def short_value(value: Any, depth: int = 2) -> str:
-    """Returns a text of at most OF_A_VALUE characters."""
+    """Returns a text of at most MAX_VALUE characters."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
         parts = (
-            [f"{key!r}: {short_value(item, depth - 1)}" for key, item in list(value.items())[:ITEMS]] if depth else []
+            [f"{key!r}: {short_value(item, depth - 1)}" for key, item in list(value.items())[:MAX_ITEMS]]
+            if depth
+            else []
         )
-        return _cut("{" + ", ".join(_with_rest(parts, len(value))) + "}", OF_A_VALUE)
+        return _cut("{" + ", ".join(_with_rest(parts, len(value))) + "}", MAX_VALUE)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [short_value(item, depth - 1) for item in value[:ITEMS]] if depth else []
-        return _cut("(" + ", ".join(_with_rest(parts, len(value))) + ")", OF_A_VALUE)
-    return _cut(repr(value), OF_A_VALUE)
+        parts = [short_value(item, depth - 1) for item in value[:MAX_ITEMS]] if depth else []
+        return _cut("(" + ", ".join(_with_rest(parts, len(value))) + ")", MAX_VALUE)
+    return _cut(repr(value), MAX_VALUE)
 
 
 def _with_rest(parts: list[str], count: int) -> list[str]:
     return parts if len(parts) == count else [*parts, f"... {count} in total" if parts else f"{count} items"]
 
 
-def _cut(text: str, most: int) -> str:
+def _cut(text: str, maximum: int) -> str:
     # With the last character, which is the closing bracket of a collection.
-    return text if len(text) <= most else f"{text[: most - 5]} ...{text[-1]}"
+    return text if len(text) <= maximum else f"{text[: maximum - 5]} ...{text[-1]}"

@@ -11,7 +11,7 @@ import numpy as np
 # The decoders of Pillow that are used. The others stay closed: that of EPS starts Ghostscript, for example.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
-MOST_PIXELS = 2**28  # of a resized picture: one of 3 x 100,000 pixels would become 224 x 7,466,666
+MAX_PIXELS = 2**28  # of a resized picture: one of 3 x 100,000 pixels would become 224 x 7,466,666
 
 
 def open_picture(content):
@@ -90,14 +90,14 @@ def fit_pixels(pixels, geometry):
     """Resizes pixels [height, width, channels], and crops or pads them around their center to the model's size.
 
     Raises:
-        ValueError: The resized picture would have more than MOST_PIXELS.
+        ValueError: The resized picture would have more than MAX_PIXELS.
     """
     from PIL import Image
 
     height, width = pixels.shape[:2]
     shape = resized_shape(height, width, geometry)
     if shape != pixels.shape[:2]:
-        if shape[0] * shape[1] > MOST_PIXELS:
+        if shape[0] * shape[1] > MAX_PIXELS:
             raise ValueError(
                 f"it has {pixels.shape[0]} x {pixels.shape[1]} pixels, and {shape[0]} x {shape[1]} resized"
             )

@@ -18,7 +18,7 @@ from attnrx.support.shapes import Float, Tensor, UInt8
 Fit = Literal["pad", "fill", "photo"]
 
 MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
-MOST_SIDE = 2**15  # pixels of a side, of the input and after resizing
+MAX_SIDE = 2**15  # pixels of a side, of the input and after resizing
 RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
@@ -50,7 +50,7 @@ class ImageGeometry:
     def __post_init__(self):
         sides = (*self.size, *self.resize_to)
         valid = (
-            len(sides) == 4 and all(type(side) is int and 1 <= side <= MOST_SIDE for side in sides),
+            len(sides) == 4 and all(type(side) is int and 1 <= side <= MAX_SIDE for side in sides),
             self.resize in RESIZES and self.interpolation in INTERPOLATIONS,
             self.center in ("round", "floor") and self.alpha in ("drop", "white"),
             len(self.fill) in (1, self.channels)
@@ -59,7 +59,7 @@ class ImageGeometry:
         )
         if not all(valid):
             raise InvalidInput(
-                f"the image geometry {self.to_dict()}: give sides of 1 to {MOST_SIDE} pixels, one of "
+                f"the image geometry {self.to_dict()}: give sides of 1 to {MAX_SIDE} pixels, one of "
                 f"{', '.join(RESIZES)} (shortest_edge with one number), one of {', '.join(INTERPOLATIONS)}, and levels "
                 "of 0 to 255."
             )
@@ -112,7 +112,7 @@ class ImageGeometry:
         # Once, because this dictionary takes longer than the decoding of a small picture.
         return self.to_dict()
 
-    def still(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
+    def fit(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
         """Fits the pixels of a picture as evaluation does, without randomness."""
         fitted = fit_pixels(picture.permute(1, 2, 0).numpy(), self._record)
         return torch.from_numpy(fitted).permute(2, 0, 1)

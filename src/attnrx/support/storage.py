@@ -29,7 +29,7 @@ DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
 )
-MOST_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
+MAX_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 
 def write_text(path: Path | str, content: str) -> Path:
@@ -57,13 +57,13 @@ def json_text(record: Mapping[str, Any] | list[Any]) -> str:
     return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
-def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
+def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Reads a JSON file.
 
     Raises:
-        CheckpointError: The file is missing, no regular file, larger than `most_bytes`, nested too deep or no JSON.
+        CheckpointError: The file is missing, no regular file, larger than `max_bytes`, nested too deep or no JSON.
     """
-    path = _require_small(path, most_bytes)
+    path = _require_small(path, max_bytes)
     try:
         return _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
@@ -72,12 +72,12 @@ def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
         ) from error
 
 
-def _require_small(path: Path | str, most_bytes: int) -> Path:
+def _require_small(path: Path | str, max_bytes: int) -> Path:
     # Before reading, so that a wrong file cannot exhaust the memory.
     path = require_regular(path)
     size = path.stat().st_size
-    if size > most_bytes:
-        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
+    if size > max_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {max_bytes:,}.")
     return path
 
 
@@ -91,13 +91,13 @@ def _parsed(text: str) -> Any:
     return value
 
 
-def read_json_lines(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> list[dict[str, Any]]:
+def read_json_lines(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> list[dict[str, Any]]:
     """Reads a file with one JSON object per line.
 
     Raises:
         CheckpointError: As of `read_json`; the message names the line.
     """
-    path, records = _require_small(path, most_bytes), []
+    path, records = _require_small(path, max_bytes), []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             record = _parsed(line)

@@ -14,7 +14,7 @@ from attnrx.support.errors import AttnrxError, CheckpointError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
 # Far above any model, and low enough that a wrong count does not allocate gigabytes.
-MOST_LAYERS, MOST_HEADS, MOST_DIRECTIONS = 4096, 4096, 65_536
+MAX_LAYERS, MAX_HEADS, MAX_DIRECTIONS = 4096, 4096, 65_536
 DEEPEST_JSON = 256  # a rule of 50 brackets nests 150 deep
 SHOWN = 60  # characters of a wrong value in a message
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from attnrx.data import FixedImages, ImageSet, Splits, require_labels
-from attnrx.data.adapters import IndexedImages
 from attnrx.data.model_data import normalization_of, num_classes
+from attnrx.data.user_data import IndexedImages
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Tensor

@@ -18,7 +18,7 @@ from attnrx.decide.planning.plan_timing import final_speeds
 from attnrx.decide.planning.target import target_of
 from attnrx.nouns.evidence import Evidence
 from attnrx.support.arguments import FASTER, PATH, checked, each
-from attnrx.support.atomic_writes import locked, require_absent
+from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.errors import InvalidInput, TargetMet
 from attnrx.support.progress import Log, no_log, phases
 from attnrx.support.storage import file_kind
@@ -104,7 +104,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     folder = Path(folder)
     shares = phase_shares("latency" if kind == "faster" else kind, effort)
     steps = phases(shares, log, repeated=len(targets), again="searching plans")
-    with locked(folder, seconds=0.0):
+    with file_lock(folder, seconds=0.0):
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
             original = load_original(model, weights)
             _require_elastic_folder(folder)

@@ -27,9 +27,9 @@ from attnrx.data import (
     Parts,
     Splits,
     load_data,
-    own_images,
     require_labels,
     three_parts,
+    without_second_dataset,
 )
 from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
@@ -56,7 +56,7 @@ from attnrx.support.arguments import (
     one_of,
     optional,
 )
-from attnrx.support.atomic_writes import locked
+from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.shapes import ImageBatch
@@ -193,7 +193,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
     one_process = shared_subprocess() if target.spend == "latency" else nullcontext()
-    one_call = nullcontext() if folder is None else locked(folder, seconds=0.0)
+    one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
     with one_call, phases(phase_shares(target.spend, effort), log), one_process:
         original = load_original(model, weights)
         form = None if to is None else parse_format(to)
@@ -351,7 +351,7 @@ class ShrinkRun:
         # By prediction and not by label, as the check `shift` does: data without labels have classes, too.
         if not isinstance(output_kind_of(self.original), Logits):
             return {}
-        return {"classes": predicted_classes(self.original, own_images(self.images.planned))}
+        return {"classes": predicted_classes(self.original, without_second_dataset(self.images.planned))}
 
 
 def predicted_classes(model: nn.Module, images: ImageSet) -> list[int]:

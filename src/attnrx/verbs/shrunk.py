@@ -25,7 +25,7 @@ from attnrx.change.exporting.exported import KIND as EXPORTED
 from attnrx.change.exporting.exported import facts_path
 from attnrx.change.exporting.own_files import own_exports, own_script, require_export_path, require_own_files
 from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
-from attnrx.data.fixed import ONE_DRAW
+from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import num_classes, splits_for
 from attnrx.decide.planning import Plan, Target
 from attnrx.decide.planning.plan_timing import final_protocol, rounds_of

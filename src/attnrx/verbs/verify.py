@@ -13,7 +13,7 @@ from torch import nn
 
 from attnrx.change.exporting import DYNAMIC, Exported, export
 from attnrx.change.realization.fits import realize_and_fit, recorded_fits
-from attnrx.data import ImageData, ImageSet, Splits, own_classes, require_labels
+from attnrx.data import ImageData, ImageSet, Splits, num_dataset_classes, require_labels
 from attnrx.data.model_data import images_for
 from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
@@ -223,7 +223,7 @@ def _instances(
                 raise InvalidInput(
                     "the check transfer trains a head on other images: give splits=attnrx.load_data(...)."
                 )
-            inputs = {"training": splits.train, "classes": own_classes(splits)}
+            inputs = {"training": splits.train, "classes": num_dataset_classes(splits)}
         kinds: Mapping[str, Any] = all_checks()
         return kinds[check.name](**check.knobs, **inputs)
 

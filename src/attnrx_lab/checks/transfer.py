@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from attnrx.data import ImageSet, own_labels, require_labelled
+from attnrx.data import ImageSet, dataset_labels, require_labelled
 from attnrx.data.images import generator
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.accuracy import change_of_accuracy
@@ -74,7 +74,7 @@ class Transfer(Check):
             )
         # `take` goes round the classes. The new head has the classes of the dataset, so labels that were mapped to
         # those of the model's head are mapped back.
-        training = own_labels(self.training if self.per_class is None else self.training.take(count))
+        training = dataset_labels(self.training if self.per_class is None else self.training.take(count))
         before = self._probed("reference", comparison.reference, training, comparison)
         findings = {}
         for name, model in candidates.items():
@@ -102,7 +102,7 @@ class Transfer(Check):
     ) -> Float[Tensor, "seeds images"]:
         """Returns 1 for every seed and test image that is classified as labelled, else 0."""
         rows, labels = _features(role, model, training, comparison)
-        test_rows, test_labels = _features(role, model, own_labels(comparison.data), comparison)
+        test_rows, test_labels = _features(role, model, dataset_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
         if unknown_labels or len(labels.unique()) < 2:
             raise DataError(

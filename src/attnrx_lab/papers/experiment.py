@@ -14,7 +14,7 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Check, Comparison
-from attnrx.support.atomic_writes import locked
+from attnrx.support.atomic_writes import file_lock
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import Log, no_log
@@ -97,7 +97,7 @@ class Experiment(ABC):
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
-        with locked(folder, math.inf):  # a second process waits here, and then reads the result of the first
+        with file_lock(folder, math.inf):  # a second process waits here, and then reads the result of the first
             self.require(folder)
             if not self.is_finished(folder, keys):
                 # The stored stages again, so that one result has all of them; their evidence is read back.

@@ -16,7 +16,7 @@ from attnrx.data.digits import canvases
 from attnrx.data.model_data import adapt_preprocessing
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Accuracy, Fidelity
-from attnrx.support.atomic_writes import locked
+from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Bool, Int, Tensor
@@ -153,7 +153,7 @@ class SmallOriginal:
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
         """Returns the trained model, which is made in the folder if it is not there."""
-        with locked(place, math.inf):  # runs of several methods and seeds may need it at the same time
+        with file_lock(place, math.inf):  # runs of several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place)
         return load(trained.folder).eval()

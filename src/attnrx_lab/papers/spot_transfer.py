@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from attnrx.data import Splits, own_classes
+from attnrx.data import Splits, num_dataset_classes
 from attnrx.data.model_data import adapt_preprocessing
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Comparison, parse_checks
@@ -154,7 +154,7 @@ class SpotTransferExperiment(Experiment):
             return Robustness(**requested.knobs)
         # The images of a head are those of the dataset's training split, so they are no option of the text.
         knobs = {**requested.knobs, **(TINY_TRANSFER if self.tiny else {})}
-        return Transfer(splits.train, own_classes(splits), **knobs)
+        return Transfer(splits.train, num_dataset_classes(splits), **knobs)
 
 
 def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:

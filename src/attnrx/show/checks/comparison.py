@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import ImageSet
-from attnrx.data.fixed import start_hint
+from attnrx.data.fixed_images import start_hint
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Estimate
 from attnrx.nouns.prescription import Prescription

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import interpolate, one_hot
 
 from attnrx.data import require_labelled
-from attnrx.data.images import turns
+from attnrx.data.images import rank_within_class
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.accuracy import change_of_accuracy
 from attnrx.show.checks.check import Check
@@ -133,7 +133,7 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
             "of at least two classes."
         )
     # By class, because data are often sorted by it: a probe does not know a class that it was not trained on.
-    second = turns(labels.cpu(), torch.arange(len(labels))) % 2 == 1
+    second = rank_within_class(labels.cpu(), torch.arange(len(labels))) % 2 == 1
     if (tested := int(second.sum())) < 4:
         raise DataError(
             f"the probe is trained on one half of every class and tested on the other, which has {tested} of these "

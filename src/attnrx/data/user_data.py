@@ -1,6 +1,6 @@
 """A user's own data as an ImageSet: a DataLoader, a dataset, a list of batches, tensors or a Hugging Face dataset.
 
-`image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed`). Of data with a length and an index
+`image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). Of data with a length and an index
 (`torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset) it reads rows, each
 once; a sampler states which rows there are. Other iterables it iterates once. Training reads such rows anew in every
 epoch, in any order, so that a run can be resumed exactly (`training_set`).
@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from attnrx.data.fixed import (
+from attnrx.data.fixed_images import (
     DTYPES,
-    MOST_IMAGES,
-    MOST_SECONDS,
-    MOST_UNCOUNTED,
+    MAX_IMAGES,
+    MAX_SECONDS,
+    MAX_UNCOUNTED,
     ONE_DRAW,
     FixedImages,
     content_hashes,
-    fix,
+    read_once,
     require_classes,
     require_no_augmentation,
     seeded_draws,
@@ -39,10 +39,10 @@ from attnrx.data.images import (
     ImageSet,
     Pass,
     RowImages,
-    by_turns,
     digest,
     evenly_spaced,
-    require_held,
+    require_count,
+    round_robin,
 )
 from attnrx.support.arguments import user_code
 from attnrx.support.errors import DataError, InvalidInput
@@ -67,11 +67,11 @@ Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 BATCH = 32
 # Rows whose labels are read to choose a few rows of all classes, and the most that a sampler is asked for.
 CANDIDATES = 1_000_000
-MOST_ROWS = 2**31  # of a dataset to train on
+MAX_ROWS = 2**31  # of a dataset to train on
 # Images that are read twice, to find data that differ between readings.
 READ_TWICE = 6
 # An iterable whose first batch is larger is not read again.
-MOST_READ_TWICE = 256
+MAX_READ_TWICE = 256
 
 
 def image_set(
@@ -80,7 +80,7 @@ def image_set(
     argument: str = "data",
     *,
     normalization: Normalization | None = None,
-    limit: int = MOST_IMAGES,
+    limit: int = MAX_IMAGES,
     seed: int = 0,
     outputs: str = "logits",
 ) -> ImageSet:
@@ -124,10 +124,10 @@ def training_set(data: ImageData, preprocess: Preprocess | None = None, argument
         return data
     with seeded_draws(0, _generators_of(data)):  # a sampler may draw its rows
         source = _source_of(data, preprocess, argument, training=True)
-    if not isinstance(source, _Source) or not source.is_whole:
+    if not isinstance(source, _IndexedData) or not source.is_whole:
         return None
-    if len(source.rows) > MOST_ROWS:
-        raise DataError(f"{argument} states a length of {len(source.rows):,}; at most {MOST_ROWS:,} are supported.")
+    if len(source.rows) > MAX_ROWS:
+        raise DataError(f"{argument} states a length of {len(source.rows):,}; at most {MAX_ROWS:,} are supported.")
     return IndexedImages(source.reading.name, source, torch.arange(len(source.rows)))
 
 
@@ -138,7 +138,9 @@ def _generators_of(data: Any) -> list[torch.Generator]:
     return [each for each in found if isinstance(each, torch.Generator)]
 
 
-def _source_of(data: Any, preprocess: Preprocess | None, argument: str, training: bool = False) -> "_Source | _Stream":
+def _source_of(
+    data: Any, preprocess: Preprocess | None, argument: str, training: bool = False
+) -> "_IndexedData | _IterableData":
     if isinstance(data, Tensor) and data.is_nested:
         raise InvalidInput(f"{argument} is nested: give one tensor [images, channels, height, width].")
     if isinstance(data, Tensor):
@@ -160,10 +162,10 @@ def _source_of(data: Any, preprocess: Preprocess | None, argument: str, training
         )
     # Before the check for an index, which a list has too: its items are batches, or single items in the list's order.
     if isinstance(data, list | tuple):
-        return _Stream(data, _Reading("batches", argument, preprocess), is_list=True)
-    reading = _Reading(type(data).__name__, argument, preprocess)
+        return _IterableData(data, _ItemReader("batches", argument, preprocess), is_list=True)
+    reading = _ItemReader(type(data).__name__, argument, preprocess)
     length = _length(data, argument) if hasattr(data, "__getitem__") else None
-    return _Stream(data, reading) if length is None else _Source(data, reading, rows=range(length))
+    return _IterableData(data, reading) if length is None else _IndexedData(data, reading, rows=range(length))
 
 
 def _length(data: Any, argument: str) -> int | None:
@@ -183,40 +185,40 @@ class _Rows(TensorDataset):
         return self.tensors[1] if len(self.tensors) > 1 else None
 
 
-def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "_Source":
+def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "_IndexedData":
     for tensor in tensors:
         if not tensor.ndim:
             raise InvalidInput(f"{argument} has a tensor of one number; give images and one label for each.")
     counts = [len(tensor) for tensor in tensors]
     if len(set(counts)) > 1:
         raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
-    reading = _Reading("tensor" if len(tensors) == 1 else "tensors", argument)
+    reading = _ItemReader("tensor" if len(tensors) == 1 else "tensors", argument)
     reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
     # Labels may be on another device, and are read by row.
     rows = _Rows(tensors[0].detach(), *(labels.detach().cpu() for labels in tensors[1:]))
-    return _Source(rows, reading, rows=range(counts[0]))
+    return _IndexedData(rows, reading, rows=range(counts[0]))
 
 
-def _of_loader(loader: DataLoader[Any], argument: str, training: bool) -> "_Source | _Stream":
-    reading = _Reading(type(loader.dataset).__name__, argument)
+def _of_loader(loader: DataLoader[Any], argument: str, training: bool) -> "_IndexedData | _IterableData":
+    reading = _ItemReader(type(loader.dataset).__name__, argument)
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
     length = _length(loader.dataset, argument) if hasattr(loader.dataset, "__getitem__") else None
     # A class of loaders with an iteration of its own may change its batches there, e.g. normalize them.
     has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training
     if length is None or loader.batch_sampler is None or has_own_iteration:
-        return _Stream(loader, reading)
+        return _IterableData(loader, reading)
     sampler = loader.sampler
     has_own_batches = type(loader.batch_sampler) is not BatchSampler
     if isinstance(sampler, SequentialSampler) and not has_own_batches:
-        return _Source(loader.dataset, reading, loader, range(len(sampler)))
+        return _IndexedData(loader.dataset, reading, loader, range(len(sampler)))
     if isinstance(sampler, RandomSampler) and not (has_own_batches or sampler.replacement) and len(sampler) == length:
-        return _Source(loader.dataset, reading, loader, range(length))
+        return _IndexedData(loader.dataset, reading, loader, range(length))
     with user_code(f"the sampler of {argument}", DataError):
         drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
         found = list(islice(drawn, CANDIDATES))
     # A sampler may draw anything that its dataset takes as an index.
     if not all(hasattr(row, "__index__") for row in found):
-        return _Stream(loader, reading)
+        return _IterableData(loader, reading)
     # Each row once: with random transforms another reading of a row would be another image of the same picture.
     rows = list(dict.fromkeys(int(row) for row in found))
     note = None
@@ -224,11 +226,11 @@ def _of_loader(loader: DataLoader[Any], argument: str, training: bool) -> "_Sour
         note = (
             f"{argument}: its sampler draws {len(found):,} images, {len(rows):,} of them different; each is used once"
         )
-    return _Source(loader.dataset, reading, loader, rows, note, is_whole=False)
+    return _IndexedData(loader.dataset, reading, loader, rows, note, is_whole=False)
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _ItemReader:
     """What turns the items of a user's data into batches; `argument` names the data in messages.
 
     With `num_classes` every image must have a label below it.
@@ -364,14 +366,14 @@ def _described(label: Any) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Source:
+class _IndexedData:
     """Rows of a dataset with an index, and the DataLoader that it came with.
 
     `is_whole` if the rows are those of the dataset, each once, and not what a sampler draws; `note` is about that.
     """
 
     dataset: Any
-    reading: _Reading
+    reading: _ItemReader
     loader: DataLoader[Any] | None = None
     rows: Sequence[int] = ()
     note: str | None = None
@@ -391,7 +393,7 @@ class _Source:
             rows = [rows[position] for position in positions.sort().values.tolist()]
         size = BATCH if self.loader is None else self.loader.batch_size or BATCH
         batches = self.batches([list(rows[first : first + size]) for first in range(0, len(rows), size)])
-        images = fix(batches, self.reading.name, total=-(-len(rows) // size), normalization=normalization)
+        images = read_once(batches, self.reading.name, total=-(-len(rows) // size), normalization=normalization)
         again = evenly_spaced(len(images), READ_TWICE)
         # A collate function that drops items leaves no way to compare rows.
         if not isinstance(self.dataset, _Rows) and len(images) == len(rows):
@@ -411,7 +413,7 @@ class _Source:
         spread = torch.arange(size) * total // size
         candidates = spread if among is None else among[spread]
         labels = self.labels_of([self.rows[position] for position in candidates.tolist()])
-        chosen = torch.arange(count) * size // count if labels is None else by_turns(labels)[:count]
+        chosen = torch.arange(count) * size // count if labels is None else round_robin(labels)[:count]
         return candidates[chosen], labels is not None
 
     def batch(self, rows: Sequence[int]) -> Batch:
@@ -499,11 +501,11 @@ def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stream:
+class _IterableData:
     """An iterable of batches, or of single items; a list has its items in memory and yields each once."""
 
     source: Iterable[Any]
-    reading: _Reading
+    reading: _ItemReader
     is_list: bool = False
 
     def __post_init__(self):
@@ -521,16 +523,16 @@ class _Stream:
             raise DataError(f"{self.reading.argument} yielded no image; give at least one.")
         # A length counts batches or items, so it only shows that there is an end.
         is_endless = _length(self.source, self.reading.argument) is None
-        images = fix(
+        images = read_once(
             chain([first], batches),
             self.reading.name,
             normalization=normalization,
-            limit=min(limit, MOST_UNCOUNTED) if is_endless else limit,
-            seconds=MOST_SECONDS if is_endless else math.inf,
+            limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
+            seconds=MAX_SECONDS if is_endless else math.inf,
             # Workers that read the same items, or a sampler, may yield an image twice; a list has what its user put in.
             distinct=not self.is_list,
         )
-        if not self.is_list and len(first) <= MOST_READ_TWICE:
+        if not self.is_list and len(first) <= MAX_READ_TWICE:
             again = next(self._batches(), None)
             hashes = [None if batch is None else content_hashes(batch.images).tolist() for batch in (first, again)]
             if hashes[0] != hashes[1]:
@@ -576,7 +578,7 @@ class _Stream:
 class IndexedImages(RowImages):
     """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, for training."""
 
-    store: _Source
+    store: _IndexedData
 
     @property
     def has_labels(self) -> bool:
@@ -597,7 +599,7 @@ class IndexedImages(RowImages):
 
     def take(self, count: int) -> ImageSet:
         """Returns `count` rows: going round the classes where the dataset lists its labels, else evenly spread."""
-        require_held(count, len(self))
+        require_count(count, len(self))
         return replace(self, rows=self.store.choose(count, self.rows)[0])
 
     def _rows(self, positions: Int[Tensor, "chosen"]) -> list[int]:

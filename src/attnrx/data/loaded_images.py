@@ -149,7 +149,7 @@ class Stream:
 
     def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
         if work.draws is None or augmentation is None or augmentation.area is None:
-            return [pool.submit(self._still, picture) for picture in work.pictures]
+            return [pool.submit(self._fitted, picture) for picture in work.pictures]
 
         def window(picture: Picture, numbers: Tensor) -> Tensor:
             pixels = picture()
@@ -159,10 +159,10 @@ class Stream:
 
         return [pool.submit(window, *pair) for pair in zip(work.pictures, work.draws.window, strict=True)]
 
-    def _still(self, picture: Picture) -> UInt8[Tensor, "channels height width"]:
+    def _fitted(self, picture: Picture) -> UInt8[Tensor, "channels height width"]:
         pixels = picture()
         try:
-            return self.geometry.still(pixels)
+            return self.geometry.fit(pixels)
         except ValueError as error:
             raise DataError(f"a picture cannot be resized: {error}.") from error
 

@@ -28,9 +28,9 @@ from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 
 MEMORY = 2 * 2**30  # bytes of images that are held in memory; more are held in a file
-MOST_IMAGES = 50_000  # the size of ImageNet's validation set; where a call needs fewer, it reads fewer
-MOST_UNCOUNTED = 10_000  # of an iterable without a length, which may be endless
-MOST_SECONDS = 600.0  # of reading such an iterable
+MAX_IMAGES = 50_000  # the size of ImageNet's validation set; where a call needs fewer, it reads fewer
+MAX_UNCOUNTED = 10_000  # of an iterable without a length, which may be endless
+MAX_SECONDS = 600.0  # of reading such an iterable
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LEVELS = 256
 ONE_DRAW = "one fixed draw"  # in the notes on images that another reading would not repeat
@@ -190,13 +190,13 @@ def start_hint(labels: Int[Tensor, "images"], num_classes: int) -> str:
     return f" Do they start at 1? Then subtract 1 from each: they count from 0 to {num_classes - 1}." * counts_from_one
 
 
-def fix(
+def read_once(
     batches: Iterable[Batch],
     name: str,
     *,
     normalization: Normalization | None = None,
     total: int | None = None,
-    limit: int = MOST_IMAGES,
+    limit: int = MAX_IMAGES,
     seconds: float = math.inf,
     distinct: bool = False,
     problem: str | None = None,
