@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnrx.nouns.evidence import Evidence, Finding, judged
-from attnrx.show.checks.accuracy import change_of_accuracy
+from attnrx.show.checks import Accuracy
 from attnrx.show.checks.statistics import paired_change
 from attnrx.show.reports.card import model_card
 from attnrx.show.reports.content import ReportContent
@@ -20,7 +20,7 @@ def change(lost: int, gained: int, images: int, most_drop: float = 1.0) -> Findi
     before, after = torch.ones(images, dtype=torch.bool), torch.ones(images, dtype=torch.bool)
     after[:lost] = False
     before[lost : lost + gained] = False
-    return change_of_accuracy("accuracy", "", paired_change(before, after, 0), most_drop, images)
+    return Accuracy().change_of_accuracy("", paired_change(before, after, 0), most_drop, images)
 
 
 @pytest.mark.parametrize(

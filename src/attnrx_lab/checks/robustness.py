@@ -1,7 +1,7 @@
 """Robustness: paired change of accuracy on corrupted images."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 from attnrx.change.predictions import outputs_of
 from attnrx.data import Normalization, require_labelled
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks.accuracy import change_of_accuracy
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mcnemar, mean_change, paired_change, proportion
@@ -82,8 +81,8 @@ class Robustness(Check):
         limits = [*((part, None) for part in parts), (whole, self.most_drop)]
         return {
             name: (
-                *(_finding(way, name, predictions, comparison.seed) for way, predictions in classes.items()),
-                *(_mean(part, name, classes, limit, comparison.seed) for part, limit in limits),
+                *(self._single(way, name, predictions, comparison.seed) for way, predictions in classes.items()),
+                *(self._mean(part, name, classes, limit, comparison.seed) for part, limit in limits),
             )
             for name in candidates
         }
@@ -100,6 +99,40 @@ class Robustness(Check):
                 parts += [(f" over {words} of severity {own}", corruptions, (own,)) for own in self.severities]
             parts.append((f" over {words}", corruptions, self.severities))
         return parts
+
+    def _single(self, way: Way, name: str, classes: Classes, seed: int) -> Finding:
+        before, after = classes[""] == classes[LABELS], classes[name] == classes[LABELS]
+        agreement = proportion(int((classes[""] == classes[name]).sum()), len(before)).scaled(100.0)
+        details = {
+            "corruption": way[0],
+            "severity": way[1],
+            "reference_accuracy": 100 * float(before.double().mean()),
+            "candidate_accuracy": 100 * float(after.double().mean()),
+            "agreement": {"value": agreement.value, "low": agreement.low, "high": agreement.high},
+            "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
+        }
+        change, where = paired_change(before, after, seed), f" under {way[0]} of severity {way[1]}"
+        # No limit for a single corruption: the claim is about their mean.
+        return self.change_of_accuracy(where, change, None, len(before), seed=seed, details=details)
+
+    def _mean(
+        self, part: Part, name: str, classes: Mapping[Way, Classes], most_drop: float | None, seed: int
+    ) -> Finding:
+        """Averages image by image, so that the interval is over images."""
+        where, corruptions, severities = part
+        predictions = [classes[corruption, severity] for corruption in corruptions for severity in severities]
+        # [corruptions, images] -> images
+        before, after = (
+            torch.stack([each[role] == each[LABELS] for each in predictions]).double().mean(0) for role in ("", name)
+        )
+        details = {
+            "corruptions": list(corruptions),
+            "severities": list(severities),
+            "reference_accuracy": 100 * float(before.mean()),
+            "candidate_accuracy": 100 * float(after.mean()),
+        }
+        change, n, quantity = mean_change(after - before, seed), len(before), "mean accuracy change"
+        return self.change_of_accuracy(where, change, most_drop, n, quantity=quantity, seed=seed, details=details)
 
 
 def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison: Comparison) -> Iterator[Classes]:
@@ -132,40 +165,3 @@ def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) 
             for role, model in models.items():
                 classes[role].append(decisions(outputs_of(model, images)).cpu())
     return {role: torch.cat(parts) for role, parts in classes.items()}
-
-
-def _finding(way: Way, name: str, classes: Classes, seed: int) -> Finding:
-    before, after = classes[""] == classes[LABELS], classes[name] == classes[LABELS]
-    agreement = proportion(int((classes[""] == classes[name]).sum()), len(before)).scaled(100.0)
-    details = {
-        "quantity": "accuracy change",
-        "corruption": way[0],
-        "severity": way[1],
-        "reference_accuracy": 100 * float(before.double().mean()),
-        "candidate_accuracy": 100 * float(after.double().mean()),
-        "agreement": {"value": agreement.value, "low": agreement.low, "high": agreement.high},
-        "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
-    }
-    where = f" under {way[0]} of severity {way[1]}"
-    # No limit for a single corruption: the claim is about their mean.
-    finding = change_of_accuracy(Robustness.name, where, paired_change(before, after, seed), None, len(before))
-    return replace(finding, seed=seed, details=details)
-
-
-def _mean(part: Part, name: str, classes: Mapping[Way, Classes], most_drop: float | None, seed: int) -> Finding:
-    """Averages image by image, so that the interval is over images."""
-    where, corruptions, severities = part
-    predictions = [classes[corruption, severity] for corruption in corruptions for severity in severities]
-    # [corruptions, images] -> images
-    before, after = (
-        torch.stack([each[role] == each[LABELS] for each in predictions]).double().mean(0) for role in ("", name)
-    )
-    details = {
-        "quantity": "mean accuracy change",
-        "corruptions": list(corruptions),
-        "severities": list(severities),
-        "reference_accuracy": 100 * float(before.mean()),
-        "candidate_accuracy": 100 * float(after.mean()),
-    }
-    finding = change_of_accuracy(Robustness.name, where, mean_change(after - before, seed), most_drop, len(before))
-    return replace(finding, seed=seed, details=details)

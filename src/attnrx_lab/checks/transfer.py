@@ -1,7 +1,7 @@
 """Transfer: the accuracy of a new head trained on another dataset, on the frozen features of each model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,6 @@ from torch.nn import functional
 from attnrx.data import ImageSet, dataset_labels, require_labelled
 from attnrx.data.images import generator
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks.accuracy import change_of_accuracy
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mean_change, mean_share
@@ -81,19 +80,19 @@ class Transfer(Check):
             after = self._probed(name, model, training, comparison)
             # The mean over the seeds first: the results of several heads for one image are not independent samples.
             change = mean_change(after.mean(0) - before.mean(0), comparison.seed)
-            finding = change_of_accuracy(self.name, " of a fresh head", change, self.most_drop, before.shape[1])
             details = {
-                "quantity": "accuracy change",
                 "seeds": list(self.seeds),
                 "by_seed": (100 * (after - before).mean(1)).tolist(),
                 "training_images": len(training),
                 "training": self.training.fingerprint,
                 "interval": "paired bootstrap over images",
             }
+            where, n, seed = " of a fresh head", before.shape[1], comparison.seed
+            finding = self.change_of_accuracy(where, change, self.most_drop, n, seed=seed, details=details)
             findings[name] = (
                 self._accuracy("reference", before, comparison.seed),
                 self._accuracy("candidate", after, comparison.seed),
-                replace(finding, seed=comparison.seed, details=details),
+                finding,
             )
         return findings
 
@@ -137,19 +136,9 @@ class Transfer(Check):
 
     def _accuracy(self, role: str, right: Tensor, seed: int) -> Finding:
         share = mean_share(right.mean(0), seed).scaled(100.0)
-        details = {"quantity": "accuracy", "model": role, "by_seed": (100 * right.mean(1)).tolist()}
+        details = {"model": role, "by_seed": (100 * right.mean(1)).tolist()}
         claim = f"top-1 accuracy of a fresh head on the {role}"
-        return Finding(
-            self.name,
-            claim,
-            share.value,
-            "%",
-            low=share.low,
-            high=share.high,
-            n=right.shape[1],
-            seed=seed,
-            details=details,
-        )
+        return self.finding("accuracy", claim, share, "%", n=right.shape[1], seed=seed, details=details)
 
 
 def _features(role: str, model: nn.Module, images: ImageSet, comparison: Comparison) -> Features:

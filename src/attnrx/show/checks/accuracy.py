@@ -1,16 +1,12 @@
 """Accuracy: top-1 accuracy of both models, of embeddings that of their nearest neighbours, and its paired change."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from attnrx.nouns.evidence import Estimate, Finding
+from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mcnemar, paired_change, proportion
-from attnrx.support.shapes import Bool, Tensor
-from attnrx.vit.outputs import Logits
-
-TOP_1 = Logits.accuracy
 
 
 @dataclass(frozen=True)
@@ -34,41 +30,19 @@ class Accuracy(Check):
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         predictions, seed = comparison.predictions, comparison.seed
         before, after = predictions.correct("reference"), predictions.correct("candidate")
+        n, measure = len(before), predictions.kind.accuracy
+        findings = []
+        for role, correct in (("reference", int(before.sum())), ("candidate", int(after.sum()))):
+            # Not a bootstrap: at 0 or 100 % all resamples are equal, and the interval would have no width.
+            share = proportion(correct, n).scaled(100.0)
+            details = {"model": role, "correct": correct, "measure": measure, "interval": "Wilson"}
+            findings.append(self.finding("accuracy", f"{measure} of the {role}", share, "%", n=n, details=details))
         # Only images on which the models differ decide about the change; the others cancel in a paired comparison.
         lost, gained = int((before & ~after).sum()), int((~before & after).sum())
-        details = {
-            "quantity": "accuracy change",
-            "lost": lost,
-            "gained": gained,
-            "mcnemar_p": mcnemar(lost, gained),
-            "measure": (measure := predictions.kind.accuracy),
-            "interval": "paired bootstrap over images",
-        }
-        estimate, n = paired_change(before, after, seed), len(before)
-        change = change_of_accuracy(self.name, "", estimate, self.most_drop, n, measure)
-        roles = (("reference", before), ("candidate", after))
-        accuracies = (self._of(role, correct, measure) for role, correct in roles)
-        return (*accuracies, replace(change, seed=seed, details=details))
-
-    def _of(self, role: str, is_correct: Bool[Tensor, "images"], measure: str) -> Finding:
-        correct, n = int(is_correct.sum()), len(is_correct)
-        details = {"quantity": "accuracy", "model": role, "correct": correct, "measure": measure, "interval": "Wilson"}
-        # Not a bootstrap: at 0 or 100 % all resamples are equal, and the interval would have no width.
-        share = proportion(correct, n).scaled(100.0)
-        return Finding(self.name, f"{measure} of the {role}", unit="%", **share.judged(n), details=details)
-
-
-def change_of_accuracy(
-    check: str, where: str, change: Estimate, most_drop: float | None, n: int, measure: str = TOP_1
-) -> Finding:
-    """Returns the finding for a paired change of accuracy, in points; a claim unless `most_drop` is None.
-
-    `n` is the number of images. `where` is appended to the claim, e.g. " over all corruptions". `measure` is what is
-    counted as correct.
-    """
-    noun = "accuracy" if measure == TOP_1 else measure
-    # A claim has no measured number in its text, so that runs can be compared claim by claim.
-    claim, limit = f"change of {noun}{where}, candidate minus reference", None
-    if most_drop is not None:
-        claim, limit = f"the candidate loses at most {most_drop:g} points of {noun}{where}", -most_drop
-    return Finding(check, claim, unit="points", **change.scaled(100.0).judged(n, limit))
+        details = {"lost": lost, "gained": gained, "mcnemar_p": mcnemar(lost, gained), "measure": measure}
+        details["interval"] = "paired bootstrap over images"
+        change = paired_change(before, after, seed)
+        return (
+            *findings,
+            self.change_of_accuracy("", change, self.most_drop, n, measure=measure, seed=seed, details=details),
+        )

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.nouns.evidence import Finding
+from attnrx.nouns.evidence import Estimate, Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import (
@@ -45,22 +45,15 @@ class Calibration(Check):
         # Both models share the resamples, so that the change is paired. [models, bins] and [models, draws, bins]
         means = torch.stack([gap.mean(0) for gap in gaps])
         draws = resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)).transpose(0, 1)
-        judged = {
-            f"expected calibration error of the {role}": calibration_interval(*each).scaled(100.0).judged(n)
+        findings = [
+            self._error(f"expected calibration error of the {role}", calibration_interval(*each), n, seed)
             for role, *each in zip(roles, means, draws, strict=True)
-        }
+        ]
         values, samples = calibration_error(means), calibration_error(draws)
-        change = biased_change(float(values[1] - values[0]), samples[1] - samples[0]).scaled(100.0)
+        change = biased_change(float(values[1] - values[0]), samples[1] - samples[0])
         claim = "change of calibration error, candidate minus reference"
-        judged[claim] = change.judged(n, self.most_rise, at_least=False)
-        return tuple(
-            Finding(
-                self.name,
-                claim,
-                unit="points",
-                **fields,
-                seed=seed,
-                details={"quantity": claim.partition(",")[0], "bins": self.bins},
-            )
-            for claim, fields in judged.items()
-        )
+        return *findings, self._error(claim, change, n, seed, self.most_rise)
+
+    def _error(self, claim: str, error: Estimate, n: int, seed: int, limit: float | None = None) -> Finding:
+        quantity, points, details = claim.partition(",")[0], error.scaled(100.0), {"bins": self.bins}
+        return self.finding(quantity, claim, points, "points", n=n, limit=limit, side="<=", seed=seed, details=details)

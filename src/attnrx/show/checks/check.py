@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
 from attnrx.data import ImageSet
-from attnrx.nouns.evidence import Finding
+from attnrx.nouns.evidence import Estimate, Finding, judged
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
 from attnrx.support.dataclass_records import to_dict
@@ -57,6 +57,79 @@ class Check(ABC):
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Measures the candidate against the reference."""
+
+    def finding(
+        self,
+        quantity: str,
+        claim: str,
+        measured: Estimate | float,
+        unit: str = "",
+        *,
+        n: int | None = None,
+        limit: float | None = None,
+        side: str = ">=",
+        seed: int | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> Finding:
+        """Returns a measured quantity as a finding of this check.
+
+        Args:
+            quantity: The short name of the quantity, for `details`.
+            claim: What is measured or claimed, without a number.
+            measured: The value with its interval, or an exact number.
+            unit: The unit of both.
+            n: The number of samples, e.g. images.
+            limit: The limit of the claim; None for a quantity that is reported.
+            side: On which side of the limit the quantity must be: ">=", ">" or "<=".
+            seed: The seed of the draws behind the interval.
+            details: Further measurements.
+
+        Returns:
+            The finding, judged by the limit (`nouns.evidence.judged`).
+        """
+        at_least, strict = side != "<=", side == ">"
+        if isinstance(measured, Estimate):
+            assert n is not None  # an interval is over samples
+            judgement = measured.judged(n, limit, at_least=at_least, strict=strict)
+        else:
+            judgement = {"value": measured, **judged(measured, limit, n=n, at_least=at_least, strict=strict)}
+        facts = {"quantity": quantity, **(details or {})}
+        return Finding(self.name, claim, unit=unit, **judgement, seed=seed, details=facts)
+
+    def change_of_accuracy(
+        self,
+        where: str,
+        change: Estimate,
+        most_drop: float | None,
+        n: int,
+        *,
+        measure: str = Logits.accuracy,
+        quantity: str = "accuracy change",
+        seed: int | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> Finding:
+        """Returns the finding for a paired change of accuracy, in points; a claim unless `most_drop` is None.
+
+        Args:
+            where: What is appended to the claim, e.g. " over all corruptions".
+            change: The change as a share of the images, candidate minus reference.
+            most_drop: The limit of the loss in points.
+            n: The number of images.
+            measure: What is counted as correct.
+            quantity: The short name of the quantity.
+            seed: The seed of the draws behind the interval.
+            details: Further measurements.
+
+        Returns:
+            The finding.
+        """
+        noun = "accuracy" if measure == Logits.accuracy else measure
+        # A claim has no measured number in its text, so that runs can be compared claim by claim.
+        claim, limit = f"change of {noun}{where}, candidate minus reference", None
+        if most_drop is not None:
+            claim, limit = f"the candidate loses at most {most_drop:g} points of {noun}{where}", -most_drop
+        points = change.scaled(100.0)
+        return self.finding(quantity, claim, points, "points", n=n, limit=limit, seed=seed, details=details)
 
     def describe(self) -> dict[str, Any]:
         """Returns the name and the knobs for the record: image sets as fingerprints, without models and functions."""

@@ -71,23 +71,12 @@ class Controls(Check):
         claim, limit = f"discrepancy to the reference, {kind}-matched control minus candidate", None
         if kind == BEATEN:
             claim, limit = f"the candidate is nearer to the reference than the {kind}-matched control", 0.0
-        about = {"kind": kind, "rules": rules}
+        n, about = len(models), {"kind": kind, "rules": rules}
+        far, right = spread(distances, lower_is_better=True), spread(accuracies, lower_is_better=False)
+        other = f"accuracy, candidate minus {kind}-matched control"
         return (
-            Finding(
-                self.name,
-                claim,
-                **nearer.judged(len(models), limit, strict=True),
-                seed=seed,
-                details={**about, **spread("discrepancy", distances, lower_is_better=True)},
-            ),
-            Finding(
-                self.name,
-                f"accuracy, candidate minus {kind}-matched control",
-                unit="points",
-                **better.judged(len(models)),
-                seed=seed,
-                details={**about, **spread("accuracy", accuracies, lower_is_better=False)},
-            ),
+            self.finding("discrepancy", claim, nearer, n=n, limit=limit, side=">", seed=seed, details=about | far),
+            self.finding("accuracy", other, better, "points", n=n, seed=seed, details=about | right),
         )
 
 
@@ -104,7 +93,7 @@ def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Flo
     return controls.gather(1, chosen.expand(-1, -1, columns))
 
 
-def spread(quantity: str, values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
+def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
     """Describes the candidate (the first value) relative to the draws of its control.
 
     `p` is the share of values at least as good as the candidate's, including the candidate, so that p > 0.
@@ -112,7 +101,6 @@ def spread(quantity: str, values: list[float], *, lower_is_better: bool) -> dict
     candidate, draws = values[0], values[1:]
     as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)
     return {
-        "quantity": quantity,
         "candidate": candidate,
         "control": fmean(draws),
         "draws": draws,

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attnrx.nouns.evidence import Finding, judged
+from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support.shapes import Tensor
@@ -67,8 +67,7 @@ class Costs(Check):
 
     def _saved_by_image(self, reference: int, macs: Tensor) -> Finding:
         """Returns the mean saving; its details have the standard deviation and the range of the MACs over images."""
-        spread = {
-            "quantity": "MACs",
+        details = {
             "reference": reference,
             "candidate": round(float(macs.mean())),
             "standard_deviation": round(float(macs.std())) if len(macs) > 1 else None,
@@ -77,11 +76,11 @@ class Costs(Check):
             "images": len(macs),
         }
         share = 100 * (1 - float(macs.mean()) / reference)
-        return Finding(self.name, "MACs saved by the candidate", share, "%", details=spread)
+        return self.finding("MACs", "MACs saved by the candidate", share, "%", details=details)
 
     def _saved(self, what: str, share: float, amounts: tuple[int, int]) -> Finding:
-        details = {"quantity": what, "reference": amounts[0], "candidate": amounts[1]}
-        return Finding(self.name, f"{what} saved by the candidate", 100 * share, "%", details=details)
+        details = {"reference": amounts[0], "candidate": amounts[1]}
+        return self.finding(what, f"{what} saved by the candidate", 100 * share, "%", details=details)
 
     def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
         # All parameters, not only the trainable ones: the reference may be frozen.
@@ -93,7 +92,6 @@ class Costs(Check):
             # Those of the numbers of tokens in this pass, whose attention maps are uniform.
             products = costs_of_run(model, family_of(model), runs[-1])[0].product_macs
         details = {
-            "quantity": "counted costs",
             "model": role,
             "params": {"closed_form": closed.params, "counted": params},
             "macs_of_products": {"closed_form": products, "counted": macs},
@@ -101,8 +99,5 @@ class Costs(Check):
         }
         # Both are exact integers, so the limit is 0.
         off = float(abs(params - closed.params) + abs(macs - products))
-        claim, outcome = (
-            f"parameters and MACs of the {role} equal its closed form",
-            judged(off, 0.0, n=1, at_least=False),
-        )
-        return Finding(self.name, claim, off, "difference", **outcome, details=details)
+        claim = f"parameters and MACs of the {role} equal its closed form"
+        return self.finding("counted costs", claim, off, "difference", n=1, limit=0.0, side="<=", details=details)

@@ -10,7 +10,6 @@ from torch.nn.functional import interpolate, one_hot
 from attnrx.data import require_labelled
 from attnrx.data.images import rank_within_class
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks.accuracy import change_of_accuracy
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
@@ -44,16 +43,12 @@ class Features(Check):
                 # By patch, relative to its own norm, then the mean over the patches of an image: [batch].
                 errors.append(((base - other).square().sum(-1) / base.square().sum(-1)).mean(1).cpu())
                 cosines.append(torch.cosine_similarity(base, other, dim=-1).mean(1).cpu())
-        n, seed, against = len(comparison.data), comparison.seed, "candidate against reference"
-        error = mean_estimate(torch.cat(errors), seed).judged(n, self.most_error, at_least=False)
-        cosine = mean_estimate(torch.cat(cosines), seed).judged(n)
-        claims = {
-            "feature error": (f"relative squared error of the features of a patch, {against}", error),
-            "feature cosine": (f"cosine of the features of a patch, {against}", cosine),
-        }
-        return tuple(
-            Finding(self.name, claim, **fields, seed=seed, details={"quantity": quantity})
-            for quantity, (claim, fields) in claims.items()
+        n, seed, pair = len(comparison.data), comparison.seed, "of the features of a patch, candidate against reference"
+        error, cosine = mean_estimate(torch.cat(errors), seed), mean_estimate(torch.cat(cosines), seed)
+        claim, most = f"relative squared error {pair}", self.most_error
+        return (
+            self.finding("feature error", claim, error, n=n, limit=most, side="<=", seed=seed),
+            self.finding("feature cosine", f"cosine {pair}", cosine, n=n, seed=seed),
         )
 
 
@@ -98,15 +93,15 @@ class PatchProbe(Check):
         retrained = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
         same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
         n, seed = len(base), comparison.seed
-        accuracy = mean_share(base, seed).scaled(100.0).judged(n)
-        details: dict[str, Any] = {"quantity": "patch accuracy", "model": "reference"}
-        claim = "accuracy of the segmentation probe, reference"
-        findings = [Finding(self.name, claim, unit="%", **accuracy, seed=seed, details=details)]
+        accuracy, claim = mean_share(base, seed).scaled(100.0), "accuracy of the segmentation probe, reference"
+        details: dict[str, Any] = {"model": "reference"}
+        findings = [self.finding("patch accuracy", claim, accuracy, "%", n=n, seed=seed, details=details)]
         for probe, accuracies in (("the reference", same), ("the candidate", retrained)):
-            where = f" of patches, by the probe trained on {probe}"
-            change = change_of_accuracy(self.name, where, mean_change(accuracies - base, seed), self.most_drop, n)
-            quantity = {"quantity": "patch accuracy change", "probe": probe, "train": len(train[0])}
-            findings.append(Finding(**{**vars(change), "seed": seed, "details": quantity}))
+            change, where = mean_change(accuracies - base, seed), f" of patches, by the probe trained on {probe}"
+            details, quantity = {"probe": probe, "train": len(train[0])}, "patch accuracy change"
+            findings.append(
+                self.change_of_accuracy(where, change, self.most_drop, n, quantity=quantity, seed=seed, details=details)
+            )
         return tuple(findings)
 
 

@@ -49,11 +49,38 @@ class Fidelity(Check):
                 f"fidelity(least_agreement={self.least_agreement:g}): this model returns {comparison.kind.returns}, "
                 "which make no decision; omit it."
             )
-        findings = _compared("reference", "candidate", comparison, self.most_discrepancy, self.least_agreement)
+        findings = self._compared("reference", "candidate", comparison, self.most_discrepancy, self.least_agreement)
         if comparison.masked is not None and comparison.masked is not comparison.candidate:
-            findings += _compared("reference", "masked", comparison)
-            findings += _compared("masked", "candidate", comparison)
+            findings += self._compared("reference", "masked", comparison)
+            findings += self._compared("masked", "candidate", comparison)
         return findings
+
+    def _compared(
+        self,
+        base: str,
+        other: str,
+        comparison: Comparison,
+        most_discrepancy: float | None = None,
+        least_agreement: float | None = None,
+    ) -> tuple[Finding, ...]:
+        """Compares the model of the role `other` with that of the role `base`; what has no limit is reported."""
+        predictions, seed = comparison.predictions, comparison.seed
+        n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
+        kind, squares = predictions.kind, squared_distances(predictions.outputs[base], predictions.outputs[other])
+        # Eq. 46 is defined per batch; the value of the finding is over all images.
+        distance = studentized(squares, discrepancy, seed, least=0.0)
+        words, limit = f"relative {kind.noun} discrepancy, {pair}", most_discrepancy
+        findings = [self.finding("discrepancy", words, distance, n=n, limit=limit, side="<=", seed=seed, details=roles)]
+        if kind.has_decisions:
+            agreeing = predictions.agreement(base, other)
+            share, words = mean_share(agreeing, seed).scaled(100.0), f"{kind.decision} agreement, {pair}"
+            findings.append(self.finding("agreement", words, share, "%", n=n, limit=least_agreement, details=roles))
+            if isinstance(kind, Multilabel):
+                words = f"images with all {kind.decision}s equal, {pair}"
+                share = mean_share((agreeing == 1).double(), seed).scaled(100.0)
+                findings.append(self.finding("exact agreement", words, share, "%", n=n, details=roles))
+        mean, words = mean_estimate(predictions.divergence(base, other), seed), f"mean {kind.distance}, {pair}"
+        return *findings, self.finding("divergence", words, mean, kind.unit, n=n, seed=seed, details=roles)
 
 
 def squared_distances(
@@ -68,55 +95,3 @@ def squared_distances(
 def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
     """Returns the relative logit discrepancy (Eq. 46) from sums or means of squared distances."""
     return squares[..., 0].sqrt() / (squares[..., 1].sqrt() + STABILIZER)
-
-
-def _compared(
-    base: str,
-    other: str,
-    comparison: Comparison,
-    most_discrepancy: float | None = None,
-    least_agreement: float | None = None,
-) -> tuple[Finding, ...]:
-    """Compares the model of the role `other` with that of the role `base`; without a limit a quantity is reported."""
-    # Agreement is a share of images with an interval for shares; the others are functions of means, with bootstrap
-    # intervals.
-    predictions, seed = comparison.predictions, comparison.seed
-    n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
-    outputs, kind = (predictions.outputs[base], predictions.outputs[other]), predictions.kind
-    squares = squared_distances(*outputs)
-    distance = studentized(squares, discrepancy, seed, least=0.0)
-    # Eq. 46 is defined per batch; the value of the finding is over all images.
-    agreements = []
-    if kind.has_decisions:
-        agreeing = predictions.agreement(base, other)
-        agreements.append(("agreement", f"{kind.decision} agreement, {pair}", agreeing, least_agreement))
-        if isinstance(kind, Multilabel):
-            whole = f"images with all {kind.decision}s equal, {pair}"
-            agreements.append(("exact agreement", whole, (agreeing == 1).double(), None))
-    return (
-        Finding(
-            Fidelity.name,
-            f"relative {kind.noun} discrepancy, {pair}",
-            **distance.judged(n, most_discrepancy, at_least=False),
-            seed=seed,
-            details={"quantity": "discrepancy", **roles},
-        ),
-        *(
-            Finding(
-                Fidelity.name,
-                claim,
-                unit="%",
-                **mean_share(shares, seed).scaled(100.0).judged(n, limit),
-                details={"quantity": quantity, **roles},
-            )
-            for quantity, claim, shares, limit in agreements
-        ),
-        Finding(
-            Fidelity.name,
-            f"mean {kind.distance}, {pair}",
-            unit=kind.unit,
-            **mean_estimate(predictions.divergence(base, other), seed).judged(n),
-            seed=seed,
-            details={"quantity": "divergence", **roles},
-        ),
-    )

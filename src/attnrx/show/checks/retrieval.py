@@ -54,15 +54,12 @@ class Retrieval(Check):
                 )
             recall = neighbours_kept(*(nearest_neighbours(outputs[:counted], k) for outputs in (base, other)))
             claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
-            share = mean_share(recall, seed).scaled(100.0).judged(counted)
-            details = {"quantity": f"recall at {k}"}
-            findings.append(Finding(self.name, claim, unit="%", **share, seed=seed, details=details))
+            share = mean_share(recall, seed).scaled(100.0)
+            findings.append(self.finding(f"recall at {k}", claim, share, "%", n=counted, seed=seed))
         if self.text_embeddings is not None:
             same = int((zero_shot(base, self.text_embeddings) == zero_shot(other, self.text_embeddings)).sum())
-            claim, details = "zero-shot class agreement, candidate against reference", {"quantity": "zero-shot"}
-            findings.append(
-                Finding(self.name, claim, unit="%", **proportion(same, n).scaled(100.0).judged(n), details=details)
-            )
+            claim = "zero-shot class agreement, candidate against reference"
+            findings.append(self.finding("zero-shot", claim, proportion(same, n).scaled(100.0), "%", n=n))
         return tuple(findings)
 
 

@@ -38,7 +38,7 @@ class Shift(Check):
         Raises InvalidInput if the classes of the calibration are not known, or one kind has no test image.
         """
         comparison.require_logits(self.name)
-        known, predictions = self._known(comparison), comparison.predictions
+        known, predictions, seed = self._known(comparison), comparison.predictions, comparison.seed
         divergence = predictions.divergence("reference", "candidate")
         n, width = len(divergence), predictions.outputs["reference"].shape[1]
         classes = comparison.require_logits(self.name).num_classes(width)
@@ -58,19 +58,18 @@ class Shift(Check):
         # Sums of divergences and numbers of images of both kinds, so that all are resampled together.
         columns = torch.stack([divergence * known, known, divergence * ~known, ~known], dim=-1).double()
         findings = []
-        for index, (what, count) in enumerate(
-            (("classes of the calibration", int(known.sum())), ("other classes", int((~known).sum())))
-        ):
-            claim = f"mean {predictions.kind.distance}, on images of {what}"
-            fields = mean_estimate(divergence[known if index == 0 else ~known], comparison.seed).judged(count)
-            details = {"quantity": "divergence by class", "classes": what}
-            findings.append(
-                Finding(self.name, claim, unit=predictions.kind.unit, **fields, seed=comparison.seed, details=details)
-            )
-        fields = studentized(columns, _ratio, comparison.seed, least=0.0).judged(n, self.most, at_least=False)
+        for what, images in (("classes of the calibration", known), ("other classes", ~known)):
+            claim, details = f"mean {predictions.kind.distance}, on images of {what}", {"classes": what}
+            mean, count = mean_estimate(divergence[images], seed), int(images.sum())
+            unit = predictions.kind.unit
+            findings.append(self.finding("divergence by class", claim, mean, unit, n=count, seed=seed, details=details))
+        ratio = studentized(columns, _ratio, seed, least=0.0)
         claim = "divergence on images of other classes, relative to the classes of the calibration"
-        details = {"quantity": "shift", "classes": list(self._classes(comparison))}
-        return (*findings, Finding(self.name, claim, unit="x", **fields, seed=comparison.seed, details=details))
+        details = {"classes": list(self._classes(comparison))}
+        return (
+            *findings,
+            self.finding("shift", claim, ratio, "x", n=n, limit=self.most, side="<=", seed=seed, details=details),
+        )
 
     def _known(self, comparison: Comparison) -> Bool[Tensor, "images"]:
         """Returns whether the reference puts an image into a class of the calibration."""
