@@ -152,7 +152,7 @@ def test_the_current_folder_is_filled_but_never_replaced(
 def test_file_systems_that_can_do_less(here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     (here.slim / "notes.txt").write_text("of the user")
     if missing == "exchange":
-        monkeypatch.setattr(atomic_writes, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(atomic_writes, "exchange_names", lambda first, second: False)
     else:
         monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError(1, "no hard links")))
     rx.save(rx.load(here.run), here.slim)

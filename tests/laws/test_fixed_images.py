@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 import attnrx as rx
 from attnrx.change.realization.repair import Repair
-from attnrx.data import FixedImages, Normalization, fixed, from_tensors, three_parts
+from attnrx.data import FixedImages, Normalization, fixed_images, from_tensors, three_parts
 from attnrx.data.division import read_images
 from attnrx.data.fixed_images import ONE_DRAW, content_hashes
 from attnrx.data.model_data import images_for, splits_for
@@ -252,8 +252,8 @@ def test_a_store_has_the_values_that_were_read(dtype: torch.dtype, kind: str, mo
     images = IMAGES.to(dtype).clone()
     if kind != "pictures":
         images[0 if kind == "noise" else 30] = torch.randn(images[0].shape).to(dtype)
-    for memory in (fixed.MEMORY, 5 * images[0].nbytes // 8):
-        monkeypatch.setattr(fixed, "MEMORY", memory)
+    for memory in (fixed_images.MEMORY, 5 * images[0].nbytes // 8):
+        monkeypatch.setattr(fixed_images, "MEMORY", memory)
         data = images_for(original(), DataLoader(TensorDataset(images, LABELS), 6))
         assert isinstance(data, FixedImages)
         read = next(data.batches(COUNT))
@@ -315,7 +315,7 @@ def test_reading_ends_after_some_time_and_before_the_disk_is_full(monkeypatch: p
     monkeypatch.setattr("attnrx.data.user_data.MAX_SECONDS", -1.0)
     found = images_for(original(), DataLoader(Endless(), 8))
     assert len(found) == 8 and any("it has no length, and reading took" in note for note in found.notes)
-    monkeypatch.setattr(fixed, "MEMORY", 10 * SIZE**2)  # of images of a byte per value
+    monkeypatch.setattr(fixed_images, "MEMORY", 10 * SIZE**2)  # of images of a byte per value
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
     found = images_for(original(), DataLoader(Rows(), 8))
     assert len(found) == 16 and any("disk" in note for note in found.notes)
@@ -519,7 +519,7 @@ def test_random_numbers_of_the_caller_go_on() -> None:
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
-        with suppress(KeyError), fixed.seeded_draws(seed):
+        with suppress(KeyError), fixed_images.seeded_draws(seed):
             inside.append(drawn())
             raise KeyError
         after.append(drawn())

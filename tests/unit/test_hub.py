@@ -45,7 +45,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise OSError(f"404 for {repo_id} at {revision}\nand more")
         return str(root / repo_id)
 
-    monkeypatch.setattr("attnrx.support.hub._connection_problem", str)
+    monkeypatch.setattr("attnrx.support.hub.connection_problem", str)
     monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     return root

@@ -33,7 +33,7 @@ def test_a_kill_leaves_the_old_or_the_new_files_and_the_next_write_works(
     system: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if system == "renames only":
-        monkeypatch.setattr(atomic_writes, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(atomic_writes, "exchange_names", lambda first, second: False)
     folder = tmp_path / "root" / "folder"
     if before != "nothing":
         (folder / ".state").mkdir(parents=True)
@@ -66,13 +66,13 @@ def test_a_folder_that_cannot_be_exchanged_gets_its_files_one_by_one(
 
 def test_what_others_add_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "folder", 0)
-    swap = atomic_writes._swap
+    swap = atomic_writes.swap_folders
 
     def late(temporary: Path, target: Path) -> None:
         (target / "notes").write_text("of the user")
         swap(temporary, target)
 
-    monkeypatch.setattr(atomic_writes, "_swap", late)
+    monkeypatch.setattr(atomic_writes, "swap_folders", late)
     write(tmp_path / "folder", 1)
     assert visible(tmp_path / "folder") == {"notes": b"of the user"} | dict.fromkeys(NAMES, b"own 1")
 
@@ -133,7 +133,7 @@ def test_one_call_at_a_time_uses_a_folder(verb: str, tmp_path: Path) -> None:
 def test_a_model_whose_replacement_was_interrupted_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where names cannot be exchanged, a kill between two renames leaves the model under another name."""
     folder = rx.save(original(), tmp_path / "model")
-    old = atomic_writes._temporary(folder).with_suffix(".old")
+    old = atomic_writes.temporary_path(folder).with_suffix(".old")
     folder.rename(old)
     monkeypatch.setattr(atomic_writes, "process_runs", lambda number: False)
     assert rx.models.model_fingerprint(rx.load(folder)) == rx.models.model_fingerprint(original())

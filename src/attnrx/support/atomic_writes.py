@@ -50,7 +50,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     path = Path(path)
     require_replaceable(path)
     target = _prepare_target(path)
-    temporary = _temporary(target)
+    temporary = temporary_path(target)
     try:
         write(temporary)
         # The rename would give the file the permissions of the temporary one.
@@ -91,7 +91,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         CheckpointError: It cannot be created.
     """
     target = _prepare_target(target)
-    temporary = _temporary(target)
+    temporary = temporary_path(target)
     try:
         temporary.mkdir()
     except OSError as error:
@@ -138,7 +138,7 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
     inside = target.exists() and _obstacle(target) is not None
     if inside:
         _require_swappable(target, parts(target, ()))
-    temporary = _temporary(target, target if inside else None)
+    temporary = temporary_path(target, target if inside else None)
     try:
         temporary.mkdir()
         yield temporary
@@ -160,7 +160,7 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
             else:
                 if target.exists():
                     _carry_others(target, temporary, replaced)
-                _swap(temporary, target)
+                swap_folders(temporary, target)
                 _carry_late(temporary, target, replaced)
     except OSError as error:
         raise CheckpointError(
@@ -289,7 +289,7 @@ def _create_parent(target: Path) -> None:
         raise CheckpointError(f"cannot create the folder {target.parent}: {error.strerror or error}.") from error
 
 
-def _temporary(target: Path, folder: Path | None = None) -> Path:
+def temporary_path(target: Path, folder: Path | None = None) -> Path:
     # In the folder of the target, because a rename is atomic only within one file system. By host and process id
     # leftovers are recognized; the random digits distinguish the writes of one process.
     return (folder or target.parent) / f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
@@ -352,17 +352,17 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _swap(temporary: Path, target: Path) -> None:
+def swap_folders(temporary: Path, target: Path) -> None:
     """Replaces `target`, if it exists, by the temporary folder."""
     flush(temporary)
     if not target.exists():
         temporary.rename(target)
-    elif not _exchange(temporary, target):
+    elif not exchange_names(temporary, target):
         _rename_twice(temporary, target)
     flush(target.parent)
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def exchange_names(first: Path, second: Path) -> bool:
     """Exchanges the names of two folders atomically; returns False if the system has no such call."""
     names = os.fsencode(first), os.fsencode(second)
     # Python has no function for it, so the C library of this process is called.
@@ -383,7 +383,7 @@ def _exchange(first: Path, second: Path) -> bool:
 def _rename_twice(temporary: Path, target: Path) -> None:
     """Renames the old folder, then the new one to the target; restores the old one if the second rename fails."""
     # A suffix of its own, because this folder must be restored, and not deleted, if the process is killed now.
-    old = _temporary(target).with_suffix(".old")
+    old = temporary_path(target).with_suffix(".old")
     target.rename(old)
     try:
         temporary.rename(target)

@@ -28,7 +28,7 @@ def local_copies_if_unreachable(source: Path | str = "") -> Iterator[str]:
     folder, HF_HUB_OFFLINE or a proxy is set, or a connection to the hub could be opened.
     """
     # The environment variable is read once, when a library is imported; afterwards its module's constant decides.
-    problem = "" if source and Path(source).exists() else _connection_problem()
+    problem = "" if source and Path(source).exists() else connection_problem()
     named = (sys.modules.get(name) for name in ("huggingface_hub.constants", "datasets.config"))
     switched: list[Any] = [module for module in named if problem and module is not None]
     try:
@@ -41,7 +41,7 @@ def local_copies_if_unreachable(source: Path | str = "") -> Iterator[str]:
             module.HF_HUB_OFFLINE = False
 
 
-def _connection_problem() -> str:
+def connection_problem() -> str:
     """Returns the reason why no connection to the hub can be opened, or an empty text."""
     try:
         constants = importlib.import_module("huggingface_hub.constants")
