@@ -14,6 +14,8 @@ from scipy import stats
 from attnrx.show.checks import statistics as own
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.costs.latency import PROCESSES
+from attnrx_lab.comparison.comparing import holm, sign_flip_test
+from attnrx_lab.papers.table import crossed_interval
 
 
 @cache
@@ -236,27 +238,27 @@ def test_the_interval_of_a_mean_share_covers_the_truth_and_is_no_point(share: fl
 
 
 def test_holm_matches_its_definition() -> None:
-    assert own.holm([0.01, 0.04, 0.03]) == pytest.approx((0.03, 0.06, 0.06))
-    assert own.holm([0.5, 0.9]) == pytest.approx((1.0, 1.0))
-    assert own.holm([]) == ()
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx((0.03, 0.06, 0.06))
+    assert holm([0.5, 0.9]) == pytest.approx((1.0, 1.0))
+    assert holm([]) == ()
 
 
 def test_the_sign_flip_test_matches_all_swaps() -> None:
     values = torch.tensor([0.3, -0.1, 0.4, 0.2, 0.5, -0.05, 0.1, 0.6])
     signs = torch.tensor(list(product((-1.0, 1.0), repeat=len(values))))
     exact = float(((signs @ values).abs() >= values.sum().abs() - 1e-12).double().mean())
-    assert own.sign_flip_test(values, 0) == pytest.approx(exact, abs=3 * (exact / 9999) ** 0.5)
-    assert own.sign_flip_test(values, 0) == own.sign_flip_test(-values, 0)
-    assert own.sign_flip_test(torch.zeros(5), 0) == 1.0
+    assert sign_flip_test(values, 0) == pytest.approx(exact, abs=3 * (exact / 9999) ** 0.5)
+    assert sign_flip_test(values, 0) == sign_flip_test(-values, 0)
+    assert sign_flip_test(torch.zeros(5), 0) == 1.0
 
 
 def test_the_interval_over_runs_and_groups_matches_the_analysis_of_variance() -> None:
     values = torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 9.0]])
     # Mean squares: runs 6 (one degree), groups 18.5, residual 0.5; so 24 / 6 = 4 with 24^2 / 6^2 = 16 degrees.
-    found = own.crossed_interval(values)
+    found = crossed_interval(values)
     half = stats.t.ppf(0.975, 16) * 2.0
     assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0 - half, 4.0 + half))
-    alone = own.crossed_interval(values[:1])
+    alone = crossed_interval(values[:1])
     assert (alone.low, alone.high) == pytest.approx(stats.t.interval(0.95, 2, 3.0, stats.sem([1.0, 2.0, 6.0])))
 
 
@@ -265,6 +267,6 @@ def test_the_interval_over_runs_and_groups_covers_the_truth() -> None:
     covered = 0
     for _ in range(300):
         runs, groups = (torch.randn(shape, generator=generator) for shape in ((5, 1), (1, 60)))
-        found = own.crossed_interval(0.3 * runs + groups + torch.randn(5, 60, generator=generator))
+        found = crossed_interval(0.3 * runs + groups + torch.randn(5, 60, generator=generator))
         covered += found.low <= 0 <= found.high
     assert covered / 300 == pytest.approx(0.95, abs=0.03)

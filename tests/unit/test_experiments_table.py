@@ -11,11 +11,11 @@ from scipy import stats
 
 import attnrx_lab.papers
 from attnrx.cli.main import main
-from attnrx.show.checks.statistics import crossed_interval
 from attnrx.support.errors import InvalidInput
 from attnrx_lab.papers import ReproducedTable, Run, load_recipe, make_table
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 from attnrx_lab.papers.svda import SvdaExperiment
+from attnrx_lab.papers.table import crossed_interval
 
 LOST = Column("lost", "lost", "refit", "accuracy_change", "pp", factor=-1.0)
 KEPT = Column("kept", "kept", "refit", "accuracy", "%", decimals=None)

@@ -10,10 +10,9 @@ import pytest
 
 import attnrx as rx
 import report_content
-from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.show.reports import ComparisonRecord, ReportContent, model_card
-from attnrx.show.reports.content import ComparedTrial, Measured
-from attnrx.show.reports.page import render
+from attnrx.nouns.comparison import MethodComparison, MethodTrial
+from attnrx.nouns.evidence import Estimate, Evidence, Finding
+from attnrx.show.reports import ReportContent, model_card, render
 from attnrx.support.tables import (
     aligned_table,
     csv_text,
@@ -62,10 +61,10 @@ def evidence(name: str) -> Evidence:
     return Evidence((finding,), {"data": name, name: name, "images": 4, "notes": [name]})
 
 
-def comparison(name: str) -> ComparisonRecord:
-    none = Measured()
-    trial = ComparedTrial(name, 0.5, 1.0, 0.6, none, Measured(-2.0, -3.0, -1.0), none, Measured(0.1), note=name)
-    return ComparisonRecord((trial,), Measured(80.0), {"methods": [{"name": name}], "data": name})
+def comparison(name: str) -> MethodComparison:
+    number = Estimate(-2.0, -3.0, -1.0)
+    trial = MethodTrial(name, 0.5, 10, 10, 1.0, 0.6, number, number, number, number, 9, 0.1)
+    return MethodComparison((trial,), number, {"methods": [{"name": name}], "data": name})
 
 
 def test_no_cell_of_a_csv_file_is_a_formula(name: str) -> None:

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from attnrx.change.predictions import Predictions, predict
@@ -15,13 +16,12 @@ from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial, U
 from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.comparison import chance_notes
 from attnrx.show.checks.statistics import (
-    holm,
+    chunks,
     mcnemar,
     mean_estimate,
     mean_share,
     paired_change,
     proportion,
-    sign_flip_test,
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
@@ -30,6 +30,8 @@ from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import costs_by_image, family_of, reduction_of
 from attnrx.vit.outputs import Logits, output_kind_of
 from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, points, require_points
+
+FLIPS = 9999  # random swaps of a permutation test
 
 
 @dataclass(frozen=True)
@@ -196,3 +198,30 @@ def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Diff
         replace(difference, divergence_p=of_divergence, accuracy_p=of_accuracy)
         for difference, of_divergence, of_accuracy in zip(differences, divergence_p, accuracy_p, strict=True)
     )
+
+
+def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
+    """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
+
+    Under the null hypothesis the two methods can be swapped on every image, which flips the sign of its difference.
+    `FLIPS` random swaps are drawn, and the observed one counts as one of them, so p is at least 1 / (FLIPS + 1).
+    """
+    values = differences.double().cpu()
+    observed = values.sum().abs() * (1 - 1e-12)  # the identity swap must count as equal in spite of rounding
+    generator = torch.Generator().manual_seed(seed)
+    num_extreme = 0
+    for rows in chunks(FLIPS, len(values)):  # signs are [rows, images]
+        signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
+        num_extreme += int(((signs @ values).abs() >= observed).sum())
+    return (1 + num_extreme) / (1 + FLIPS)
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    # A corrected p-value is at least that of every smaller one, so that rejections stop at the first failure.
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for position, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))
+        corrected[index] = largest
+    return tuple(corrected)

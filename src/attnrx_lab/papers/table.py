@@ -1,5 +1,6 @@
 """Tables over several seeds: mean, standard deviation and t interval, with the printed number."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from attnrx.nouns.evidence import Estimate
-from attnrx.show.checks.statistics import crossed_interval, t_interval
+from attnrx.show.checks.statistics import LEVEL, student_quantile, t_interval
 from attnrx.show.reports.numbers import MISSING, fixed, number, with_unit
+from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import write_json, write_text
 from attnrx.support.tables import Marked, markdown_table
 from attnrx_lab.papers.experiment import Measure, Run
@@ -22,6 +24,7 @@ KIND, SCHEMA = "attnrx reproduced table", 2
 AGREES, OFF, UNDECIDED, NOT_AT_PROTOCOL = VERDICTS = ("agrees", "off", "undecided", "not at protocol")
 MARKS = {AGREES: "", OFF: " !", UNDECIDED: " ?", NOT_AT_PROTOCOL: " ~"}
 
+MOST_DEGREES = 1000  # of Student's t, which is then normal to three digits
 ROUNDING = 1e-9  # of float64, beside the half unit of a printed digit
 
 LEGEND = (
@@ -254,3 +257,30 @@ def _verdict(expected: Expected, predicted: tuple[float, float], null: float) ->
 
 def _number(value: float, column: Column, unit: str = "") -> str:
     return with_unit(number(value) if column.decimals is None else fixed(value, column.decimals), unit)
+
+
+def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
+    """Returns the mean over runs and groups of images with its t interval, if both are random samples.
+
+    The mean square between runs, plus that between groups less the residual, is the variance of the mean times the
+    number of values; the degrees of freedom are those of Hillis (2007, Statistics in Medicine 26, Section 3), rounded
+    down. This is the analysis of several readers who read the same cases, with runs as readers. With one run the
+    interval is over the groups alone.
+    """
+    values = values.double()
+    # Two-way analysis of variance without replication: runs, groups, and their interaction, which is the residual.
+    runs, groups = values.shape
+    mean = values.mean()
+    of_runs, of_groups = values.mean(1), values.mean(0)
+    between_groups = runs * (of_groups - mean).square().sum() / (groups - 1)
+    if runs == 1:
+        variance, degrees = between_groups, float(groups - 1)
+    else:
+        between_runs = groups * (of_runs - mean).square().sum() / (runs - 1)
+        residual = (values - of_runs[:, None] - of_groups + mean).square().sum() / ((runs - 1) * (groups - 1))
+        variance = between_runs + (between_groups - residual).clamp(min=0)
+        # Where runs are equal, only the groups vary.
+        degrees = float(variance.square() * (runs - 1) / between_runs.square()) if between_runs > 0 else math.inf
+    quantile = student_quantile((1 + LEVEL) / 2, int(min(degrees, MOST_DEGREES)))
+    half = quantile * float((variance / values.numel()).sqrt())
+    return Estimate(float(mean), float(mean) - half, float(mean) + half)

@@ -1,6 +1,8 @@
 """The statistics behind every interval, as pure functions of tensors and counts.
 
-All intervals are at 95 %. Resampling is over images and paired: both models are evaluated on the same images.
+All intervals are at 95 %. Resampling is over images and paired: both models are evaluated on the same images. The base
+install has no scipy: Student's t, Wilson's interval and McNemar's test are 40 lines here, and scipy's bootstrap is not
+studentized.
 """
 
 import math
@@ -16,10 +18,9 @@ from attnrx.support.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
 TAIL, SHORT = (1 - LEVEL) / 2, 70  # of each tail; the number of images at which half of it is left (`studentized`)
-DRAWS, FLIPS = 2000, 9999  # bootstrap resamples; random swaps of a permutation test
+DRAWS = 2000  # bootstrap resamples
 # Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
 CHUNK = 2**23
-MOST_DEGREES = 1000  # of Student's t, which is then normal to three digits
 
 
 def proportion(successes: int, n: int) -> Estimate:
@@ -60,40 +61,13 @@ def mcnemar(lost: int, gained: int) -> float:
     return min(1.0, 2 * math.fsum(map(math.exp, terms)))
 
 
-def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
-    """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
-
-    Under the null hypothesis the two methods can be swapped on every image, which flips the sign of its difference.
-    `FLIPS` random swaps are drawn, and the observed one counts as one of them, so p is at least 1 / (FLIPS + 1).
-    """
-    values = differences.double().cpu()
-    observed = values.sum().abs() * (1 - 1e-12)  # the identity swap must count as equal in spite of rounding
-    generator = torch.Generator().manual_seed(seed)
-    num_extreme = 0
-    for rows in _chunks(FLIPS, len(values)):  # signs are [rows, images]
-        signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
-        num_extreme += int(((signs @ values).abs() >= observed).sum())
-    return (1 + num_extreme) / (1 + FLIPS)
-
-
-def holm(p_values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    # A corrected p-value is at least that of every smaller one, so that rejections stop at the first failure.
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for position, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))
-        corrected[index] = largest
-    return tuple(corrected)
-
-
 def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:
     """Returns the column means of bootstrap resamples of the rows; all columns share the resamples."""
     values = values.double().cpu()  # the generator is on the CPU: the same resamples for every device
     n = len(values)
     generator = torch.Generator().manual_seed(seed)
     ones, means = torch.ones(1, dtype=torch.float64), []
-    for rows in _chunks(DRAWS, n):
+    for rows in chunks(DRAWS, n):
         # How often every image is drawn, [rows, n]: the means of all columns are then one product of matrices.
         drawn = torch.randint(n, (rows, n), generator=generator)
         counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(1, drawn, ones.expand(rows, n))
@@ -101,7 +75,7 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
     return torch.cat(means)
 
 
-def _chunks(draws: int, n: int) -> Iterator[int]:
+def chunks(draws: int, n: int) -> Iterator[int]:
     """Yields the number of resamples of each chunk, so that memory does not grow with the n images."""
     chunk = max(1, CHUNK // n)
     yield from (min(chunk, draws - start) for start in range(0, draws, chunk))
@@ -232,33 +206,6 @@ def t_interval(values: Sequence[float]) -> Estimate:
     mean = fmean(values)
     half = student_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)
-
-
-def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
-    """Returns the mean over runs and groups of images with its t interval, if both are random samples.
-
-    The mean square between runs, plus that between groups less the residual, is the variance of the mean times the
-    number of values; the degrees of freedom are those of Hillis (2007, Statistics in Medicine 26, Section 3), rounded
-    down. This is the analysis of several readers who read the same cases, with runs as readers. With one run the
-    interval is over the groups alone.
-    """
-    values = values.double()
-    # Two-way analysis of variance without replication: runs, groups, and their interaction, which is the residual.
-    runs, groups = values.shape
-    mean = values.mean()
-    of_runs, of_groups = values.mean(1), values.mean(0)
-    between_groups = runs * (of_groups - mean).square().sum() / (groups - 1)
-    if runs == 1:
-        variance, degrees = between_groups, float(groups - 1)
-    else:
-        between_runs = groups * (of_runs - mean).square().sum() / (runs - 1)
-        residual = (values - of_runs[:, None] - of_groups + mean).square().sum() / ((runs - 1) * (groups - 1))
-        variance = between_runs + (between_groups - residual).clamp(min=0)
-        # Where runs are equal, only the groups vary.
-        degrees = float(variance.square() * (runs - 1) / between_runs.square()) if between_runs > 0 else math.inf
-    quantile = student_quantile((1 + LEVEL) / 2, int(min(degrees, MOST_DEGREES)))
-    half = quantile * float((variance / values.numel()).sqrt())
-    return Estimate(float(mean), float(mean) - half, float(mean) + half)
 
 
 def calibration_gaps(

@@ -1,6 +1,5 @@
-"""The content of a report: plain records. Every part is optional; a section is rendered if its data is given."""
+"""The content of a report, of which every part is optional, and the sections that are made of it."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +10,10 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.ranks import PathwayRanks
+from attnrx.show.reports.samples import AttentionSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
-from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.costs import LatencyComparison, ModelCosts
-from attnrx.vit.tokens import TokenPolicy
 
 Interval = tuple[float, float]
 
@@ -35,78 +33,6 @@ class TradeOffPoint:
     accuracy_change: float
     accuracy_interval: Interval | None = None
     discrepancy_interval: Interval | None = None
-
-
-@dataclass(frozen=True)
-class AttentionSamples:
-    """Sample images in the unit range and, per model, the attention received by each patch.
-
-    Received attention is the mean over the queries and sums to 1 over the patches; prefix tokens are excluded. `maps`
-    is ordered, the original first, e.g. "original", "masked", "compressed", each [images, layers, heads, tokens]. The
-    tokens are the patches of a square grid, row by row; a pruned head is NaN. `labels` are the classes of the images.
-    """
-
-    images: Float[Tensor, "images channels height width"]
-    maps: Mapping[str, Tensor]
-    labels: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        count = self.images.shape[0]
-        shapes = {name: tuple(maps.shape) for name, maps in self.maps.items()}
-        if not shapes or count == 0:
-            raise InvalidInput("attention samples without images or maps: omit the part from the report instead.")
-        if len(set(shapes.values())) != 1 or next(iter(shapes.values()))[0] != count:
-            raise InvalidInput(
-                f"maps of shapes {shapes} for {count} images: "
-                f"every model needs [{count}, layers, heads, tokens], all of the same shape."
-            )
-        if math.isqrt(self.tokens) ** 2 != self.tokens:
-            raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; remove class tokens.")
-        if self.labels and len(self.labels) != count:
-            raise InvalidInput(f"{len(self.labels)} labels for {count} images: give one each, or none.")
-
-    @property
-    def tokens(self) -> int:
-        return next(iter(self.maps.values())).shape[-1]
-
-    @property
-    def side(self) -> int:
-        return math.isqrt(self.tokens)
-
-
-@dataclass(frozen=True)
-class TokenSamples:
-    """Sample images in the unit range, and the patches kept by a token policy.
-
-    `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
-    tokens included. The patches form `grid` (rows, columns), row by row. `given` is the relevance assigned by the token
-    reducer to the remaining patches, NaN for all others; `by_layer` is the relevance of all patches by each layer of
-    the model without token reduction. For a token reducer that merges, `groups` holds the index of the patch whose
-    token represents each patch after each stage. `labels` are the classes of the images.
-    """
-
-    images: Float[Tensor, "images channels height width"]
-    left: Bool[Tensor, "images stages patches"]
-    policy: TokenPolicy
-    tokens: tuple[int, ...]
-    grid: tuple[int, int]
-    given: Float[Tensor, "images stages patches"] | None = None
-    by_layer: Mapping[str, Float[Tensor, "images layers patches"]] | None = None
-    labels: tuple[str, ...] = ()
-    groups: Int[Tensor, "images stages patches"] | None = None
-
-    def __post_init__(self):
-        count, stages, patches = self.left.shape
-        rows, columns = self.grid
-        if not count or len(self.images) != count or (self.labels and len(self.labels) != count):
-            raise InvalidInput(
-                f"{len(self.images)} images, patches of {count} and {len(self.labels)} labels: give one each."
-            )
-        if stages != len(self.policy.layers) or rows * columns != patches:
-            raise InvalidInput(
-                f"{stages} stages and {patches} patches for a policy of {len(self.policy.layers)} stages and a grid "
-                f"of {rows} x {columns}: they must agree."
-            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,3 +75,16 @@ class ReportContent(Displayed):
                 f"the diagnosis is of the model {self.diagnosis.fingerprint}, the prescription is for the model "
                 f"{self.prescription.fingerprint}; report them with the diagnosis that the prescription was made from."
             )
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page; `name` is its anchor and the file name of its template.
+
+    A section with a `summary` is folded: the page shows this line until the reader opens the section.
+    """
+
+    name: str
+    title: str
+    data: Mapping[str, Any]
+    summary: str = ""

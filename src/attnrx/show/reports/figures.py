@@ -194,6 +194,21 @@ def _polyline(points: list[tuple[Number, Number]]) -> str:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A picture with heading and caption; `note` follows the heading, `legend` pairs pictures with names."""
+
+    picture: str
+    title: str
+    note: str = ""
+    caption: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, chart: Chart, *, with_legend: bool = False) -> "Figure":
+        return cls(chart.draw(), chart.title, legend=chart.legend if with_legend else ())
+
+
+@dataclass(frozen=True)
 class HeatMap:
     """Rows are layers, columns are heads of the original model unless `columns` names them; None for a pruned head.
 

@@ -1,7 +1,8 @@
-"""Number formatting: significant digits, typographic minus signs and units."""
+"""Texts of numbers and records: significant digits, typographic minus signs and units."""
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 Number = float | int
@@ -112,6 +113,28 @@ def plain(value: Any, longest: int = 8) -> str:
 
 def _inside(item: Any, longest: int) -> str:
     return f"[{plain(item, longest)}]" if isinstance(item, list | tuple) else plain(item, longest)
+
+
+def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, str]]:
+    """Flattens a free record to pairs of texts; nested fields are named by their path."""
+    pairs: list[tuple[str, str]] = []
+    for key, value in record.items():
+        name = inside + str(key).replace("_", " ")
+        if isinstance(value, Mapping):
+            pairs += described(value, f"{name} · ")
+        # A list of records, such as diagnostics with their options, would be unreadable on one line.
+        elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+            pairs += [_entry(name, index, item) for index, item in enumerate(value)]
+        elif value is not None:
+            pairs.append((name, plain(value)))
+    return pairs
+
+
+def _entry(name: str, index: int, record: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns one record of a list as a pair of texts, named by its type or else its index."""
+    kind = next((key for key in ("check", "type") if key in record), None)
+    rest = {key.replace("_", " "): value for key, value in record.items() if key != kind and value is not None}
+    return f"{name} · {record[kind] if kind else index}", plain(rest) if rest else "no knobs"
 
 
 def _decimals(low: Number | None, high: Number | None) -> int | None:

@@ -10,15 +10,13 @@ from typing import Any
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.content import ReportContent
+from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
 from attnrx.show.reports.sections.comparison import comparison, trade_off
-from attnrx.show.reports.sections.costs import costs
-from attnrx.show.reports.sections.evidence import controls, findings, robustness
+from attnrx.show.reports.sections.evidence import controls, costs, findings, provenance, robustness
 from attnrx.show.reports.sections.front import front
 from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
 from attnrx.show.reports.sections.samples import attention, tokens
-from attnrx.show.reports.sections.section import Section, provenance_section
 from attnrx.show.reports.sections.training import training
 from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.arguments import PATH, checked, instance, optional
@@ -43,7 +41,7 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     robustness,
     costs,
     training,
-    provenance_section,
+    provenance,
 )
 
 

@@ -1,9 +1,10 @@
 """Samples for reports: the attention that the patches of a few images receive, and the patches that are kept."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,15 +12,86 @@ from torch import nn
 
 from attnrx.decide.diagnosing import patches_left_by, token_relevance
 from attnrx.decide.diagnostics.watches import CLASS_ATTENTION, running_mean
-from attnrx.show.reports.content import AttentionSamples, TokenSamples
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.models import Family, TokenReduction, evaluating, family_of, observing, reduction_of, token_run
 from attnrx.vit.observation import Observation
-from attnrx.vit.tokens import Selecting, TokenState
+from attnrx.vit.tokens import Selecting, TokenPolicy, TokenState
 from attnrx.vit.tokens.merging import Merging
 
 AVERAGE = "class_attention, mean over the layers so far"  # the criterion of AttentionAverage
+
+
+@dataclass(frozen=True)
+class AttentionSamples:
+    """Sample images in the unit range and, per model, the attention received by each patch.
+
+    Received attention is the mean over the queries and sums to 1 over the patches; prefix tokens are excluded. `maps`
+    is ordered, the original first, e.g. "original", "masked", "compressed", each [images, layers, heads, tokens]. The
+    tokens are the patches of a square grid, row by row; a pruned head is NaN. `labels` are the classes of the images.
+    """
+
+    images: Float[Tensor, "images channels height width"]
+    maps: Mapping[str, Tensor]
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        count = self.images.shape[0]
+        shapes = {name: tuple(maps.shape) for name, maps in self.maps.items()}
+        if not shapes or count == 0:
+            raise InvalidInput("attention samples without images or maps: omit the part from the report instead.")
+        if len(set(shapes.values())) != 1 or next(iter(shapes.values()))[0] != count:
+            raise InvalidInput(
+                f"maps of shapes {shapes} for {count} images: "
+                f"every model needs [{count}, layers, heads, tokens], all of the same shape."
+            )
+        if math.isqrt(self.tokens) ** 2 != self.tokens:
+            raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; remove class tokens.")
+        if self.labels and len(self.labels) != count:
+            raise InvalidInput(f"{len(self.labels)} labels for {count} images: give one each, or none.")
+
+    @property
+    def tokens(self) -> int:
+        return next(iter(self.maps.values())).shape[-1]
+
+    @property
+    def side(self) -> int:
+        return math.isqrt(self.tokens)
+
+
+@dataclass(frozen=True)
+class TokenSamples:
+    """Sample images in the unit range, and the patches kept by a token policy.
+
+    `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
+    tokens included. The patches form `grid` (rows, columns), row by row. `given` is the relevance assigned by the token
+    reducer to the remaining patches, NaN for all others; `by_layer` is the relevance of all patches by each layer of
+    the model without token reduction. For a token reducer that merges, `groups` holds the index of the patch whose
+    token represents each patch after each stage. `labels` are the classes of the images.
+    """
+
+    images: Float[Tensor, "images channels height width"]
+    left: Bool[Tensor, "images stages patches"]
+    policy: TokenPolicy
+    tokens: tuple[int, ...]
+    grid: tuple[int, int]
+    given: Float[Tensor, "images stages patches"] | None = None
+    by_layer: Mapping[str, Float[Tensor, "images layers patches"]] | None = None
+    labels: tuple[str, ...] = ()
+    groups: Int[Tensor, "images stages patches"] | None = None
+
+    def __post_init__(self):
+        count, stages, patches = self.left.shape
+        rows, columns = self.grid
+        if not count or len(self.images) != count or (self.labels and len(self.labels) != count):
+            raise InvalidInput(
+                f"{len(self.images)} images, patches of {count} and {len(self.labels)} labels: give one each."
+            )
+        if stages != len(self.policy.layers) or rows * columns != patches:
+            raise InvalidInput(
+                f"{stages} stages and {patches} patches for a policy of {len(self.policy.layers)} stages and a grid "
+                f"of {rows} x {columns}: they must agree."
+            )
 
 
 def sample_attention(

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.nouns.comparison import MethodComparison, MethodTrial
-from attnrx.show.reports.content import ReportContent, TradeOffPoint
-from attnrx.show.reports.figures import STYLES, Chart, Curve, CurvePoint
+from attnrx.show.reports.content import ReportContent, Section, TradeOffPoint
+from attnrx.show.reports.figures import STYLES, Chart, Curve, CurvePoint, Figure
 from attnrx.show.reports.numbers import interval, known, number, percent, plain, quantity, short, with_unit
-from attnrx.show.reports.sections.section import Figure, Section
 
 MIN_RATIO = 5.0  # values that differ by less than this factor have a linear scale
 ZERO = 1e-6  # nats: smaller divergences are rounding errors of zero

@@ -1,16 +1,24 @@
-"""The evidence: the table of findings, the matched controls, and the accuracy on corrupted images."""
+"""The evidence: the table of findings, matched controls, accuracy on corrupted images, costs, and the provenance."""
 
+from collections.abc import Mapping
 from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.show.reports.content import ReportContent
+from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.drawing import span
-from attnrx.show.reports.figures import Chart, Curve, CurvePoint, IntervalRow, axis_picture
-from attnrx.show.reports.numbers import interval, known, number
-from attnrx.show.reports.sections.section import Figure, Section, described
+from attnrx.show.reports.figures import Chart, Curve, CurvePoint, Figure, IntervalRow, axis_picture
+from attnrx.show.reports.headline import MeasuredSpeed, Record, cost_records, latency_records
+from attnrx.show.reports.numbers import MISSING, TIMES, described, fixed, interval, known, number, with_unit
 
+NAMES = {
+    "query_key": "query and key",
+    "value_output": "value and output",
+    "read_out": f"attention {TIMES} values",
+    "mlp": "MLP",
+}
+UNITS = ("params", "macs")
 Row = tuple[Finding, list[tuple[str, str]]]
 
 
@@ -93,3 +101,62 @@ def robustness(content: ReportContent) -> Section | None:
     chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
     data = {"figure": Figure.of(chart, with_legend=True), "groups": _grouped(single_corruptions)}
     return Section("robustness", "Robustness", data, f"Accuracy under {len(curves)} corruptions")
+
+
+def costs(content: ReportContent) -> Section | None:
+    """Returns the tables of costs and latency, if available."""
+    records, latency = cost_records(content), latency_records(content)
+    if records is None and not latency:
+        return None
+    parts = [] if records is None else _parts(*records)
+    timed = [(record, MeasuredSpeed.of(record)) for record in latency]
+    kinds = ["Parameters and MACs by part"] * bool(parts) + ["Latency in milliseconds"] * bool(latency)
+    return Section("costs", "Costs", {"parts": parts, "latency": timed}, "; ".join(kinds))
+
+
+def _total(record: Record, unit: str) -> int:
+    return sum(part[unit] for part in record.values())
+
+
+def _change(old: int, new: int) -> str:
+    if not old or old == new:
+        return MISSING
+    return with_unit(fixed(100 * (new - old) / old, 2, signed=True), "%")
+
+
+def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
+    """Returns the rows of the table: every part that costs anything before or after, and the whole model."""
+    zero = dict.fromkeys(UNITS, 0)
+    # Parts of both models, because compression adds some, e.g. predictors of tokens.
+    pairs = {name: (before.get(name, zero), after.get(name, zero)) for name in (*before, *after)}
+    shown = [(name, *pair) for name, pair in pairs.items() if any(part[unit] for part in pair for unit in UNITS)]
+    total_before, total_after = ({unit: _total(record, unit) for unit in UNITS} for record in (before, after))
+    rows = []
+    for name, old, new in (*shown, ("whole model", total_before, total_after)):
+        cells = [
+            text for unit in UNITS for text in (number(old[unit]), number(new[unit]), _change(old[unit], new[unit]))
+        ]
+        # Of the original's MACs, for the bar of the row; four digits, because it is part of the page.
+        share = round(old["macs"] / max(total_before["macs"], 1), 4)
+        title = NAMES.get(name, name.replace("_", " "))
+        rows.append({"name": title, "cells": cells, "share": share, "total": old is total_before})
+    return rows
+
+
+def provenance(content: ReportContent) -> Section | None:
+    """Returns the records of the parts, one table each."""
+    parts: dict[str, Mapping[str, Any]] = {"this report": content.about}
+    diagnosed: dict[str, Any] = {}
+    if content.diagnosis is not None:
+        diagnosed = {"fingerprint": content.diagnosis.fingerprint, **content.diagnosis.about}
+        parts["the diagnosis"] = diagnosed
+    if content.prescription is not None:
+        record = {"fingerprint": content.prescription.fingerprint, **content.prescription.about}
+        # The fields that the prescription shares with the diagnosis are listed once.
+        new = {name: value for name, value in record.items() if name not in diagnosed or diagnosed[name] != value}
+        parts["the prescription"] = new
+    for name, part in (("the evidence", content.evidence), ("the comparison", content.comparison)):
+        parts[name] = {} if part is None else part.about
+    records = [(name, described(record)) for name, record in parts.items() if record]
+    names = ", ".join(name for name, _ in records)
+    return Section("provenance", "Provenance", {"records": records}, f"Records of {names}") if records else None

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnrx.nouns.plan import Plan, PlanPoint
-from attnrx.show.reports.content import ReportContent
-from attnrx.show.reports.figures import Chart, Curve, CurvePoint
+from attnrx.show.reports.content import ReportContent, Section
+from attnrx.show.reports.figures import Chart, Curve, CurvePoint, Figure
 from attnrx.show.reports.headline import cost_totals, finding_of, speeds
 from attnrx.show.reports.numbers import MISSING, Number, fixed, interval, known, number, quantity, with_unit
-from attnrx.show.reports.sections.section import Figure, Section
 from attnrx.vit.costs import speed_text
 from attnrx.vit.outputs import KINDS
 

@@ -9,8 +9,8 @@ import torch
 
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import LayerPrescription, ScoreDecision
-from attnrx.show.reports.content import ReportContent
-from attnrx.show.reports.figures import LEVELS, HeatMap, spectrum_bars
+from attnrx.show.reports.content import ReportContent, Section
+from attnrx.show.reports.figures import LEVELS, Figure, HeatMap, spectrum_bars
 from attnrx.show.reports.numbers import MISSING, fixed, number, percent, plain, short
 from attnrx.show.reports.ranks import (
     MLP,
@@ -22,7 +22,6 @@ from attnrx.show.reports.ranks import (
     prescribed_ranks,
     prescribed_units,
 )
-from attnrx.show.reports.sections.section import Figure, Section
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from attnrx.show.reports.content import ReportContent
-from attnrx.show.reports.figures import LEVELS, Chart, Curve, CurvePoint
+from attnrx.show.reports.content import ReportContent, Section
+from attnrx.show.reports.figures import LEVELS, Chart, Curve, CurvePoint, Figure
 from attnrx.show.reports.numbers import number
-from attnrx.show.reports.sections.section import Figure, Section
 
 SCALARS = (("loss", "Loss"), ("accuracy", "Accuracy"))
 FEW = 3  # epochs: a line through so few points needs markers, one through a single point is invisible

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from attnrx.nouns.comparison import MethodComparison
 from attnrx.nouns.evidence import REPORTED, Evidence
-from attnrx.show.reports.content import ReportContent
+from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.headline import (
     TOP_1,
     MeasuredSpeed,
@@ -17,7 +17,6 @@ from attnrx.show.reports.headline import (
     summary_parts,
 )
 from attnrx.show.reports.numbers import fixed, number, typeset, with_unit
-from attnrx.show.reports.sections.section import Section
 
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
