@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from attnrx.data.images import hold_out
+from attnrx.data.images import split_by_hash
 from attnrx.data.splits import DatasetReader, Opened, StoredImages
 from attnrx.support.errors import UnknownName
 from attnrx.support.optional import required_module
@@ -117,7 +117,7 @@ def canvases(split: str, seed: int = 0) -> Canvases:
     if split not in PLACEMENTS:
         raise UnknownName("split", split, PLACEMENTS)
     images, labels = digit_images()
-    rows = _rows_of(split, labels)
+    rows = split_by_hash(labels, range(len(labels)), TEST_SHARE, VALIDATION_SHARE)[split]
     # A generator for every split, so that the images of one do not depend on which others were generated before.
     random = np.random.default_rng((seed, list(PLACEMENTS).index(split)))
     digits = torch.arange(len(rows)).repeat(PLACEMENTS[split])
@@ -128,16 +128,6 @@ def canvases(split: str, seed: int = 0) -> Canvases:
     patches[objects] = quarters.numpy()[digits].reshape(-1, PATCH, PATCH)
     pixels = patches.reshape(-1, GRID, GRID, PATCH, PATCH).swapaxes(2, 3).reshape(-1, GRID * PATCH, GRID * PATCH)
     return Canvases(torch.from_numpy(pixels), labels[rows][digits], rows[digits], torch.from_numpy(objects))
-
-
-def _rows_of(split: str, labels: Int[Tensor, "all"]) -> Int[Tensor, "digits"]:
-    """Returns the digits of a split, the same share of every class, chosen by a hash of their rows."""
-    is_test = hold_out(labels, range(len(labels)), TEST_SHARE, seed=0)
-    rest = (~is_test).nonzero().flatten()
-    # The share is one of all digits, and these are the digits without those of the test.
-    is_validation = hold_out(labels[rest], rest.tolist(), VALIDATION_SHARE / (1 - TEST_SHARE), seed=1)
-    parts = {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}
-    return parts[split]
 
 
 def _places(count: int, random: np.random.Generator) -> np.ndarray:

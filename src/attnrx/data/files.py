@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attnrx.data.images import hold_out, round_robin
+from attnrx.data.images import round_robin, split_by_hash
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.support.errors import DataError
 from attnrx.support.shapes import Int, Tensor
@@ -115,9 +115,13 @@ class FolderReader(DatasetReader):
                 f"{self.root} holds no images: expected {self.root}/train/<class>/*.jpg or {self.root}/<class>/*.jpg "
                 f"with one of {', '.join(sorted(IMAGES))}."
             )
+        # Images without folders of classes are those of the class "".
         flat = [name for name, names in classes.items() if names == {""}]
-        if flat:
-            return self._unlabelled(folders, flat)
+        if flat and any(folder.files and name not in flat for name, folder in folders.items()):
+            raise DataError(
+                f"{self.root} has folders of classes in some splits and none in {', '.join(flat)}; give all splits "
+                "folders of classes, or none."
+            )
         names = classes.get("train") or classes.get("") or set[str]().union(*classes.values())
         for split, split_classes in classes.items():
             if split_classes - names:
@@ -127,9 +131,13 @@ class FolderReader(DatasetReader):
                 )
         class_names = tuple(sorted(names))
         listed = {name: _listed(folder, class_names) for name, folder in folders.items()}
+        notes = ("no folders of classes: the images are used without labels",) if flat else ()
         if "" in listed:
-            return self._split_by_hash(*listed[""], class_names)
-        return Opened({name: _stored(files, labels) for name, (files, labels) in listed.items()}, class_names)
+            splits = self._split_by_hash(*listed[""], class_names)
+            notes += ("split by the hash of the file names: 80 % train, 10 % validation, 10 % test of each class",)
+        else:
+            splits = {name: _stored(files, labels) for name, (files, labels) in listed.items()}
+        return Opened(splits, () if flat else class_names, notes)
 
     def _folders(self) -> dict[str, _Folder]:
         """Lists the images of every split; the split "" is a folder without split folders."""
@@ -142,21 +150,9 @@ class FolderReader(DatasetReader):
         except OSError as error:
             raise DataError(f"{self.root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
 
-    def _unlabelled(self, folders: Mapping[str, _Folder], flat: list[str]) -> Opened:
-        """Returns images without folders of classes, and so without labels."""
-        if any(folder.files and name not in flat for name, folder in folders.items()):
-            raise DataError(
-                f"{self.root} has folders of classes in some splits and none in {', '.join(flat)}; give all splits "
-                "folders of classes, or none."
-            )
-        note = "no folders of classes: the images are used without labels"
-        listed = {name: (list(folder.files), torch.zeros(len(folder.files)).long()) for name, folder in folders.items()}
-        if "" in listed:
-            opened = self._split_by_hash(*listed[""], ("all images",))
-            return Opened(opened.splits, (), (note, *opened.notes))
-        return Opened({name: _stored(files, labels) for name, (files, labels) in listed.items()}, (), (note,))
-
-    def _split_by_hash(self, files: list[Path], labels: Int[Tensor, "_"], class_names: tuple[str, ...]) -> Opened:
+    def _split_by_hash(
+        self, files: list[Path], labels: Int[Tensor, "_"], class_names: tuple[str, ...]
+    ) -> dict[str, StoredImages]:
         """Holds out a tenth of each class for validation and for test, by the hash of the file's name.
 
         A file keeps its split when others are added, except for a few at the boundary.
@@ -164,22 +160,15 @@ class FolderReader(DatasetReader):
         counts = labels.bincount()
         if int(counts.min()) < 3:
             rarest = int(counts.argmin())
+            where = f"class {class_names[rarest]!r}" if class_names[rarest] else "the folder itself"
             raise DataError(
-                f"{self.root} has no split folders, and class {class_names[rarest]!r} has "
-                f"{int(counts[rarest])} images, too few to share between three splits; add some, or make folders "
-                "train/, validation/ and test/."
+                f"{self.root} has no split folders, and {where} has {int(counts[rarest])} images, too few to share "
+                "between three splits; add some, or make folders train/, validation/ and test/."
             )
         # Relative and with forward slashes, so that the splits are the same on every machine.
         keys = [file.relative_to(self.root).as_posix() for file in files]
-        test = hold_out(labels, keys, SHARE, seed=0)
-        rest = (~test).nonzero().flatten()
-        validation = torch.zeros_like(test)
-        # Out of the files that are not test files, of which a tenth of all is a larger share.
-        validation[rest] = hold_out(labels[rest], [keys[row] for row in rest], SHARE / (1 - SHARE), seed=1)
-        masks = {"train": ~test & ~validation, "validation": validation, "test": test}
-        splits = {name: _stored(files, labels, mask.nonzero().flatten()) for name, mask in masks.items()}
-        note = "split by the hash of the file names: 80 % train, 10 % validation, 10 % test of each class"
-        return Opened(splits, class_names, (note,))
+        rows = split_by_hash(labels, keys, SHARE, SHARE)
+        return {name: _stored(files, labels, of_split) for name, of_split in rows.items()}
 
 
 def _image_folder(folder: Path) -> _Folder:

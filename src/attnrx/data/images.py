@@ -8,7 +8,7 @@ Two laws, which the trainer's exact resume and its several processes stand on:
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -359,3 +359,15 @@ def hold_out(
     wanted = (sizes * share).round().long().clamp(min=1)
     wanted = torch.where(sizes > 1, torch.minimum(wanted, sizes - 1), 0)
     return rank_within_class(labels, order) < wanted[labels]
+
+
+def split_by_hash(
+    labels: Int[Tensor, "images"], keys: Sequence[str | int], test: float, validation: float
+) -> dict[str, Int[Tensor, "rows"]]:
+    """Returns the rows of train, validation and test: shares of all images of every class, chosen by `hold_out`."""
+    is_test = hold_out(labels, keys, test, seed=0)
+    rest = (~is_test).nonzero().flatten()
+    # The share is one of all images, and these are the images without those of the test.
+    rest_keys = [keys[row] for row in rest.tolist()]
+    is_validation = hold_out(labels[rest], rest_keys, validation / (1 - test), seed=1)
+    return {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}

@@ -8,6 +8,7 @@ files; no other file of these folders is.
 Imports the standard library only, because the child runs this file before `attnrx` can be imported.
 """
 
+import importlib
 import importlib.abc
 import importlib.util
 import json
@@ -34,11 +35,20 @@ def _current_folder() -> str | None:
 _STARTED_IN = _current_folder()
 
 
-def start_python(imports: Sequence[str], variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Starts a process of this interpreter that runs `subprocess_runner.serve`, with pipes as stdin and stdout.
+def start_python(
+    module: str, imports: Sequence[str], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Starts a process of this interpreter that calls `serve(imports, folder)` of a module.
 
-    `imports` are modules to import ahead, `variables` are added to the environment. The process works in the current
-    folder, but imports nothing from it (see the module).
+    It works in the current folder, but imports nothing from it (see the text of this file).
+
+    Args:
+        module: The name of the module.
+        imports: Names of modules for `serve` to import ahead.
+        variables: Added to the environment.
+
+    Returns:
+        The process, with pipes as stdin and stdout.
     """
     excluded = _excluded_folders()
     path = [entry for entry in sys.path if Path(entry).is_absolute() and _resolved(entry) not in excluded]
@@ -55,7 +65,8 @@ def start_python(imports: Sequence[str], variables: Mapping[str, str] | None = N
         start_new_session=POSIX,
     )
     assert process.stdin is not None
-    settings = {"modules": _imported_from(excluded), "folder": _current_folder(), "imports": list(imports)}
+    found, folder = _imported_from(excluded), _current_folder()
+    settings = {"modules": found, "folder": folder, "imports": list(imports), "module": module}
     process.stdin.write(json.dumps(settings) + "\n")
     process.stdin.flush()
     return process
@@ -144,10 +155,8 @@ class _ImportedModules(importlib.abc.MetaPathFinder):
 def _main() -> None:
     settings = json.loads(sys.stdin.readline())
     sys.meta_path.insert(0, _ImportedModules(settings["modules"]))
-    from attnrx.support.subprocess_runner import serve
-
     # Relative paths in arguments and in the environment are those of the parent. Imports do not depend on it any more.
-    serve(settings["imports"], settings["folder"])
+    importlib.import_module(settings["module"]).serve(settings["imports"], settings["folder"])
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Subprocess:
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
         shows = os.environ.get(SETTING, "1") != "0"
         variables = (KEEPS_MEMORY if keeps_memory else {}) | ({SETTING: "passed on"} if shows else {})
-        self.process = start_python(imports, variables)
+        self.process = start_python(__name__, imports, variables)
 
     def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
         """Calls a module-level function with the number of threads of this process, and returns its value.
