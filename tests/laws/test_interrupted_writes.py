@@ -148,7 +148,7 @@ def results_saved(inputs: SimpleNamespace, out: Path, number: int) -> None:
     found = shrunk(number)
     settings = {"original": model(CONFIG).float(), "data": PIXELS, "batch": 2, "threads": 1}
     to = "program" if number else "onnx"
-    found.save(out, onnx=not number, write_beside=lambda new: found.write_exported(new, to, **settings))
+    found.save(out, onnx=not number, to=to, **settings)
 
 
 def whole_result(out: Path) -> dict[str, bytes]:

@@ -4,7 +4,7 @@ Saving replaces the files of an earlier result, and never those of others.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.show.reports import ReportContent, sample_tokens, summary_of, write_report
-from attnrx.support.arguments import ANY, BATCH, CALLBACK, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
+from attnrx.support.arguments import ANY, BATCH, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
 from attnrx.support.atomic_writes import Parts as ReplacedFiles
 from attnrx.support.atomic_writes import replacing_folder, require_absent
 from attnrx.support.display import Sentence
@@ -84,30 +84,54 @@ class Shrunk:
     def __repr__(self) -> str:
         return f"Shrunk({self.summary})"
 
-    @checked(folder=PATH, onnx=FLAG, write_beside=CALLBACK, original=optional(MODEL), threads=optional(THREADS))
+    @checked(
+        folder=PATH,
+        onnx=FLAG,
+        to=optional(TEXT),
+        original=optional(MODEL),
+        data=ANY,
+        batch=BATCH,
+        threads=optional(THREADS),
+    )
     def save(
         self,
         folder: Path | str,
         onnx: bool = True,
-        write_beside: Callable[[Path], object] = lambda new: None,
         *,
+        to: str | None = None,
         original: nn.Module | None = None,
+        data: ImageData | Splits | None = None,
+        batch: int = 32,
         threads: int | None = None,
     ) -> Path:
         """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
 
         Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
-        replaced, and its exports removed; files that attnrx did not write are kept. `write_beside` is called with the
-        new folder and writes further files, e.g. by `write_exported`. With the `original`, model.onnx is timed beside
-        the same file of the original, on `threads` threads, for `reports.files_table`.
+        replaced, and its exports removed; files that attnrx did not write are kept.
+
+        Args:
+            folder: The folder.
+            onnx: Whether model.onnx is written.
+            to: Another format to write, with evidence of its file, as `save_exported` does.
+            original: The original; with it model.onnx is timed beside the same file of the original, for
+                `reports.files_table`. `to` needs it.
+            data: For `to`, the data of a result without `images`.
+            batch: For `to`, the images of a timed batch.
+            threads: CPU threads of the timings (torch's default).
+
+        Returns:
+            The folder.
 
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
             AttnrxError: The model cannot be exported; everything else was saved.
         """
-        folder = Path(folder)
-        preflight(folder=folder, formats=(parse_format("onnx"),) if onnx else (), report=True)
-        require_result_folder(folder, self.model, onnx)
+        folder, other = Path(folder), None if to is None else parse_format(to)
+        formats = (*((parse_format("onnx"),) if onnx else ()), *(() if other is None else (other,)))
+        preflight(folder=folder, formats=formats, report=True)
+        require_result_folder(folder, self.model, onnx, other)
+        if to is not None and original is None:
+            raise InvalidInput(f"to={to!r} needs the original, which the evidence of the file is against; give it.")
         failures: list[AttnrxError] = []
 
         def write_others(new: Path) -> None:
@@ -118,10 +142,11 @@ class Shrunk:
                     precision = precision_for(self.model, form)
                     file = export(self.model, new / "model.onnx", to=form, precision=precision, class_names=names)
                     if original is not None and self.prescription is not None:
-                        batch = int(self.evidence.about.get("batch", 32))
-                        timing = {"threads": threads, "batches": (batch,), "rounds": rounds_of(batch)}
+                        timed = int(self.evidence.about.get("batch", 32))
+                        timing = {"threads": threads, "batches": (timed,), "rounds": rounds_of(timed)}
                         compare_with_original(file, original, **timing)
-                write_beside(new)
+                if to is not None and original is not None:
+                    self._write_exported(new, to, original, data, batch, threads)
             except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
                 failures.append(error)
 
@@ -144,47 +169,46 @@ class Shrunk:
     ) -> Evidence:
         """Writes a file of another format to the folder, and evidence of what that file costs against the original.
 
-        `to` is a format of `export`, e.g. "int8" or "openvino(precision=bf16)"; the files are named after it:
-        model-int8.onnx and evidence-int8.json. It is calibrated on the images that the plan was made on, and verified
-        on those that neither has seen: those of the call of `shrink`, or without `images` those of `data`, divided in
-        the same way. Its speed is that of `batch` images in the runtime of the format, relative to the original in its
-        own library at the precision of the file, which is the model's own or else float32. The original's file of the
-        same format is timed in turns with it, so that the speed is divided into what the format gave and what the
-        compression gave.
+        The files are named after the format: model-int8.onnx and evidence-int8.json. The file is calibrated on the
+        images that the plan was made on, and verified on those that neither has seen. Its speed is that in the runtime
+        of the format, relative to the original in its own library at the precision of the file, which is the model's
+        own or else float32. The original's file of the same format is timed in turns with it, so that the speed is
+        divided into what the format gave and what the compression gave.
+
+        Args:
+            folder: The folder of `save`.
+            to: A format of `export`, e.g. "int8" or "openvino(precision=bf16)".
+            original: The model that `shrink` was given.
+            data: The data of a result without `images`, which are divided as by `shrink`.
+            batch: The images of a timed batch.
+            threads: CPU threads of the timings (torch's default).
 
         Raises:
             InvalidInput: A file would be overwritten that attnrx did not write, or the folder holds another model;
                 nothing was changed.
+            NotSupported: The model cannot be written in this format.
         """
         folder, form, fingerprint = Path(folder), parse_format(to), model_fingerprint(self.model)
         # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
         path, evidence_path = exported_paths(folder, form)
         require_own_export(path, evidence_path, form, self.model)
         require_model_of(folder, fingerprint)
-        self._require_images(data)
 
         def parts(folder: Path, written: Collection[str]) -> set[str]:
             require_model_of(folder, fingerprint)  # by now, another process may have saved one
             return export_parts(folder, written)
 
         with replacing_folder(folder, parts, last=evidence_path.name) as new:
-            return self.write_exported(new, to, original, data, batch=batch, threads=threads)
+            return self._write_exported(new, to, original, data, batch, threads)
 
-    @checked(folder=PATH, to=TEXT, original=MODEL, data=ANY, batch=BATCH, threads=optional(THREADS))
-    def write_exported(
-        self,
-        folder: Path | str,
-        to: str,
-        original: nn.Module,
-        data: ImageData | Splits | None = None,
-        *,
-        batch: int = 32,
-        threads: int | None = None,
+    def _write_exported(
+        self, folder: Path, to: str, original: nn.Module, data: Any, batch: int, threads: int | None
     ) -> Evidence:
         """Writes the files of `save_exported` to a folder that has none of them."""
-        self._require_images(data)
+        if self.images is None and data is None:
+            raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
         form = parse_format(to)
-        path, evidence_path = exported_paths(Path(folder), form)
+        path, evidence_path = exported_paths(folder, form)
         planned, _, tested = self.images or three_parts(splits_for(original, data))
         calibration = planned.take(min(form.wanted, len(planned)))
         names = fitting_names(self.model, self.class_names)
@@ -202,10 +226,6 @@ class Shrunk:
             raise
         evidence.save(evidence_path)
         return evidence
-
-    def _require_images(self, data: ImageData | Splits | None) -> None:
-        if self.images is None and data is None:
-            raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
 
     def report(self, title: str) -> ReportContent:
         """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import names_model, outline
-from attnrx.cli.options import POLICY, SHARE, add_out, add_trust
+from attnrx.cli.options import POLICY, SHARE, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -22,53 +22,37 @@ SUMMARY = "decide which directions, heads and tokens of a model to prune"
 EXAMPLE = "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json"
 
 
+SUBJECT = (
+    "the file of a diagnosis; or, for tokens=POLICY or --predictors alone, a model: a saved folder, timm:NAME, hf:ID, "
+    "or a name such as dense:cifar10"
+)
+RULES = (
+    "the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for the MLP, "
+    "hidden=RULE for its hidden units, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and "
+    "|, e.g. total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. POLICY: " + POLICY
+)
+PREDICTORS = "a saved model with a token policy and trained predictors, used instead of tokens=POLICY"
+SCOPE = (
+    "the scope of --macs: the model, with one share for all layers, or this part of every layer, with a share per "
+    "layer (the local target of IrrAtt, Section 3.4)"
+)
+
+
 def add(parser: Parser) -> None:
-    """Declares the options."""
-    parser.add_argument(
-        "diagnosis",
-        metavar="DIAGNOSIS",
-        help="the file of a diagnosis; or, for tokens=POLICY or --predictors alone, a model: a saved folder, "
-        "timm:NAME, hf:ID, or a name such as dense:cifar10",
-    )
-    parser.add_argument("--weights", metavar="FILE", help="the weights of that timm:NAME or lvvit:SIZE")
+    parser.add_argument("diagnosis", metavar="DIAGNOSIS", help=SUBJECT)
+    option(parser, "--weights", "FILE", "the weights of that timm:NAME or lvvit:SIZE")
     add_trust(parser)
-    parser.add_argument(
-        "--rules",
-        nargs="+",
-        metavar="MAP=RULE",
-        help="the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for "
-        "the MLP, hidden=RULE for its hidden units, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., "
-        "joined by & and |, e.g. total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. "
-        f"POLICY: {POLICY}",
-    )
-    parser.add_argument(
-        "--predictors",
-        metavar="FOLDER",
-        help="a saved model with a token policy and trained predictors, used instead of tokens=POLICY",
-    )
+    option(parser, "--rules", "MAP=RULE", RULES, nargs="+")
+    option(parser, "--predictors", "FOLDER", PREDICTORS)
     budget = parser.add_argument_group(
         "a target instead of a share: {share} in the rules becomes the largest that fits"
     )
-    budget.add_argument(
-        "--macs",
-        type=SHARE,
-        metavar="SHARE",
-        # argparse formats help texts with %, so a percent sign is written twice.
-        help="the largest share of the original's MACs after pruning: 0.7, 70%%",
-    )
-    budget.add_argument(
-        "--of",
-        choices=("model", "qk", "vo", "attention", "mlp"),
-        default="model",
-        help="the scope of --macs: the model, with one share for all layers (model), or this part of every layer, "
-        "with a share per layer (the local target of IrrAtt, Section 3.4)",
-    )
-    budget.add_argument("--model", metavar="MODEL", help="the model whose MACs count: a saved folder or a name")
-    add_out(
-        parser,
-        "the prescription: a JSON file, and a second file if it has tensors",
-        kind="attnrx prescription",
-    )
+    # argparse formats help texts with %, so a percent sign is written twice.
+    option(budget, "--macs", SHARE, "the largest share of the original's MACs after pruning: 0.7, 70%%")
+    option(budget, "--of", ("model", "qk", "vo", "attention", "mlp"), SCOPE, "model")
+    option(budget, "--model", "MODEL", "the model whose MACs count: a saved folder or a name")
+    kind = "attnrx prescription"
+    add_out(parser, "the prescription: a JSON file, and a second file if it has tensors", kind=kind)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:

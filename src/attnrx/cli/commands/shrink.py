@@ -54,18 +54,15 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     settings = given_arguments(arguments, *TARGETS, *SETTINGS, "effort", "to")
     shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
     log("writing the folder and model.onnx" if onnx else "writing the folder")
-    exported: rx.Evidence | None = None
-    timing = given_arguments(arguments, "batch", "threads")
-
-    def write_exported(new: Path) -> None:
-        nonlocal exported
-        if arguments.to is not None:
-            log(f"writing and verifying the file as {arguments.to}")
-            exported = shrunk.write_exported(new, arguments.to, model, splits, **timing)
-
-    folder = shrunk.save(
-        arguments.out, onnx=onnx, write_beside=write_exported, original=model, threads=arguments.threads
-    )
+    exporting = {
+        "to": arguments.to,
+        "original": model,
+        "data": splits,
+        **given_arguments(arguments, "batch", "threads"),
+    }
+    folder = shrunk.save(arguments.out, onnx, **exporting)
+    name = None if arguments.to is None else rx.exporting.parse_format(arguments.to).name
+    exported = None if name is None else rx.Evidence.load(folder / f"evidence-{name}.json")
     record = {
         "summary": shrunk.summary(),
         "folder": str(folder),

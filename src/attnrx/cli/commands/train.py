@@ -19,6 +19,7 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
+from attnrx.cli.signatures import Number, parameters
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 
@@ -28,29 +29,6 @@ if TYPE_CHECKING:
 SUMMARY = "train a model, or resume an interrupted run"
 EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42"
 
-# The fields of TrainingConfig that are numbers or flags; their defaults are stated there.
-FIELDS = (
-    "epochs",
-    "batch_size",
-    "accumulate",
-    "learning_rate",
-    "min_learning_rate",
-    "warmup_learning_rate",
-    "layer_decay",
-    "joining",
-    "weight_decay",
-    "warmup_epochs",
-    "gradient_clip",
-    "strength_init",
-    "strength_decay",
-    "strength_learning_rate",
-    "predictor_learning_rate",
-    "ema",
-    "seed",
-    "checkpoint_every",
-    "compile",
-    "nonnegative_fusion",
-)
 PRECISIONS, PARALLEL = ("bf16", "fp32"), ("ddp", "fsdp")
 
 # Models of the SVDA paper: a scenario fits any data of its image size. All others have weights, or the shape of a
@@ -58,6 +36,14 @@ PRECISIONS, PARALLEL = ("bf16", "fp32"), ("ddp", "fsdp")
 BUILT_FOR_DATA = ("svda", "dense")
 
 LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
+
+
+def plain_fields() -> tuple[str, ...]:
+    """Returns the fields of TrainingConfig that are one number or a flag."""
+    fields = {name: field.value for name, field in parameters("TrainingConfig").items()}
+    return tuple(
+        name for name, kind in fields.items() if kind is bool or (isinstance(kind, Number) and not kind.several)
+    )
 
 
 def add(parser: Parser) -> None:
@@ -69,7 +55,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="resume the run in --out")
     option(parser, "--tensorboard", bool, "also log to TensorBoard in --out")
     knobs = parser.add_argument_group("training")
-    add_arguments(knobs, "TrainingConfig", *FIELDS, precision=PRECISIONS, parallel=PARALLEL)
+    add_arguments(knobs, "TrainingConfig", *plain_fields(), precision=PRECISIONS, parallel=PARALLEL)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
     option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
     option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
@@ -116,7 +102,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
     """Returns the given arguments of TrainingConfig; the others keep their defaults."""
-    chosen = given_arguments(arguments, *FIELDS, "precision", "parallel")
+    chosen = given_arguments(arguments, *plain_fields(), "precision", "parallel")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
     # Otherwise the default losses are those of TrainingConfig, with label smoothing.
