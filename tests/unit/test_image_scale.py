@@ -9,7 +9,7 @@ import torch
 
 from attnrx.change.realization import realize
 from attnrx.change.realization.refinement import Refinement, refine
-from attnrx.cli.main import _warn
+from attnrx.cli.main import show_warning
 from attnrx.data import MemoryImages, Normalization
 from attnrx.decide.diagnosing import diagnose, measure_divergence
 from attnrx.decide.rules import ContributionEnergy, prescribe_maps
@@ -116,7 +116,7 @@ def test_the_note_stays_with_the_record_and_is_shown(tmp_path, capsys: pytest.Ca
     assert "<strong>Warning:</strong>" not in render(
         ReportContent("bare", ranks=(), diagnosis=diagnose(vit, speckles(config)))
     )
-    _warn(note, ScaleWarning, "x.py", 3)
+    show_warning(note, ScaleWarning, "x.py", 3)
     assert capsys.readouterr().err == f"attnrx: warning: {note}\n"
 
 

@@ -140,7 +140,7 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
     require_inputs(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
-        warnings.showwarning = _warn
+        warnings.showwarning = show_warning
         return command.run(arguments, log)
 
 
@@ -156,7 +156,7 @@ def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
     return command, parser, parser.parse_args(rest)
 
 
-def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
     """Logs a warning of attnrx without source location, and other warnings in Python's format."""
     is_own = issubclass(category, ScaleWarning | CardWarning)
     # They are about the user's images and files, so the line of code that warns does not help.

@@ -86,11 +86,22 @@ def diagnose(
 ) -> Diagnosis:
     """Measures the diagnostics (by default those `suited_diagnostics` to the model) in one pass over the images.
 
-    `moments` adds `Moments` to the default ones of any model: a plan needs it for values and MLP. `images` limits the
-    number of images. With `Moments` among the diagnostics the MLP maps are observed too. Weights,
-    mode and backends of the model are restored; memory does not grow with the number of images. The images are moved to
-    the model's device and must be normalized for the model; otherwise a ScaleWarning is issued and recorded in
-    `about["notes"]`.
+    With `Moments` among the diagnostics the MLP maps are observed too. Weights, mode and backends of the model are
+    restored; memory does not grow with the number of images.
+
+    Args:
+        model: The model, without token pruning or merging.
+        data: Images in any form that `data.image_set` reads, normalized for the model; for images on another scale a
+            ScaleWarning is issued and recorded in `about["notes"]`.
+        diagnostics: The diagnostics.
+        moments: Measure the moments of values and MLP for models with norms (SVDA) too: rules for vo, fc1 and fc2 need
+            them, unless their metric is weights; for models without norms they are always measured.
+        images: The largest number of images.
+        batch_size: Images per forward pass.
+        seed: Seeds every random draw.
+
+    Returns:
+        The spectra and readings of every layer and head.
 
     Raises:
         DataError: There are no images, they do not have the model's input shape, or they contain NaN or infinity.

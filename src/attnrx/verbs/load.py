@@ -69,27 +69,45 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
 ) -> nn.Module:
     """Loads or builds a model.
 
-    `outputs` states what its outputs are where the model does not: "classes" (logits of classes, or of two classes by
-    one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or "embedding". All
-    comparisons depend on it; copies of the model and saved folders keep it. The configuration of a transformers model
-    states it by `problem_type`; without any statement, outputs of a classifier are classes.
-
     `source` is one of:
 
-    - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub; `weights` are those of
-      the model after further training, as a safetensors file or a folder that the Trainer of transformers wrote;
+    - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub;
     - `timm:NAME`, with the weights of the file `weights` or those that timm downloads;
     - `hf:ID` or a transformers folder;
     - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
     - a configuration name such as `svda:cifar10` (fresh weights);
     - `lvvit:SIZE` (fresh weights, or those of the published file `weights`);
-    - a module; a model of another library is converted, and so is a module of your own whose parts a `reader` names.
-      `factory(**reader.arguments)` creates that module again, by default its class; a saved folder of such a model
-      needs the `factory` only where the class has not been imported;
-    - the folder of an elastic model, with one of `macs=0.6`, `params=0.7` (shares of the original's) or `faster=1.4`;
-      in one text, `FOLDER@macs=0.6`;
-    - a file written by `export`: the returned module runs it with its runtime. A .pt2 file (formats program and
-      aotinductor) can run code of its author and needs `trust=True`.
+    - a module; a model of another library is converted, and so is a module of your own whose parts a `reader` names;
+    - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`;
+    - a file written by `export`: the returned module runs it with its runtime.
+
+    Args:
+        source: The model.
+        seed: Seeds fresh weights.
+        weights: Weights in a local file (safetensors, or PyTorch's for timm and LV-ViT); of a folder those after
+            further training, as a file or a folder that the Trainer of transformers wrote.
+        pretrained: Whether timm and torchvision load their published weights.
+        trust: Open a .pt2 file (formats program and aotinductor), which can run any code of its author.
+        macs: The share of the original's MACs, for an elastic model.
+        params: The share of its parameters.
+        faster: The speed-up over it.
+        reader: The paths of the parts of a module of your own.
+        factory: Creates that module again, as `factory(**reader.arguments)`, by default its class; a saved folder of
+            such a model needs it only where the class has not been imported.
+        outputs: What the outputs are, where the model does not state it: "classes" (logits of classes, or of two
+            classes by one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
+            "embedding". All comparisons depend on it; copies of the model and saved folders keep it. The configuration
+            of a transformers model states it by `problem_type`; without any statement, outputs of a classifier are
+            classes.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidInput: The source is no model, or a budget was given for a model of one size.
+        UnknownName: No model of the library has this name.
+        CheckpointError: There is nothing to load, or it is damaged.
+        NotSupported: A library is missing, or the model has parts that attnrx does not read.
     """
     # A budget selects a size of an elastic model; for any other source it is an error, not a request to compress.
     has_budget = any(budget is not None for budget in (macs, params, faster))

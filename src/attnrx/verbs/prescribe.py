@@ -28,12 +28,16 @@ RULES = instance(
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
     """Applies pruning rules to a diagnosis and returns the prescription.
 
-    `rules` names the rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
-    fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state its
-    metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
-    `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token prescription
-    with trained predictors (`prescribed_tokens`). A prescription of tokens alone accepts the model instead of a
-    diagnosis.
+    Args:
+        diagnosis: The diagnosis of the model; or the model itself, for a prescription of tokens alone.
+        rules: The rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
+            fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state
+            its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
+            `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token
+            prescription with trained predictors (`prescribed_tokens`).
+
+    Returns:
+        The prescription: for every map the directions that are kept, with the reasons.
 
     Raises:
         NoOpPrescription: The rules keep everything.

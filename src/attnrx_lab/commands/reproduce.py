@@ -13,6 +13,7 @@ from attnrx.support.progress import Log
 SUMMARY = "make tables of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
+SECONDS = Number(float, lambda kinds: kinds.number(0.0, 1e7), "SECONDS")
 SEEDS = Number(int, lambda kinds: _different_seeds(kinds), "N,N", several=True)
 
 # The options that change the setting of the experiment with the same name; the others are those of the recipe.
@@ -44,7 +45,7 @@ def add(parser: Parser) -> None:
     tiny = "on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper"
     option(parser, "--tiny", bool, tiny)
     option(parser, "--processes", COUNT, "runs side by side; on a GPU three share it well", 1)
-    option(parser, "--seconds", NUMBER, "interrupt what is not finished then; the same command continues")
+    option(parser, "--seconds", SECONDS, "interrupt what is not finished then; the same command continues")
     estimate = "train a few steps of each run, and show how long all of its training takes on this machine"
     option(parser, "--estimate", bool, estimate)
     add_out(parser, "the folder of all runs and tables", "runs", folder=True)

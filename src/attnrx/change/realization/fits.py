@@ -15,7 +15,7 @@ from attnrx.change.realization.realizing import realize
 from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.change.realization.token_policies import realize_tokens_
-from attnrx.data import ImageData
+from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
@@ -104,26 +104,33 @@ def realize_and_fit(
             "compressed layers are fitted on images; give by='compress' and images (on the command line --by compress "
             "and --data NAME)."
         )
-    images, ordered = images_for(model, images, "images"), sorted(fits, key=lambda fit: FITS.index(_name_of(fit)))
-    ranks, tokens = replace(prescription, tokens=None), prescription.tokens
+    images, ranks, tokens = images_for(model, images, "images"), replace(prescription, tokens=None), prescription.tokens
     if ranks.rules or tokens is None:
         realized = realize(model, ranks, norms=norms, calibration=images)
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model))
         realized = copy_module(model)
-    for settings in (fit for fit in ordered if not isinstance(fit, Distill)):
-        some = images.take(min(MAX_REFINEMENT_IMAGES, len(images))) if isinstance(settings, Refinement) else images
-        realized = KINDS[_name_of(settings)][2](realized, model, some, settings).model
+    realized = fitted(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)])
     if tokens is not None:
         heads = shape_of(model, family_of(model)).heads
         realize_tokens_(realized, family_of(realized), tokens, "compress", heads, images)
-    for settings in (fit for fit in ordered if isinstance(fit, Distill)):
-        begin("distilling")
-        found = KINDS["distill"][2](realized, model, images, settings)
-        reached = f"{found.before:.4f} to {found.after:.4f} on images it was not fitted to"
-        log(f"distilled at the rate {found.learning_rate}: {reached}")
-        realized = found.model
-    return realized
+    return fitted(realized, model, images, [fit for fit in fits if isinstance(fit, Distill)], log)
+
+
+def fitted(
+    candidate: nn.Module, model: nn.Module, images: ImageSet, fits: Sequence[Fit], log: Log = no_log
+) -> nn.Module:
+    """Returns the candidate after the fits of its weights to the model, in their order."""
+    for settings in sorted(fits, key=lambda fit: FITS.index(_name_of(fit))):
+        some = images.take(min(MAX_REFINEMENT_IMAGES, len(images))) if isinstance(settings, Refinement) else images
+        if isinstance(settings, Distill):
+            begin("distilling")
+        found = KINDS[_name_of(settings)][2](candidate, model, some, settings)
+        if isinstance(settings, Distill):
+            reached = f"{found.before:.4f} to {found.after:.4f} on images it was not fitted to"
+            log(f"distilled at the rate {found.learning_rate}: {reached}")
+        candidate = found.model
+    return candidate
 
 
 def _name_of(settings: Fit) -> str:

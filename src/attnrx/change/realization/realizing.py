@@ -53,25 +53,39 @@ def realize(
 ) -> nn.Module:
     """Returns a copy of the model with the prescription applied; the model itself is not changed.
 
-    `by="mask"` keeps every shape and writes zeros: removed directions get strength zero (the original norms remain),
-    removed heads a zero output projection. `by="compress"` deletes the zeros. For SVDA, whose rows are divided by their
-    norms, there are three variants:
+    A mask keeps every shape and writes zeros: removed directions get strength zero (the original norms remain), removed
+    heads a zero output projection. Compression deletes the zeros. For SVDA, whose rows are divided by their norms,
+    there are three variants:
 
-    - `"exact"` keeps all rows of the projections to compute the norms and equals the mask; it saves score MACs only.
-    - `"renormalized"` (the paper's) deletes rows and divides by the norm of the remaining ones: smaller, and an
+    - "exact" keeps all rows of the projections to compute the norms and equals the mask; it saves score MACs only.
+    - "renormalized" (the paper's) deletes rows and divides by the norm of the remaining ones: smaller, and an
       approximation that can be far from the mask.
-    - `"refit"` has the same size; the kept strengths are solved by least squares so that the attention approximates the
-      original's on `calibration` images, to second order in KL divergence (`StrengthFit`). If the refitted logits have
-      the larger KL divergence from the original's on these images, the strengths of "renormalized" are used.
+    - "refit" has the same size; the kept strengths are solved by least squares so that the attention approximates the
+      original's, to second order in KL divergence (`StrengthFit`). If the refitted logits have the larger KL divergence
+      from the original's on the calibration images, the strengths of "renormalized" are used.
 
     The default is "exact", because the other two delete rows whose norms the strengths cannot replace: once strengths
     have spread, "refit" is nearer to the original than "renormalized", and farther than the mask (docs/exact.md).
 
     Dense attention has no norms: there "exact" and "renormalized" are the same model. A prescription that keeps
-    everything gives identical logits. Decisions about vo, fc1 and fc2 are realized as well. Tokens are pruned or
-    merged last, by mask or by compression; a policy by image finds its thresholds on the `calibration` images.
-    Statistics of the attention that a reducer uses are equal in both; keys (ToMe) are not, because the mask retains
-    keys that the compressed model has lost.
+    everything gives identical logits. Tokens are pruned or merged last. Statistics of the attention that a reducer uses
+    are equal in mask and compressed model; keys (ToMe) are not, because the mask retains keys that the compressed model
+    has lost.
+
+    Args:
+        model: The model that was prescribed for.
+        prescription: Decisions about the maps, the heads and the tokens.
+        by: "compress" deletes what is pruned, "mask" sets it to zero.
+        norms: The norms of compressed SVDA layers.
+        calibration: Images for norms="refit", and for a token policy by image, which finds its thresholds on them.
+
+    Returns:
+        The smaller model, or the masked one.
+
+    Raises:
+        FingerprintMismatch: The prescription is for another model.
+        InvalidInput: The layers do not fit, or norms="refit" without images.
+        NotSupported: A decision that cannot be realized, or a model that is compressed already.
     """
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")

@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
-from attnrx.cli.options import add_data, add_mixed_data, add_model, add_out, add_running, add_split, option
+from attnrx.cli.options import (
+    add_arguments,
+    add_data,
+    add_mixed_data,
+    add_model,
+    add_out,
+    add_running,
+    add_split,
+    option,
+)
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -14,10 +23,6 @@ from attnrx.support.progress import Log
 SUMMARY = "measure the spectra and indicators of every layer and head of a model"
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
-MOMENTS = (
-    "measure the moments of values and MLP also for models with norms (SVDA): rules for vo, fc1 and fc2 need them, "
-    "unless their metric is weights; for models without norms they are always measured"
-)
 DIVERGENCE = "measure in one more pass the divergence at every rank in this metric, for total_rank:...,by=divergence"
 # The readings in the printed table; the file contains all.
 SHOWN = (
@@ -39,7 +44,7 @@ def add(parser: Parser) -> None:
     add_split(parser, "validation")
     add_running(parser, 64)
     option(parser, "--perturbation", ("gaussian", "fgsm"), "for perturbation_response", "gaussian")
-    option(parser, "--moments", bool, MOMENTS)
+    add_arguments(parser, "diagnose", "moments")
     option(parser, "--divergence", "METRIC", DIVERGENCE)
 
 

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
@@ -101,19 +101,12 @@ def _converted(arguments: Namespace) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     train = splits_argument(model, arguments).train
     images = train.take(min(arguments.calibration_images, len(train)))
-    converted = rx.to_svda(model, images)
-    record: dict[str, Any] = {"form": arguments.form, "repair": arguments.repair, "distill": arguments.distill}
-    if arguments.repair:
-        from attnrx.change.realization.repair import Repair
+    from attnrx.change.realization.fits import fits_of, fitted  # imports torch
 
-        repaired = rx.repair(converted, model, images, Repair(arguments.repair, seed=arguments.seed))
-        converted, record["errors"] = repaired.model, {"before": repaired.before, "after": repaired.after}
-    if arguments.distill:
-        from attnrx.change.realization.distillation import Distill
-
-        converted = rx.distill(converted, model, images, Distill(arguments.distill, seed=arguments.seed)).model
+    steps = {"repair": arguments.repair, "distill": arguments.distill}
+    converted = fitted(rx.to_svda(model, images), model, images, fits_of(steps, arguments.seed))
     folder = rx.save(converted, arguments.out)
-    return Outcome({"model": str(folder), **record}, (f"model: {folder}",))
+    return Outcome({"model": str(folder), "form": arguments.form, **steps}, (f"model: {folder}",))
 
 
 def _calibration(
