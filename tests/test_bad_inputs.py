@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jaxtyping
 import pytest
@@ -148,7 +148,7 @@ def test_a_value_outside_the_type_of_an_option_is_refused(command: str, option: 
     field = option[2:].replace("-", "_")
     if command == "train" and field in {each.name for each in fields(rx.TrainingConfig)}:
         with pytest.raises(AttnrxError, match=field):  # which states the ranges of its fields
-            rx.TrainingConfig(**{field: -1})
+            rx.TrainingConfig(**{field: cast(Any, -1)})
         return
     for text in () if option in UNLIMITED else ("-1", "9" * 30):
         refused([command, option, text], f"argument {option}")
