@@ -63,7 +63,7 @@ def test_the_result_does_not_depend_on_the_batches(monkeypatch: pytest.MonkeyPat
     setting = Setting.of("svda")
     comparison = setting.comparison(setting.compressed, images=12)
     at_once = Bounds(images=12)(comparison)
-    monkeypatch.setattr("attnrx.show.checks.bounds.AT_ONCE", 5)
+    monkeypatch.setattr("attnrx.show.checks.bounds.BATCH", 5)
     for whole, cut in zip(at_once, Bounds(images=12)(comparison), strict=True):
         assert cut.value == pytest.approx(whole.value, rel=1e-9)
 

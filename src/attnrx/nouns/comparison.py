@@ -16,7 +16,7 @@ from attnrx.vit.outputs import KINDS, OutputKind
 
 KIND, SCHEMA = "attnrx comparison", 2
 # More than a page can show; their charts would take hours.
-MOST_TRIALS, MOST_PAIRS = 5000, 50_000
+MAX_TRIALS, MAX_PAIRS = 5000, 50_000
 
 # JSON has no NaN: null is a number that could not be measured.
 NUMBER = fields.Optional(fields.Number())
@@ -42,7 +42,7 @@ PAIR = fields.Record(
 )
 RECORD = fields.Record(
     {
-        "trials": fields.Items(TRIAL, 0, MOST_TRIALS),
+        "trials": fields.Items(TRIAL, 0, MAX_TRIALS),
         "accuracy": ESTIMATE,
         "about": fields.Record(
             more={
@@ -58,9 +58,9 @@ RECORD = fields.Record(
         "unreached": fields.Items(
             fields.Record({"method": fields.Text(), "target": fields.Number(), "least": fields.Number()}),
             0,
-            MOST_TRIALS,
+            MAX_TRIALS,
         ),
-        "differences": fields.Items(PAIR, 0, MOST_PAIRS),
+        "differences": fields.Items(PAIR, 0, MAX_PAIRS),
     },
     open=True,
 )

@@ -111,7 +111,11 @@ class LayerDiagnosis(Displayed):
     hidden: HiddenDiagnosis | None = None
 
     def reading(self, name: str) -> Tensor:
-        """Returns one reading; raises InvalidInput with the available names for any other name."""
+        """Returns one reading, whose first axis is the heads.
+
+        Raises:
+            InvalidInput: The layer has no reading of this name.
+        """
         if name not in self.readings:
             raise InvalidInput(
                 f"the diagnosis has no reading {name!r}; it has {', '.join(sorted(self.readings))}. "
@@ -132,7 +136,14 @@ class Diagnosis(Displayed):
     about: Mapping[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`)."""
+        """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`).
+
+        Args:
+            path: The JSON file.
+
+        Returns:
+            The path of the file.
+        """
         tensors = {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
@@ -149,6 +160,17 @@ class Diagnosis(Displayed):
 
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
+        """Reads a file written by `save`.
+
+        Args:
+            path: The JSON file; its tensors are in the same folder.
+
+        Returns:
+            The diagnosis.
+
+        Raises:
+            CheckpointError: A file is missing, damaged or of another kind, or a spectrum is not finite.
+        """
         path = Path(path)
         # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
         record = read_json(path)
@@ -167,6 +189,15 @@ class Diagnosis(Displayed):
         return cls(layers, record["fingerprint"], record["about"])
 
     def require(self, fingerprint: str, what: str) -> None:
+        """Checks that the diagnosis belongs to a model.
+
+        Args:
+            fingerprint: The fingerprint of the model.
+            what: What the model is, in the words of the caller.
+
+        Raises:
+            FingerprintMismatch: It belongs to another model.
+        """
         if self.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "

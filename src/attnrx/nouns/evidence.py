@@ -107,12 +107,19 @@ def judged(
     at_least: bool,
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Returns limit, outcome, interval, n and deciding n as arguments of `Finding`; without a limit it is reported.
+    """Judges a value by a limit: the claim holds if the whole interval satisfies it, fails if no part of it does.
 
-    The limit is a lower bound with `at_least`, else an upper bound; `strict` excludes equality. The claim holds if the
-    whole interval satisfies the limit and fails if no part of it does. A value without an interval is exact, and NaN
-    fails. The deciding n is the sample size at which the half interval towards the limit, which shrinks as 1 / sqrt(n),
-    equals the distance of the value from the limit.
+    Args:
+        value: The measured value; NaN fails.
+        limit: The limit; without one the value is reported.
+        interval: The ends of its interval; a value without one is exact.
+        n: The number of samples.
+        at_least: Whether the limit is a lower bound, else it is an upper bound.
+        strict: Whether equality does not satisfy the limit.
+
+    Returns:
+        Limit, outcome, interval, n and deciding n as arguments of `Finding`. The deciding n is the sample size at which
+        the half interval towards the limit, which shrinks as 1 / sqrt(n), equals the distance of the value from it.
     """
     low, high = interval
     judgement: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
@@ -192,14 +199,17 @@ class Evidence(Displayed, Tabular):
 
     @property
     def claims(self) -> tuple[Finding, ...]:
+        """The findings with a limit."""
         return tuple(finding for finding in self.findings if finding.is_claim)
 
     @property
     def failures(self) -> tuple[Finding, ...]:
+        """The claims that fail."""
         return tuple(finding for finding in self.findings if finding.outcome == FAILS)
 
     @property
     def undecided(self) -> tuple[Finding, ...]:
+        """The claims that these images do not decide."""
         return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
 
     @property
@@ -243,9 +253,19 @@ class Evidence(Displayed, Tabular):
         return tuple(map(str, self.about.get("warnings", ())))
 
     def of(self, check: str) -> tuple[Finding, ...]:
+        """Returns the findings of one check, by its name."""
         return tuple(finding for finding in self.findings if finding.check == check)
 
     def require(self, fingerprint: str, what: str) -> None:
+        """Checks that the evidence was measured on a model.
+
+        Args:
+            fingerprint: The fingerprint of the model.
+            what: What the model is, in the words of the caller.
+
+        Raises:
+            FingerprintMismatch: It was measured on another model.
+        """
         # Evidence that does not record its candidate is accepted.
         measured = self.about.get("candidate", fingerprint)
         if measured != fingerprint:
@@ -255,15 +275,22 @@ class Evidence(Displayed, Tabular):
             )
 
     def save(self, path: Path | str) -> Path:
+        """Writes one JSON file, and returns its path."""
         return write_json(path, self.to_record())
 
     def to_record(self) -> dict[str, Any]:
+        """Returns the content of the file as JSON-ready values."""
         findings = [asdict(finding) for finding in self.findings]
         about = dict(self.about)
         return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}
 
     @classmethod
     def load(cls, path: Path | str) -> "Evidence":
+        """Reads a file written by `save`.
+
+        Raises:
+            CheckpointError: The file is missing, damaged, edited or of another kind.
+        """
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)

@@ -18,7 +18,7 @@ from attnrx.vit.outputs import KINDS, Embeddings, OutputKind
 
 KIND, SCHEMA = "attnrx plan", 2
 # More points than a page can show are no result of attnrx; their charts would take hours.
-MOST_POINTS = 5000
+MAX_POINTS = 5000
 
 NUMBER = fields.Optional(fields.Number())
 RECORD = fields.Record(
@@ -40,7 +40,7 @@ RECORD = fields.Record(
                 },
             ),
             1,
-            MOST_POINTS,
+            MAX_POINTS,
         ),
         "about": fields.Record(more={"outputs": fields.Choice(tuple(KINDS)), "images": fields.Integer(0)}, open=True),
     }
@@ -64,8 +64,8 @@ class PredictedQuantity:
         # The variance of a difference of two means, of the images of the plan and of these; 1.96 for 95 %.
         half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
         # The normal distribution continues beyond the range of the quantity, e.g. beyond an agreement of 100 %.
-        least, most = self.limits
-        return max(self.value - half, least), min(self.value + half, most)
+        low, high = self.limits
+        return max(self.value - half, low), min(self.value + half, high)
 
     def to_record(self) -> dict[str, float]:
         """Returns the prediction as JSON-ready values; the limits follow from the name of the quantity."""

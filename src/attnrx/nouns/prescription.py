@@ -292,7 +292,16 @@ class TokenPrescription(Displayed):
     def of(
         cls, policy: TokenPolicy, predictors: Mapping[str, Tensor] | None = None, seed: int = 0
     ) -> "TokenPrescription":
-        """Builds the prescription with the policy's reason for every stage."""
+        """Builds the prescription with the policy's reason for every stage.
+
+        Args:
+            policy: The token policy.
+            predictors: The weights of trained predictors, by the names of `TokenReduction.stages`.
+            seed: The seed of fresh predictors.
+
+        Raises:
+            InvalidInput: Predictors were given for a token reducer that learns nothing.
+        """
         learned = policy.reducer.learned
         state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
         # The reason states it, because an untrained predictor selects tokens at random.
@@ -352,6 +361,12 @@ class Prescription(Displayed):
         Bases, output decisions and predictor weights are written to a safetensors file in the same folder
         (`storage.write_with_tensors`).
 
+        Args:
+            path: The JSON file.
+
+        Returns:
+            The path of the file.
+
         Raises:
             InvalidInput: `about` has a plan or settings that `load` would refuse.
         """
@@ -383,7 +398,17 @@ class Prescription(Displayed):
 
     @classmethod
     def load(cls, path: Path | str) -> "Prescription":
-        """Reads a file written by `save`."""
+        """Reads a file written by `save`.
+
+        Args:
+            path: The JSON file; its tensors, if any, are in the same folder.
+
+        Returns:
+            The prescription.
+
+        Raises:
+            CheckpointError: A file is missing, damaged, edited or of another kind.
+        """
         path = Path(path)
         # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
         record = read_json(path)
@@ -412,7 +437,11 @@ class Prescription(Displayed):
         return loaded
 
     def require(self, fingerprint: str) -> None:
-        """Raises FingerprintMismatch if the prescription belongs to another model."""
+        """Checks that the prescription belongs to the model with this fingerprint.
+
+        Raises:
+            FingerprintMismatch: It belongs to another model.
+        """
         if self.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the prescription was made for the model {self.fingerprint}, this model is {fingerprint}; "

@@ -12,8 +12,16 @@ from attnrx.support.errors import InvalidInput
 def aggregate(runs: Sequence[Evidence]) -> Evidence:
     """Returns one finding per claim: the mean over the runs with its t interval, standard deviation and all values.
 
-    A claim holds if it holds in every run, fails if it fails in any, and is undecided otherwise. The runs must be
-    independent (different training seeds) and verified by the same checks; `n` is the number of runs.
+    A claim holds if it holds in every run, fails if it fails in any, and is undecided otherwise.
+
+    Args:
+        runs: The evidence of independent runs (different training seeds), verified by the same checks.
+
+    Returns:
+        The evidence over the runs; `n` of a finding is the number of runs.
+
+    Raises:
+        InvalidInput: There is no run, or the runs do not make the same claims.
     """
     if not runs:
         raise InvalidInput("aggregate was given no evidence; give the evidence of at least one run.")

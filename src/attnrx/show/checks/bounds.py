@@ -1,7 +1,8 @@
-"""Bounds: the paper's theorems, checked on the activations of the reference.
+"""Bounds: the theorems of the SVDA paper, checked on the activations of the reference.
 
-The functions of the theorems return a measured quantity divided by its bound: above 1 it is violated. They take float64
-rows of one layer: the query and key rows that enter the scores, one per token.
+All theorems and equations below are of that paper. The functions of the theorems return a measured quantity divided by
+its bound: above 1 it is violated. They take float64 rows of one layer: the query and key rows that enter the scores,
+one per token.
 """
 
 from dataclasses import dataclass
@@ -30,12 +31,12 @@ ROUNDING = 1e-5
 # Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
 FLOOR = 1e-9
 NOISE = 0.1  # the standard deviation of the perturbation of Proposition 4, in normalized units
-AT_ONCE = 16  # images per batch; every score of every head is held in float64
+BATCH = 16  # images per batch; every score of every head is held in float64
 
 
 @dataclass(frozen=True)
 class Bounds(Check):
-    """Theorem 1, Propositions 1 and 4 and Eq. 25 on the activations of the reference, layer by layer.
+    """SVDA, Theorem 1, Propositions 1 and 4 and Eq. 25 on the activations of the reference, layer by layer.
 
     The theorems apply to one layer and one input: each layer is evaluated on the reference's activations, and only its
     strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
@@ -67,7 +68,7 @@ class Bounds(Check):
         require_all_tokens(model, "check the bounds of")
         dtype = next(model.parameters()).dtype
         with evaluating([model]), observing(model, family_of(model), observe):
-            for batch in comparison.data.batches(AT_ONCE, device=comparison.device):
+            for batch in comparison.data.batches(BATCH, device=comparison.device):
                 # Drawn on the CPU: the same noise on every device.
                 noise = NOISE * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
                 images = batch.images.to(dtype)
@@ -178,14 +179,14 @@ def head_scores(
     strength: Float[Tensor, "heads directions"],
     scale: float,
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the scores of the rows with these strengths (Eq. 2)."""
+    """Returns the scores of the rows with these strengths (SVDA, Eq. 2)."""
     return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
 
 
 def theorem_1(
     change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
 ) -> Float[Tensor, "batch heads"]:
-    """The largest change of a score is at most `most`: scale times the largest change of a strength (Eq. 12).
+    """The largest change of a score is at most `most`: scale times the largest change of a strength (SVDA, Eq. 12).
 
     With `most` = scale times an upper limit of the pruned strengths it is Eq. 13. Requires rows of unit length.
     """
@@ -196,7 +197,7 @@ def theorem_1(
 def proposition_1(
     change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """The 1-norm of an attention row's change `moved` is at most the largest change of its scores (Eq. 21, C_sm = 1).
+    """The 1-norm of an attention row's change `moved` is at most the largest change of its scores (SVDA, Eq. 21).
 
     C_sm = 1 because the softmax Jacobian's norm from the max norm to the 1-norm is 4 P (1 - P) <= 1, where P is the
     mass of the increased entries. Returns the largest ratio over the rows of each head.
@@ -207,7 +208,7 @@ def proposition_1(
 def proposition_4(
     clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
 ) -> Float[Tensor, "batch heads"]:
-    """The Frobenius norm of the scores' change under a perturbed input is bounded by that of the rows (Eq. 36).
+    """The Frobenius norm of the scores' change under a perturbed input is bounded by that of the rows (SVDA, Eq. 36).
 
     `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
     """

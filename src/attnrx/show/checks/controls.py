@@ -17,7 +17,7 @@ from attnrx.show.checks.fidelity import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
 from attnrx.support.shapes import Float, Tensor
 
-BEATEN = "largest"
+CLAIMED = "largest"  # the control whose larger discrepancy is a claim
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Controls(Check):
         )
         better = estimate(accuracies[0] - fmean(accuracies[1:]), 100 * (resampled[:, 0, 2] - controls[..., 2].mean(1)))
         claim, limit = f"discrepancy to the reference, {kind}-matched control minus candidate", None
-        if kind == BEATEN:
+        if kind == CLAIMED:
             claim, limit = f"the candidate is nearer to the reference than the {kind}-matched control", 0.0
         n, about = len(models), {"kind": kind, "rules": rules}
         far, right = spread(distances, lower_is_better=True), spread(accuracies, lower_is_better=False)
@@ -81,7 +81,7 @@ class Controls(Check):
 
 
 def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
-    """Returns the two sums of Eq. 46, against the reference in `base`, and the correctness, per image."""
+    """Returns the two sums of SVDA, Eq. 46, against the reference in `base`, and the correctness, per image."""
     squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
     return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
 

@@ -22,7 +22,7 @@ from attnrx.vit.models import (
 )
 
 # Images over which the mean MACs of a policy by image are computed.
-MEASURED = 512
+MAX_IMAGES = 512
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Costs(Check):
     """The savings in parameters and MACs, and claims that the closed forms equal the counts on both models.
 
     Parameters are counted with numel, MACs with torch's FLOP counter on the unpadded eager backend. With a token policy
-    by image the MACs are the mean over at most MEASURED images.
+    by image the MACs are the mean over at most MAX_IMAGES images.
     """
 
     name: ClassVar[str] = "costs"
@@ -59,7 +59,7 @@ class Costs(Check):
         reduction = reduction_of(model)
         if reduction is None or not reduction.policy.by_image:
             return None
-        batches = data.take(min(MEASURED, len(data))).batches(32, device=comparison.device)
+        batches = data.take(min(MAX_IMAGES, len(data))).batches(32, device=comparison.device)
         dtype = next(model.parameters()).dtype
         per_batch = [costs_by_image(model, family_of(model), batch.images.to(dtype)) for batch in batches]
         # In float64, which is exact for integers of this size.

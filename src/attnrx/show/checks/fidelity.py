@@ -13,13 +13,13 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.outputs import Multilabel
 
-# The stabilizer epsilon of Eq. 46.
+# The stabilizer epsilon of SVDA, Eq. 46.
 STABILIZER = 1e-12
 
 
 @dataclass(frozen=True)
 class Fidelity(Check):
-    """Relative discrepancy (Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
+    """Relative discrepancy (SVDA, Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
 
     Of logits, predictions agree and the divergence is that of Kullback and Leibler in nats (of one logit: that of the
     sigmoid's probabilities; of the logits of labels: the sum of theirs, and label decisions agree); of embeddings,
@@ -68,7 +68,7 @@ class Fidelity(Check):
         n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
         kind, squares = predictions.kind, squared_distances(predictions.outputs[base], predictions.outputs[other])
         # Eq. 46 is defined per batch; the value of the finding is over all images.
-        distance = studentized(squares, discrepancy, seed, least=0.0)
+        distance = studentized(squares, discrepancy, seed, minimum=0.0)
         words, limit = f"relative {kind.noun} discrepancy, {pair}", most_discrepancy
         findings = [self.finding("discrepancy", words, distance, n=n, limit=limit, side="<=", seed=seed, details=roles)]
         if kind.has_decisions:
@@ -86,12 +86,12 @@ class Fidelity(Check):
 def squared_distances(
     base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
 ) -> Float[Tensor, "images 2"]:
-    """Returns the squared norms of the difference and of the base per image: the two sums of Eq. 46."""
+    """Returns the squared norms of the difference and of the base per image: the two sums of SVDA, Eq. 46."""
     # Sums per image, because the ratio of Eq. 46 is of sums: a bootstrap resamples both together.
     base, other = base.double(), other.double()
     return torch.stack([(base - other).square().sum(-1), base.square().sum(-1)], dim=-1)
 
 
 def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
-    """Returns the relative logit discrepancy (Eq. 46) from sums or means of squared distances."""
+    """Returns the relative logit discrepancy (SVDA, Eq. 46) from sums or means of squared distances."""
     return squares[..., 0].sqrt() / (squares[..., 1].sqrt() + STABILIZER)

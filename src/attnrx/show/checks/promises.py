@@ -21,7 +21,7 @@ from attnrx.vit.models import family_of
 # With so many times the images of the plan their own interval suffices: with a lognormal divergence of sigma 1.5, twice
 # the promise holds in 2 of 200 samples (`kept_promises` of benchmarks/coverage.py).
 MANY_TIMES = 4
-LEAST = 0.02  # of the images: a loss that differs by less from the promised one is the promised one
+MIN_LOSS = 0.02  # of the images: a loss that differs by less from the promised one is the promised one
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Promises(Check):
     The claims about divergence, agreement and change of accuracy fail if the mean over these images is worse than the
     end of the plan's prediction interval for this number of images. They hold if it is not, and if the interval of the
     mean excludes twice what was promised: twice the divergence, twice the share of changed decisions or of lost images,
-    but at least `LEAST` more of these. Otherwise the images are too few, and the claim is undecided. Where the end of
-    the prediction interval is that of the quantity's range, which no model can miss, the mean is reported without a
+    but at least `MIN_LOSS` more of these. Otherwise the images are too few, and the claim is undecided. Where the end
+    of the prediction interval is that of the quantity's range, which no model can miss, the mean is reported without a
     limit. The claim about speed, relative to the library's reference implementation, holds if a pass takes at most the
     share `within` longer than predicted. Precision, threads, clock and batch size are those of the plan. `promised`
     replaces the record of the prescription (`Plan.predictions`).
@@ -109,19 +109,19 @@ CLAIMS = {
 
 
 def _kept_promise(
-    quantity: str, record: Mapping[str, Any], found: Float[Tensor, "images"], comparison: Comparison
+    quantity: str, record: Mapping[str, Any], values: Float[Tensor, "images"], comparison: Comparison
 ) -> Finding:
     (measure, as_predicted, unit, scale, _), kind, seed = CLAIMS[quantity], comparison.kind, comparison.seed
     words = {"distance": kind.distance, "accuracy": kind.accuracy, "unit": kind.unit}
     measure, unit = (text.format(**words) for text in (measure, unit))
     expected = PredictedQuantity(**record, limits=limits_of(quantity, kind))
-    verdict = judged_promise(quantity, expected, found, seed)
+    verdict = judged_promise(quantity, expected, values, seed)
     can_be_missed = verdict["limit"] is not None
     claim = f"{measure}, {as_predicted}" if can_be_missed else f"{measure}; the plan's prediction sets no limit"
     details = {
         "quantity": f"promised_{quantity}",
         "promised": scale * expected.value,
-        "interval": [scale * end for end in expected.interval(len(found))],
+        "interval": [scale * end for end in expected.interval(len(values))],
     }
     scaled = {name: verdict[name] * scale for name in ("value", "low", "high")}
     limit = scale * verdict["limit"] if can_be_missed else None
@@ -129,11 +129,11 @@ def _kept_promise(
 
 
 def judged_promise(
-    quantity: str, promised: PredictedQuantity, found: Float[Tensor, "images"], seed: int
+    quantity: str, promised: PredictedQuantity, values: Float[Tensor, "images"], seed: int
 ) -> dict[str, Any]:
     """Returns the mean of a quantity over images, as arguments of `Finding`, with the outcome of its promise."""
-    more_is_worse, n, value = CLAIMS[quantity][-1], len(found), float(found.mean())
-    interval, measured = promised.interval(n), _measured(quantity, found, seed)
+    more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
+    interval, measured = promised.interval(n), _estimated(quantity, values, seed)
     worst = interval[1] if more_is_worse else interval[0]
     # A claim that every model meets would hold without saying anything about this one.
     limit = worst if worst not in promised.limits else None
@@ -144,30 +144,30 @@ def judged_promise(
         # On few images the limit is far from the promise: a model that is twice as bad would often meet it. Excluded
         # by the interval of these images and, unless they are many times more, by the spread of the plan's: few images
         # of either lack the tail.
-        double, doubt = twice(quantity, promised)
+        double, spread = doubled_loss(quantity, promised)
         ends = measured.low, measured.high
         if n < MANY_TIMES * promised.images:
-            ends = min(measured.low, value - doubt / n**0.5), max(measured.high, value + doubt / n**0.5)
+            ends = min(measured.low, value - spread / n**0.5), max(measured.high, value + spread / n**0.5)
         excluded = judged(value, double, ends, n, at_least=not more_is_worse)
         if excluded["outcome"] != HOLDS:
             verdict |= {"outcome": UNDECIDED, "deciding_n": excluded.get("deciding_n")}
     return {**verdict, "value": value, "low": measured.low, "high": measured.high}
 
 
-def twice(quantity: str, promised: PredictedQuantity) -> tuple[float, float]:
+def doubled_loss(quantity: str, promised: PredictedQuantity) -> tuple[float, float]:
     """Returns the value of a quantity at twice the promised loss, and 1.96 standard deviations over images there.
 
-    For shares of images the loss is at least `LEAST` more.
+    For shares of images the loss is at least `MIN_LOSS` more.
     """
     if quantity == "divergence":
         return 2 * promised.value, 2 * 1.96 * promised.spread  # every image diverges twice as much
     lost = 1 - promised.value if quantity == "agreement" else -promised.value
     # Twice as many images have the loss, so that its variance doubles.
-    return promised.value - max(lost, LEAST), 2**0.5 * 1.96 * promised.spread
+    return promised.value - max(lost, MIN_LOSS), 2**0.5 * 1.96 * promised.spread
 
 
-def _measured(quantity: str, found: Float[Tensor, "images"], seed: int) -> Estimate:
+def _estimated(quantity: str, values: Float[Tensor, "images"], seed: int) -> Estimate:
     if quantity == "divergence":
-        return mean_estimate(found, seed)
+        return mean_estimate(values, seed)
     # Of shares and changes of few images all may be equal, e.g. zero: their intervals have nonzero width.
-    return mean_share(found, seed) if quantity == "agreement" else mean_change(found, seed)
+    return mean_share(values, seed) if quantity == "agreement" else mean_change(values, seed)

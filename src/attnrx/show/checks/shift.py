@@ -12,7 +12,7 @@ from attnrx.show.checks.statistics import mean_estimate, studentized
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 
-LEAST = 2  # images of each kind: the mean of one has no interval
+MIN_IMAGES = 2  # of each kind: the mean of one has no interval
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Shift(Check):
         classes = comparison.require_logits(self.name).num_classes(width)
         if wrong := [index for index in self._classes(comparison) if not 0 <= index < classes]:
             raise InvalidInput(f"shift(classes={wrong[0]}): the model has the classes 0 to {classes - 1}.")
-        if min(int(known.sum()), int((~known).sum())) < LEAST:
+        if min(int(known.sum()), int((~known).sum())) < MIN_IMAGES:
             raise InvalidInput(
                 f"the check shift compares images of the {len(self._classes(comparison))} classes of the calibration "
                 f"with others, and {int(known.sum())} of {n} images are of these classes: give images of both kinds, "
-                f"at least {LEAST} of each."
+                f"at least {MIN_IMAGES} of each."
             )
         if not float(divergence[known].sum()) > 0:
             raise InvalidInput(
@@ -63,7 +63,7 @@ class Shift(Check):
             mean, count = mean_estimate(divergence[images], seed), int(images.sum())
             unit = predictions.kind.unit
             findings.append(self.finding("divergence by class", claim, mean, unit, n=count, seed=seed, details=details))
-        ratio = studentized(columns, _ratio, seed, least=0.0)
+        ratio = studentized(columns, _ratio, seed, minimum=0.0)
         claim = "divergence on images of other classes, relative to the classes of the calibration"
         details = {"classes": list(self._classes(comparison))}
         return (

@@ -104,23 +104,31 @@ def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
 
 def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
     """Returns the mean over images with its studentized bootstrap interval, which is not negative for such values."""
-    least = 0.0 if bool((values >= 0).all()) else -math.inf
-    return studentized(values[:, None], lambda means: means[..., 0], seed, least)
+    minimum = 0.0 if bool((values >= 0).all()) else -math.inf
+    return studentized(values[:, None], lambda means: means[..., 0], seed, minimum)
 
 
 def studentized(
     values: Float[Tensor, "images columns"],
     function: Callable[[Float[Tensor, "*draws columns"]], Float[Tensor, "*draws"]],
     seed: int,
-    least: float = -math.inf,
+    minimum: float = -math.inf,
 ) -> Estimate:
-    """Returns a smooth function of column means over images, which is at least `least`, with its studentized bootstrap
-    interval.
+    """Returns a smooth function of column means over images, with its studentized bootstrap interval.
 
     Every resample is divided by its own standard error (Efron and Tibshirani, 1993, section 12.5), by the delta method.
     A resample without the few images of a heavy tail has a low mean and a small error too: the quotient shows the skew,
     which percentiles do not. Of n images the tails are TAIL * n / (n + SHORT) instead of TAIL, because a short sample
     has too few images of its tail for any bootstrap (benchmarks/coverage.py).
+
+    Args:
+        values: One row per image.
+        function: Maps means of the columns to the quantity; it must be differentiable.
+        seed: The seed of the resamples.
+        minimum: The smallest possible value of the quantity.
+
+    Returns:
+        The value with its interval, of no width where all images are equal.
     """
     values = values.double().cpu()
     n, columns = values.shape
@@ -142,7 +150,7 @@ def studentized(
     tail = TAIL * n / (n + SHORT)
     ends = torch.quantile(quotients[quotients.isfinite()], torch.tensor([tail, 1 - tail], dtype=torch.float64))
     low, high = sorted((value - error * ends).tolist())
-    return Estimate(float(value), max(least, min(low, float(value))), max(high, float(value)))
+    return Estimate(float(value), max(minimum, min(low, float(value))), max(high, float(value)))
 
 
 def _with_gradient(

@@ -1,4 +1,8 @@
-"""The model card: README.md of a saved model in Markdown, with measured and recorded facts only."""
+"""The model card: README.md of a saved model in Markdown, with measured and recorded facts only.
+
+Every saved model has one, so that it needs nothing beyond the base install: `huggingface_hub.ModelCard` would be a
+fifth dependency, for the fifteen lines of the header.
+"""
 
 import hashlib
 import json
@@ -45,9 +49,16 @@ SEAL = "<!-- attnrx card {} -->\n"
 def model_card(
     facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
 ) -> str:
-    """Returns the card; `facts` become a table, and its "name" the heading.
+    """Returns the model card as Markdown, with a YAML header for the hub.
 
-    The fact "outputs" is the name of an `OutputKind`: a model of embeddings is no classifier on the hub.
+    Args:
+        facts: What the table states; "name" is the heading, and "outputs" the name of an `OutputKind`: a model of
+            embeddings is no classifier on the hub.
+        evidence: What `verify` measured.
+        prescription: The prescription that the model was made by.
+
+    Returns:
+        The card, whose last line seals it (`is_unedited`).
     """
     rows, task = [], TASKS.get(str(facts.get("outputs")), CLASSIFICATION)
     for name, value in facts.items():
@@ -85,7 +96,15 @@ def _seal(text: str) -> str:
 
 
 def completed_card(card: str, license: str | None = None, base_model: str | None = None) -> str:
-    """Returns the card with the license of the weights and the base model in its YAML header; None keeps them.
+    """Returns the card with the license of the weights and the base model in its YAML header.
+
+    Args:
+        card: The card of a saved model.
+        license: The name of the license on the hub; None keeps that of the card.
+        base_model: The name of the base model on the hub; None keeps that of the card.
+
+    Returns:
+        The card; other lines are unchanged.
 
     Raises:
         InvalidInput: The card has no header, or a name is not valid on the hub.
@@ -130,10 +149,10 @@ def _prescribed(prescription: Prescription | None) -> list[str]:
         return []
     rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
     # Directions of heads of different ranks are padded to the largest number.
-    of = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
+    num_directions = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
     rules = f"Rules: {markdown_code(prescription)}. " if prescription.rules else ""
-    made = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
-    return ["## Prescription", made, _table(("layer", f"directions that each head keeps, of {of}"), rows)]
+    origin = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
+    return ["## Prescription", origin, _table(("layer", f"directions that each head keeps, of {num_directions}"), rows)]
 
 
 def _evidence(evidence: Evidence | None) -> list[str]:

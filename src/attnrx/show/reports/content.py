@@ -23,7 +23,7 @@ class TradeOffPoint:
     """The results of one realization at one retention ratio rho.
 
     `kind` is the realization ("mask", "renormalized", "exact", "refit"), `discrepancy` the relative logit discrepancy
-    from the original (Eq. 46), and `accuracy_change` is in percentage points. Intervals are at 95 %.
+    from the original (SVDA, Eq. 46), and `accuracy_change` is in percentage points. Intervals are at 95 %.
     """
 
     rho: float

@@ -126,10 +126,10 @@ def log_span(values: Iterable[Number]) -> tuple[Number, Number]:
     return min(positive) / 1.3, max(positive) * 1.3
 
 
-def _round_values(low: Number, high: Number, count: int, least: Number) -> list[Number]:
-    rough = max((high - low) / max(count, 1), least)
+def _round_values(low: Number, high: Number, count: int, min_step: Number) -> list[Number]:
+    rough = max((high - low) / max(count, 1), min_step)
     power = 10.0 ** math.floor(math.log10(rough))
-    factors = (1, 2, 5, 10) if least else (1, 2, 2.5, 5, 10)  # a step of 2.5 is not an integer
+    factors = (1, 2, 5, 10) if min_step else (1, 2, 2.5, 5, 10)  # a step of 2.5 is not an integer
     # Tolerances, because ranges such as 0.1 to 0.7 are not exact in binary.
     step = next(factor * power for factor in factors if factor * power >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

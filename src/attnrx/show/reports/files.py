@@ -60,8 +60,8 @@ def _record(
         evidence = None
     if evidence is not None:
         content = ReportContent("files", evidence=evidence)
-        found = finding_of(content, "accuracy", "candidate")
-        accuracy = None if found is None else found.value
+        finding = finding_of(content, "accuracy", "candidate")
+        accuracy = None if finding is None else finding.value
         for speed in speeds(content)[:1]:
             batch, faster = speed.batch, speed.by_compression
             if faster is None and "unchanged" in speed.baseline:

@@ -62,18 +62,20 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
         heads = [layer.spectrum.heads for layer in diagnosis.layers]
         full = [[int(rank) for rank in layer.spectrum.rank] for layer in diagnosis.layers]
     scores = [
-        [HeadRank(layer.qk.kept, layer.qk.directions)] if layer.qk.is_shared else _staying(layer, layer.qk.ranks, own)
-        for layer, own in zip(layers, full, strict=True)
+        [HeadRank(layer.qk.kept, layer.qk.directions)]
+        if layer.qk.is_shared
+        else _kept_ranks(layer, layer.qk.ranks, ranks)
+        for layer, ranks in zip(layers, full, strict=True)
     ]
     pathways = [_pathway(SCORES, scores, heads)]
     values = [layer.outputs.get("vo") for layer in layers]
     # A layer without a decision keeps all value dimensions, as many as the other layers have.
-    most = max((own.strength.shape[1] for own in values if own is not None), default=0)
-    if most:
-        dims = [[most] * len(layer.heads) for layer in layers]
+    full_rank = max((decision.strength.shape[1] for decision in values if decision is not None), default=0)
+    if full_rank:
+        dims = [[full_rank] * len(layer.heads) for layer in layers]
         rows = [
-            _staying(layer, own if decided is None else decided.ranks, own)
-            for layer, decided, own in zip(layers, values, dims, strict=True)
+            _kept_ranks(layer, ranks if decided is None else decided.ranks, ranks)
+            for layer, decided, ranks in zip(layers, values, dims, strict=True)
         ]
         pathways.append(_pathway(VALUES, rows, heads))
     if any(name in layer.outputs for layer in layers for name in LINEAR_MAPS):
@@ -115,7 +117,7 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
 def _pathway(name: str, rows: Sequence[Sequence[HeadRank]], heads: Sequence[tuple[int, ...]]) -> PathwayRanks:
     """Arranges the parts by the original index of their head; missing heads are marked as pruned."""
     columns = 1 + max((head for indices in heads for head in indices), default=0)
-    most = max((part.full for row in rows for part in row), default=0)
+    full_rank = max((part.full for row in rows for part in row), default=0)
     layers = []
     for row, indices in zip(rows, heads, strict=True):
         # A single entry of a layer with a single head is that of the head.
@@ -123,13 +125,13 @@ def _pathway(name: str, rows: Sequence[Sequence[HeadRank]], heads: Sequence[tupl
             layers.append(tuple(row))
         else:
             by_head = dict(zip(indices, row, strict=True))
-            layers.append(tuple(by_head.get(head, HeadRank(None, most)) for head in range(columns)))
+            layers.append(tuple(by_head.get(head, HeadRank(None, full_rank)) for head in range(columns)))
     return PathwayRanks(name, tuple(f"head {head}" for head in range(columns)), tuple(layers))
 
 
-def _staying(layer: LayerPrescription, ranks: Sequence[int], full: Sequence[int]) -> list[HeadRank]:
+def _kept_ranks(layer: LayerPrescription, ranks: Sequence[int], full: Sequence[int]) -> list[HeadRank]:
     decided = zip(ranks, layer.heads.tolist(), full, strict=True)
-    return [HeadRank(rank if stays else None, most) for rank, stays, most in decided]
+    return [HeadRank(rank if stays else None, full_rank) for rank, stays, full_rank in decided]
 
 
 def _mlp(layers: Sequence[LayerPrescription]) -> Iterator[tuple[HeadRank, ...]]:
@@ -141,8 +143,8 @@ def _mlp(layers: Sequence[LayerPrescription]) -> Iterator[tuple[HeadRank, ...]]:
             output = layer.outputs.get(name)
             if output is None:
                 # A map that no layer reduces has the full rank of the other one.
-                most = full[name] or max(full.values())
-                row.append(HeadRank(most, most, whole=True))
+                full_rank = full[name] or max(full.values())
+                row.append(HeadRank(full_rank, full_rank, whole=True))
             else:
                 row.append(HeadRank(output.ranks[0], output.strength.shape[1]))
         yield tuple(row)

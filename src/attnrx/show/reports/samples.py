@@ -99,9 +99,18 @@ def sample_attention(
     images: Float[Tensor, "images channels height width"],
     labels: tuple[str, ...] = (),
 ) -> AttentionSamples:
-    """Runs the models, the original first, on normalized images and returns their received attention for a report.
+    """Runs models on a few images, and returns the attention that every patch receives.
 
-    Heads are at their index in the original model, independent of the storage order of a compressed one.
+    Args:
+        models: The models by name, the original first.
+        images: Normalized images.
+        labels: The classes of the images.
+
+    Returns:
+        The samples for `ReportContent.attention`; heads are at their index in the original model.
+
+    Raises:
+        InvalidInput: There is no model or no image, a model reduces tokens, or its patches are no square grid.
     """
     if not models or not len(images):
         raise InvalidInput(f"{len(models)} models and {len(images)} images: give at least one of each.")
@@ -155,7 +164,20 @@ def sample_tokens(
     labels: tuple[str, ...] = (),
     reference: nn.Module | None = None,
 ) -> TokenSamples:
-    """Runs a model with token reduction on normalized images, and the unreduced `reference` if it is given."""
+    """Runs a model with token reduction on a few images, and returns the patches that are kept at every stage.
+
+    Args:
+        model: The model with a token policy.
+        images: Normalized images.
+        labels: The classes of the images.
+        reference: The model without token reduction, for the relevance of all patches in every layer.
+
+    Returns:
+        The samples for `ReportContent.tokens`.
+
+    Raises:
+        InvalidInput: The model has no token policy, there is no image, or the patches are no grid of squares.
+    """
     reduction = reduction_of(model)
     if reduction is None:
         raise InvalidInput("this model has no token policy, so there are no token samples.")

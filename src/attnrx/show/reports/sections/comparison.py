@@ -40,13 +40,13 @@ def comparison(content: ReportContent) -> Section | None:
     return Section("comparison", "Comparison", data)
 
 
-def _settings(found: MethodComparison) -> list[tuple[str, str]]:
+def _settings(record: MethodComparison) -> list[tuple[str, str]]:
     """Returns the settings of the trials that the file records."""
     # `about` is a free record, so a field may be missing or of any type.
-    about, accuracy = found.about, found.accuracy
+    about, accuracy = record.about, record.accuracy
     share = quantity(accuracy.value, "%", accuracy.low, accuracy.high)
     pairs = [
-        (f"{found.outputs.columns[0]} of the original", f"{share} {interval(accuracy.low, accuracy.high)}"),
+        (f"{record.outputs.columns[0]} of the original", f"{share} {interval(accuracy.low, accuracy.high)}"),
         ("measured on", f"{plain(about.get('images'))} images, {plain(about.get('data'))}"),
     ]
     images = about.get("diagnosis", {}).get("data")
@@ -61,11 +61,13 @@ def _settings(found: MethodComparison) -> list[tuple[str, str]]:
     return [(name, words.strip()) for name, words in pairs if words.strip()]
 
 
-def _chart(found: MethodComparison, field: str, title: str, label: str, unit: str, level: float | None = None) -> Chart:
+def _chart(
+    record: MethodComparison, field: str, title: str, label: str, unit: str, level: float | None = None
+) -> Chart:
     """Draws one measured value of the trials, named by its field, as one curve per method over the MACs."""
     curves = []
-    for index, name in enumerate(found.methods):
-        points = [_point(trial, field, unit) for trial in found.trials if trial.method == name]
+    for index, name in enumerate(record.methods):
+        points = [_point(trial, field, unit) for trial in record.trials if trial.method == name]
         drawn = sorted((point for point in points if point is not None), key=lambda point: point.x)
         if drawn:
             # After six methods the colours repeat, with other markers.

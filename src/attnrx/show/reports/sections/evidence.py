@@ -63,7 +63,8 @@ def controls(content: ReportContent) -> Section | None:
 
 def _plot(unit: str, group: list[Finding]) -> dict[str, Any]:
     rows = [
-        IntervalRow(own.claim, own.value, known(own.low), known(own.high), _advantages(own), own.limit) for own in group
+        IntervalRow(each.claim, each.value, known(each.low), known(each.high), _advantages(each), each.limit)
+        for each in group
     ]
     # A common axis, so that the rows can be compared; with 0, where control and candidate are equal.
     axis = span((value for row in rows for value in row.values()), include=(0.0,), room=0.08)

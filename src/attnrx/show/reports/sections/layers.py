@@ -88,7 +88,9 @@ def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
     return {
         "heads": list(zip(names, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
         "summary": summary,
-        "others": [(name, why) for name, own in layer.decisions.items() if name != "qk" for why in own.reasons],
+        "others": [
+            (name, why) for name, decision in layer.decisions.items() if name != "qk" for why in decision.reasons
+        ],
     }
 
 
@@ -191,7 +193,7 @@ def _reading_figures(diagnosis: Diagnosis, spectra: Collection[str]) -> dict[str
     ]
     # Only readings of all layers, because a map needs a row for every layer.
     names = set.intersection(*shared) if shared else set()
-    most = max((layer.spectrum.strength.shape[1] for layer in layers), default=1)
+    full_rank = max((layer.spectrum.strength.shape[1] for layer in layers), default=1)
     columns = 1 + max((head for layer in layers for head in layer.spectrum.heads), default=0)
     figures = {}
     for name in [name for name in MEANING if name in names] + sorted(names - MEANING.keys()):
@@ -200,14 +202,14 @@ def _reading_figures(diagnosis: Diagnosis, spectra: Collection[str]) -> dict[str
         for row, layer in zip(grid, layers, strict=True):
             for head, value in zip(layer.spectrum.heads, layer.readings[name].tolist(), strict=True):
                 row[head] = value
-        figures[name] = _reading_figure(name, grid, most, spectra)
+        figures[name] = _reading_figure(name, grid, full_rank, spectra)
     return figures
 
 
-def _reading_figure(name: str, grid: Rows, most: int, spectra: Collection[str]) -> Figure:
+def _reading_figure(name: str, grid: Rows, full_rank: int, spectra: Collection[str]) -> Figure:
     values = [value for row in grid for value in row if value is not None and math.isfinite(value)] or [0.0]
     dense = len(grid[0]) >= DENSE
-    limits = {"effective_rank": (0.0, float(most)), "selectivity": (0.0, 1.0), "sparsity": (0.0, 1.0)}
+    limits = {"effective_rank": (0.0, float(full_rank)), "selectivity": (0.0, 1.0), "sparsity": (0.0, 1.0)}
     low, high = limits.get(name, (min(values), max(values)))
     largest = max(abs(low), abs(high))
     # Cells have space for three digits: very small or large values are shown in units of a power of ten.
@@ -254,6 +256,10 @@ class HeadSpectrum:
         kept = sum(energy for energy, keep in zip(self.energy, self.keep, strict=True) if keep)
         return f"{sum(self.keep)} of {len(self.keep)} · {percent(kept)}"
 
+    def panel(self, head: int) -> Figure:
+        """Returns the picture of a head's spectrum."""
+        return Figure(spectrum_bars(f"Spectrum of head {head}", self.energy, self.keep), f"head {head}", self.note)
+
 
 def spectra(content: ReportContent) -> Section | None:
     """Returns one panel per head, grouped by layer: the directions by decreasing energy, and the cut if prescribed."""
@@ -261,17 +267,13 @@ def spectra(content: ReportContent) -> Section | None:
         return None
     by_key = _spectra_of(content)
     layers = [
-        [_panel(head, by_key[f"qk-{index}-{head}"]) for head in layer.spectrum.heads]
+        [by_key[f"qk-{index}-{head}"].panel(head) for head in layer.spectrum.heads]
         for index, layer in enumerate(content.diagnosis.layers)
     ]
     is_open = sum(len(layer) for layer in layers) <= OPEN_PANELS
     cut = any(not all(spectrum.keep) for key, spectrum in by_key.items() if key.startswith("qk"))
     data = {"layers": layers, "open": len(layers) if is_open else 1, "cut": cut}
     return Section("spectra", "Spectra", data, f"The directions of {number(sum(map(len, layers)))} heads")
-
-
-def _panel(head: int, own: HeadSpectrum) -> Figure:
-    return Figure(spectrum_bars(f"Spectrum of head {head}", own.energy, own.keep), f"head {head}", own.note)
 
 
 def explored_spectra(content: ReportContent) -> dict[str, dict[str, Any]]:
@@ -305,8 +307,8 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
     by_key: dict[str, HeadSpectrum] = {}
     # First the diagnosed directions, all of them kept. A prescription then replaces those that it decides on.
     for index, layer in enumerate(() if diagnosis is None else diagnosis.layers):
-        own, energies = layer.spectrum, _shown_energies(layer)
-        for head, energy, used in zip(own.heads, energies, own.used, strict=True):
+        spectrum, energies = layer.spectrum, _shown_energies(layer)
+        for head, energy, used in zip(spectrum.heads, energies, spectrum.used, strict=True):
             by_key[f"qk-{index}-{head}"] = HeadSpectrum.of(f"Layer {index}, head {head}", energy, used, used)
     for index, layer in enumerate(() if prescription is None else prescription.layers):
         diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
@@ -317,9 +319,9 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
             if diagnosis is not None and name == "qk":
                 energies, used = _score_energies(diagnosis.layers[index], layer.qk)
             is_linear = name in (*LINEAR_MAPS, HIDDEN)
-            for unit, *own in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
+            for unit, *tensors in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
                 title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
-                by_key[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *own)
+                by_key[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *tensors)
     return by_key
 
 

@@ -93,11 +93,11 @@ def sentence(evidence: Evidence | None) -> str:
     return f"{outcome} {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
 
 
-def _compared(found: MethodComparison) -> str:
-    names, images = len(found.methods), found.about.get("images")
+def _compared(comparison: MethodComparison) -> str:
+    names, images = len(comparison.methods), comparison.about.get("images")
     methods = "method was" if names == 1 else "methods were"
     where = f" on {number(images)} images" if isinstance(images, int) else ""
-    trials = len(found.trials) + len(found.unreached)
+    trials = len(comparison.trials) + len(comparison.unreached)
     tried = "one trial" if trials == 1 else f"{trials} trials"
     return f"{names} {methods} compared with the original in {tried}{where}; there are no claims with a limit."
 
@@ -129,7 +129,7 @@ def _bars(content: ReportContent) -> Iterator[BarPair]:
             saved = 100 * (new - old) / old if old else 0.0
             note = "unchanged" if old == new else with_unit(fixed(saved, 1, signed=True), "%")
             longest = max(old, new, 1)
-            before, after = (Bar(number(own / scale) + prefix, own / longest) for own in totals)
+            before, after = (Bar(number(total / scale) + prefix, total / longest) for total in totals)
             yield BarPair(title, note, before, after, name)
 
 
