@@ -27,7 +27,6 @@ from attnrx.data.labels import Relabelled, dataset_labels
 from attnrx.data.splits import StoredImages
 from attnrx.decide.planning.effort import EFFORTS, effort_of
 from attnrx.show.checks.statistics import mean_estimate
-from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, PREDICTION_IMAGES
 
 
@@ -94,8 +93,7 @@ def unselected_test_images(selected: ImageSet, everything: ImageSet) -> ImageSet
 
 def stored(images: ImageSet) -> RowImages:
     rows = dataset_labels(images)
-    if not isinstance(rows, RowImages):
-        raise InvalidInput("--data is in shards, whose images have no row numbers; give parquet or a folder.")
+    assert isinstance(rows, RowImages)  # as all data that the command line loads
     return rows
 
 

@@ -704,11 +704,6 @@ def dataset(kind: str, root: Path) -> str:
         "tar label of 2^40": lambda: write_tar(root / "set.tar", str(2**40).encode()),
         "tar label of words": lambda: write_tar(root / "set.tar", b"cat"),
         "tar without label": lambda: write_tar(root / "set.tar", None),
-        "index of a pipe": lambda: write_bytes(root / "set.json", b'{"shardlist": [{"url": "pipe:ls", "nsamples": 3}], "class_names": ["a"]}'),  # noqa: E501
-        "index of minus one": lambda: write_bytes(root / "set.json", b'{"shardlist": [{"url": "a.tar", "nsamples": -1}], "class_names": ["a"]}'),  # noqa: E501
-        "index of nothing": lambda: write_bytes(root / "set.json", b'{"shardlist": [], "class_names": ["a"]}'),
-        "index without names": lambda: write_bytes(root / "set.json", b'{"shardlist": [{"url": "a.tar", "nsamples": 1}]}'),  # noqa: E501
-        "index nested": lambda: write_bytes(root / "set.json", b"[" * 100_000),
         "csv": lambda: write_bytes(root / "set.csv", b"image,label"),
     }  # fmt: skip
     makers[kind]()

@@ -1,10 +1,5 @@
-"""Splits that are decoded on the way: photographs in any order, tar shards from front to back."""
+"""Splits that are decoded on the way, and tar shards."""
 
-import json
-import shutil
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,11 +7,9 @@ import torch
 
 from attnrx.data import Batch, ImageSet, Normalization, Splits, load_data
 from attnrx.data import loading as loading_module
-from attnrx.data import shards as shards_module
-from attnrx.data.loaded_images import StreamedImages
-from attnrx.data.shards import ShardImages
+from attnrx.data.loaded_images import MemoryImages, StreamedImages
 from attnrx.support.errors import DataError
-from pictures import CLASSES, rows, write_folder, write_parquet, write_shard
+from pictures import CLASSES, everything, rows, sizes, write_folder, write_parquet, write_shard
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +26,7 @@ def photographs(tmp_path: Path) -> Splits:
     )
 
 
-@pytest.fixture
-def shards(tmp_path: Path) -> Splits:
+def written_shards(tmp_path: Path) -> Splits:
     """Six shards of train, of 5 to 10 samples, and one of test."""
     first = 0
     for number in range(6):
@@ -141,153 +133,70 @@ def test_another_scale_is_the_same_image(photographs: Splits) -> None:
 # shards
 
 
-def test_shards_are_read_from_front_to_back(shards: Splits) -> None:
-    assert isinstance(shards.train, ShardImages)
-    assert (len(shards.train), len(shards.validation), len(shards.test)) == (35, 10, 12)
-    assert shards.class_names == ("0", "1", "2")
-    assert any("the last 1 of 6 train shards" in note for note in shards.notes)
-    batches = list(shards.train.batches(8))
-    assert index(batches) == list(range(35))
-    assert torch.cat([batch.labels for batch in batches]).tolist() == [i % 3 for i in range(35)]
-    green = torch.cat([shards.normalization.invert(batch.images)[:, 1, 0, 0] for batch in batches])
-    assert (green * 255).round().long().tolist() == list(range(35)), "the picture belongs to its label"
-
-
-def test_a_shuffled_pass_over_shards(shards: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "WINDOW", 6)
-    whole = passes(shards.train, shards)
-    assert [len(batch) for batch in whole] == [4] * 8
-    assert len(set(index(whole))) == 32
-    assert index(whole) != sorted(index(whole))
-    assert equal(passes(shards.train, shards), whole)
-    assert equal(passes(shards.train, shards, start=5), whole[5:])
-    assert index(list(shards.train.batches(4, seed=6))) != index(whole)
-
-
-def test_processes_share_the_shards(shards: Splits) -> None:
-    ordered = [list(shards.train.batches(8, shard=(process, 2))) for process in (0, 1)]
-    assert sorted(index(ordered[0]) + index(ordered[1])) == list(range(35))
-    shuffled = [passes(shards.train, shards, shard=(process, 2)) for process in (0, 1)]
-    assert [len(share) for share in shuffled] == [8, 8]
-    assert {len(batch) for share in shuffled for batch in share} == {2}
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4, 8])
-def test_every_image_is_seen_by_one_process_once(processes: int, tmp_path: Path) -> None:
-    """However unequal the shards are, and also where there are more processes than shards."""
-    for number, count in enumerate((2, 30, 9, 9)):
-        write_shard(tmp_path / f"train-{number}.tar", 100 * number, count)
-    train = load_data(tmp_path).train
-    assert len(train) == 32
-    for seed in (0, 1):
-        shares = [list(train.batches(8, seed=seed, shard=(process, processes))) for process in range(processes)]
-        assert sorted(row for share in shares for row in index(share)) == list(range(32))
-        for process, share in enumerate(shares):
-            assert [len(batch) for batch in share] == [8 // processes] * 4
-            resumed = list(train.batches(8, seed=seed, shard=(process, processes), start=3))
-            assert equal(resumed, share[3:])
-    ordered = [list(train.batches(8, shard=(process, processes))) for process in range(processes)]
-    assert [row for share in ordered for row in index(share)] == list(range(32))
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_shards_are_read_as_other_files_are(tmp_path: Path, in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_memory:
+        monkeypatch.setattr(loading_module, "IN_MEMORY", 1000)
+    splits = written_shards(tmp_path)
+    assert isinstance(splits.train, MemoryImages if in_memory else StreamedImages)
+    assert sizes(splits) == (39, 6, 12)
+    assert splits.class_names == ("0", "1", "2")
+    assert any("no validation split: 6 training images" in note for note in splits.notes)
+    for split in ("train", "validation", "test"):
+        pixels, labels, source = everything(splits, split)
+        assert torch.equal(labels, source % 3)
+        assert torch.equal(pixels[:, 1, 0, 0].long(), source), "the picture belongs to its label"
+    whole = passes(splits.train, splits)
+    assert equal(passes(splits.train, splits, start=5), whole[5:])
+    halves = [passes(splits.train, splits, shard=(process, 2)) for process in (0, 1)]
+    assert [row for pair in zip(*halves, strict=True) for row in index(list(pair))] == index(whole)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 9])
-def test_parts_are_whole_batches_of_a_pass(processes: int, shards: Splits, photographs: Splits) -> None:
-    for images in (shards.train, photographs.train):
-        parts = [images.part(process, processes, 4) for process in range(processes)]
-        batches = [batch for part in parts if len(part) for batch in part.batches(4)]
-        assert equal(batches, list(images.batches(4)))
-        assert all(list(part.batches(4)) == [] for part in parts if not len(part))
+def test_parts_are_whole_batches_of_a_pass(processes: int, photographs: Splits) -> None:
+    images = photographs.train
+    parts = [images.part(process, processes, 4) for process in range(processes)]
+    batches = [batch for part in parts if len(part) for batch in part.batches(4)]
+    assert equal(batches, list(images.batches(4)))
+    assert all(list(part.batches(4)) == [] for part in parts if not len(part))
 
 
-def test_taking_from_shards(shards: Splits) -> None:
-    taken = shards.train.take(12)
-    assert len(taken) == 12
-    assert index(list(taken.batches(5))) == list(range(12))
-    assert taken.fingerprint != shards.train.fingerprint
-
-
-def test_patterns_names_and_an_index_of_shards(tmp_path: Path) -> None:
+def test_patterns_and_names_of_shards(tmp_path: Path) -> None:
     for number in range(4):
         write_shard(tmp_path / f"part-{number:02d}.tar", 9 * number, 9)
     (tmp_path / "classnames.txt").write_text("\n".join(CLASSES) + "\n")
     splits = load_data(str(tmp_path / "part-{00..03}.tar"))
-    assert (len(splits.train), len(splits.validation), len(splits.test)) == (18, 9, 9)
-    assert splits.class_names == CLASSES
+    assert sum(sizes(splits)) == 36 and splits.class_names == CLASSES
     (tmp_path / "classnames.txt").write_text("\n".join(CLASSES))  # without a final newline
     again = load_data(str(tmp_path / "part-0{0,1,2,3}*.tar"))
-    assert len(again.train) == 18 and again.class_names == CLASSES
+    assert sizes(again) == sizes(splits) and again.class_names == CLASSES
+    (tmp_path / "classnames.txt").write_text("\n".join(reversed(CLASSES)))
+    assert load_data(str(tmp_path / "part-*.tar")).class_names == CLASSES[::-1]
     with pytest.raises(DataError, match=r"part-04.tar does not exist"):
         load_data(str(tmp_path / "part-{00..04}.tar"))
 
 
-def test_an_index_of_remote_shards(tmp_path: Path) -> None:
-    pytest.importorskip("webdataset")
-    if shutil.which("curl") is None:
-        pytest.skip("webdataset downloads with curl, which is not installed")
-    for name in ("train-0", "train-1", "val-0"):
-        write_shard(tmp_path / f"{name}.tar", 0, 9)
-    handler = partial(Silent, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        where = f"http://127.0.0.1:{server.server_port}"
-        listed = [{"url": f"{where}/{name}.tar", "nsamples": 9} for name in ("train-0", "train-1", "val-0")]
-        index_file = tmp_path / "index.json"
-        index_file.write_text(json.dumps({"shardlist": listed, "class_names": CLASSES}))
-        splits = load_data(index_file)
-        assert (len(splits.train), len(splits.validation), len(splits.test)) == (9, 9, 9)
-        assert index(list(splits.train.batches(4))) == list(range(9))
-        listed[0]["nsamples"] = 10
-        index_file.write_text(json.dumps({"shardlist": listed, "class_names": CLASSES}))
-        with pytest.raises(DataError, match="holds 9 images, not 10"):
-            load_data(index_file)
-        server.shutdown()
-
-
-class Silent(SimpleHTTPRequestHandler):
-    """A file server that does not log."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 def test_what_can_be_wrong_with_shards(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="too few train shards"):
-        write_shard(tmp_path / "a" / "train-0.tar", 0, 5)
-        load_data(tmp_path / "a")
-
     for number in range(3):
         write_shard(tmp_path / "b" / f"train-{number}.tar", 0, 9)
     whole = tmp_path / "b" / "train-1.tar"
     whole.write_bytes(whole.read_bytes()[:3000])
     with pytest.raises(DataError, match=r"train-1.tar is not a whole tar file"):
         load_data(tmp_path / "b")
-
-    (tmp_path / "b" / "index.json").write_text('{"shards": []}')
-    with pytest.raises(DataError, match="is not an index of shards"):
-        load_data(tmp_path / "b" / "index.json")
-    with pytest.raises(DataError, match="write a local index"):
+    with pytest.raises(DataError, match="is remote"):
         load_data("https://somewhere/train.tar")
-    command = {
-        "shardlist": [{"url": f"pipe:cat train-{i}.tar", "nsamples": 1} for i in range(3)],
-        "class_names": ["cat"],
-    }
-    (tmp_path / "b" / "index.json").write_text(json.dumps(command))
-    with pytest.raises(DataError, match="scheme pipe:, which is not read"):
-        load_data(tmp_path / "b" / "index.json")
-
-    for number in range(3):
-        write_shard(tmp_path / "c" / f"train-{number}.tar", 9 * number, 9)
+    write_shard(tmp_path / "c" / "train-0.tar", 0, 9)
     (tmp_path / "c" / "classnames.txt").write_text("cat\ndog\n")
-    with pytest.raises(DataError, match=r"label 2 in the shard .*outside the 2 classes"):
+    with pytest.raises(DataError, match=r"label 2 of image 2 .*outside the 2 classes"):
         load_data(tmp_path / "c")
 
 
 def test_corrupt_images_of_a_shard(tmp_path: Path) -> None:
-    for number in range(3):
-        write_shard(tmp_path / f"train-{number}.tar", 9 * number, 9, broken=[4] if number == 0 else [])
-    with pytest.raises(DataError, match=r"cannot decode the image 000004 of the shard .*train-0.tar"):
-        list(load_data(tmp_path).train.batches(4))
-    splits = load_data(tmp_path, on_corrupt="skip")
+    for split in ("train", "val", "test"):
+        write_shard(tmp_path / f"{split}.tar", 0, 9, broken=[4] if split == "train" else [], size=(130, 100))
+    with pytest.raises(DataError, match=r"cannot decode the image 000004 of the shard .*train.tar"):
+        list(load_data(tmp_path, image_size=16).train.batches(4))
+    splits = load_data(tmp_path, image_size=16, on_corrupt="skip")
     assert index(list(splits.train.batches(4))) == [0, 1, 2, 3, 5, 6, 7, 8]
-    assert isinstance(splits.train, ShardImages)
+    assert isinstance(splits.train, StreamedImages)
     assert len(splits.train.skipped) == 1

@@ -286,14 +286,10 @@ class RowImages(ImageSet):
         return replace(self, rows=self.rows[spread])
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
-
-
-def rows_of_part(count: int, process: int, processes: int, batch_size: int) -> slice:
-    """Returns the rows of one process's part of an ordered pass: whole batches, about as many for each process."""
-    batches = -(-count // batch_size)
-    first, last = (batches * number // processes * batch_size for number in (process, process + 1))
-    return slice(min(first, count), min(last, count))
+        # Whole batches, about as many for each process.
+        batches = -(-len(self) // batch_size)
+        first, last = (batches * number // processes * batch_size for number in (process, process + 1))
+        return replace(self, rows=self.rows[first:last])
 
 
 def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[bytes]) -> str:

@@ -73,7 +73,7 @@ class MemoryImages(Displayed, RowImages):
         again = self.store.decode_again(geometry)
         if isinstance(again, PixelStore):
             return replace(self, store=again)
-        return StreamedImages(self.name, again, self.rows, Stream(geometry, self.normalization))
+        return StreamedImages(self.name, again, self.rows, geometry, self.normalization)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         if order.augmentation is not None and order.augmentation.area is not None:
@@ -122,15 +122,39 @@ class Work:
     draws: Draws | None
 
 
-@dataclass(frozen=True)
-class Stream:
-    """How encoded images become batches; shared by every kind of split that streams."""
+@dataclass(frozen=True, eq=False)
+class StreamedImages(RowImages):
+    """Some rows of encoded images, which are decoded batch by batch, ahead of the model.
 
+    Every split has its own list of `corrupt` images.
+    """
+
+    store: StoredImages
     geometry: ImageGeometry
     normalization: Normalization
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
-    def batches(self, works: Iterable[Work], order: Pass) -> Iterator[Batch]:
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Messages of the images that could not be decoded so far."""
+        return tuple(self.corrupt.found)
+
+    def renormalized(self, normalization: Normalization) -> "StreamedImages":
+        return replace(self, normalization=normalization)
+
+    def with_geometry(self, geometry: ImageGeometry) -> "StreamedImages":
+        return replace(self, geometry=geometry)
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        return self._decoded(self._works(order), order)
+
+    def _works(self, order: Pass) -> Iterator[Work]:
+        for positions, draws in order.steps(len(self)):
+            rows, geometry = self.rows[positions], self.geometry
+            pictures = [partial(self.store.picture, row, geometry.channels, geometry.alpha) for row in rows.tolist()]
+            yield Work(pictures, self.store.labels[rows], self.store.sources[rows], draws)
+
+    def _decoded(self, works: Iterable[Work], order: Pass) -> Iterator[Batch]:
         """Decodes with a pool of threads, keeping the order; images that cannot be decoded are skipped or raised."""
         # A queue of batches in order, each a list of decoding tasks; the first is collected once AHEAD more are
         # submitted.
@@ -186,32 +210,3 @@ class Stream:
         images = order.finish(images, draws, self.normalization)
         labels, index = (without_waiting(rows[positions], order.device) for rows in (work.labels, work.index))
         return Batch(images, labels, index)
-
-
-@dataclass(frozen=True, eq=False)
-class StreamedImages(RowImages):
-    """Some rows of encoded images."""
-
-    store: StoredImages
-    stream: Stream
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """Messages of the images that could not be decoded so far."""
-        return tuple(self.stream.corrupt.found)
-
-    def renormalized(self, normalization: Normalization) -> "StreamedImages":
-        return replace(self, stream=replace(self.stream, normalization=normalization))
-
-    def with_geometry(self, geometry: ImageGeometry) -> "StreamedImages":
-        return replace(self, stream=replace(self.stream, geometry=geometry))
-
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        return self.stream.batches(self._works(order), order)
-
-    def _works(self, order: Pass) -> Iterator[Work]:
-        for positions, draws in order.steps(len(self)):
-            rows = self.rows[positions]
-            geometry = self.stream.geometry
-            pictures = [partial(self.store.picture, row, geometry.channels, geometry.alpha) for row in rows.tolist()]
-            yield Work(pictures, self.store.labels[rows], self.store.sources[rows], draws)

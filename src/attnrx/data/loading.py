@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import get_args
 
 from attnrx.data.files import FolderReader
 from attnrx.data.images import ImageSet, evenly_spaced
 from attnrx.data.labels import Relabelled
-from attnrx.data.loaded_images import CPU, MemoryImages, Picture, PixelStore, Stream, StreamedImages
+from attnrx.data.loaded_images import CPU, MemoryImages, Picture, PixelStore, StreamedImages
 from attnrx.data.locating import DatasetLocation, locate
 from attnrx.data.parquet import Columns
 from attnrx.data.pixels import (
@@ -27,10 +26,8 @@ from attnrx.data.pixels import (
     guess_geometry,
     padding_for,
 )
-from attnrx.data.shards import OpenedShards, ShardImages, assign_shards, read_shard
 from attnrx.data.splits import (
     NAMES,
-    DatasetReader,
     MissingImages,
     Opened,
     Splits,
@@ -118,8 +115,7 @@ def load_data(
         NotSupported: The library that reads the format is not installed.
     """
     loading = _Loading(locate(name_or_path, columns), image_size, geometry, on_corrupt, validation_share, seed)
-    reader = loading.location.reader
-    return loading.read(reader) if isinstance(reader, DatasetReader) else loading.shards(reader())
+    return loading.read()
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,8 @@ class _Loading:
     validation_share: float
     seed: int
 
-    def read(self, reader: DatasetReader) -> Splits:
-        content = self._content(reader)
+    def read(self) -> Splits:
+        content = self._content()
         again: dict[ImageGeometry, Content] = {}
         parts, notes = assign(
             {name: store.labels for name, store in content.splits.items()},
@@ -146,21 +142,23 @@ class _Loading:
         for split, (stored, rows) in parts.items():
             name, store = f"{self.location.name}/{split}", content.splits[stored]
             if isinstance(store, PixelStore):
-                store.decode_again = partial(self._decode_again, reader, again, stored, store)
+                store.decode_again = partial(self._decode_again, again, stored, store)
                 sets[split] = MemoryImages(name, store, rows, scale)
             else:
-                sets[split] = StreamedImages(name, store, rows, self._stream(content.geometry))
+                # Every split lists its own corrupt images.
+                corrupt = CorruptImages(self.on_corrupt)
+                sets[split] = StreamedImages(name, store, rows, content.geometry, scale, corrupt)
         is_streamed = any(isinstance(images, StreamedImages) for images in sets.values())
         return self._splits(sets, replace(content, notes=(*content.notes, *notes)), is_streamed)
 
-    def _content(self, reader: DatasetReader) -> Content:
+    def _content(self) -> Content:
         """Decodes a set of small images, or finds its decoded copy; others are opened only."""
         card_geometry = self.location.card.geometry if self.location.card else None
         # Photographs are streamed, so their files are not decoded beforehand.
         photos = card_geometry is not None and _are_photos(card_geometry)
         # The copy has the splits as they are stored: which rows are held out is decided afterwards, by share and seed.
-        key = (reader.identity(), card_geometry, self.image_size, self.geometry, self.on_corrupt) if not photos else ()
-        copy = _copy_path(*key) if key else None
+        reader, options = self.location.reader, (card_geometry, self.image_size, self.geometry, self.on_corrupt)
+        copy = None if photos else _copy_path(reader.identity(), *options)
         decoded = _read_copy(copy) if copy else None
         if decoded is not None:
             return decoded
@@ -179,7 +177,6 @@ class _Loading:
 
     def _decode_again(
         self,
-        reader: DatasetReader,
         again: dict[ImageGeometry, Content],
         name: str,
         like: PixelStore,
@@ -187,7 +184,7 @@ class _Loading:
     ) -> PixelStore | StoredImages:
         """Returns the images of a store with another geometry, at the same positions."""
         if geometry not in again:
-            again[geometry] = replace(self, image_size=None, geometry=geometry)._content(reader)
+            again[geometry] = replace(self, image_size=None, geometry=geometry)._content()
         records = again[geometry].splits[name]
         if isinstance(records, PixelStore):
             return records
@@ -198,19 +195,6 @@ class _Loading:
         return StoredImages(
             labels, sources, lambda at: records.content(positions[at]), lambda at: records.where(positions[at])
         )
-
-    def shards(self, opened: OpenedShards) -> Splits:
-        """Streams shards, whose geometry is guessed from the first images."""
-        shards, notes = assign_shards(opened, self.location.requested)
-        sampled_shards = shards["train"] if "train" in shards else next(iter(shards.values()))
-        first = islice(read_shard(sampled_shards[0]), 16)
-        stated = self._dataset_geometry(partial(sample.picture, None) for sample in first)
-        geometry = self.geometry or stated
-        sets = {
-            split: ShardImages(f"{self.location.name}/{split}", split_shards, self._stream(geometry))
-            for split, split_shards in shards.items()
-        }
-        return self._splits(sets, Content({}, opened.class_names, geometry, notes, _are_photos(stated)), True)
 
     def _dataset_geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
         """Returns the geometry of the catalogue, or guesses one from pictures; a requested size overrides its size."""
@@ -250,10 +234,6 @@ class _Loading:
                 {name: store.labels for name, store in splits.items()}, opened.class_names, self.location.requested
             )
         return Content(splits, opened.class_names, geometry, notes)
-
-    def _stream(self, geometry: ImageGeometry) -> Stream:
-        # One object for every split, which lists its own corrupt images.
-        return Stream(geometry, self._normalization(geometry), CorruptImages(self.on_corrupt))
 
     def _normalization(self, geometry: ImageGeometry) -> Normalization:
         card = self.location.card

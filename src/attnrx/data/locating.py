@@ -2,16 +2,15 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from attnrx.data.catalogue import DATASETS, DatasetCard, known_as, local_copy
 from attnrx.data.digits import ClutteredDigitsReader, DigitsReader
-from attnrx.data.files import FolderReader, group_by_split
+from attnrx.data.files import FolderReader
 from attnrx.data.parquet import Columns, HubReader, ParquetReader
-from attnrx.data.shards import OpenedShards, open_index, open_tars
+from attnrx.data.shards import ShardReader
 from attnrx.data.splits import DatasetReader
 from attnrx.support.errors import DataError, InvalidInput, nearest
 
@@ -21,8 +20,6 @@ EMBEDDED: Mapping[str, type[DatasetReader]] = {"digits": DigitsReader, "cluttere
 # Braces multiply: a typing error in a range could name billions of files.
 MAX_SHARDS = 1_000_000
 
-Reader = DatasetReader | Callable[[], OpenedShards]
-
 
 @dataclass(frozen=True)
 class DatasetLocation:
@@ -30,7 +27,7 @@ class DatasetLocation:
 
     name: str
     requested: str
-    reader: Reader
+    reader: DatasetReader
     card: DatasetCard | None = None
     notes: tuple[str, ...] = ()
 
@@ -54,8 +51,8 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
         return _locate_known(catalogue_name, columns)
     if "://" in requested or requested.startswith("pipe:"):
         raise DataError(
-            f"{requested} is remote, so its images cannot be counted by looking; write a local index, a JSON file "
-            '{"shardlist": [{"url": ..., "nsamples": ...}], "class_names": [...]}, and give the path of that.'
+            f"{requested} is remote, and files are read from local paths: download it, or give {HUB}owner/name for a "
+            "hub dataset, or a DataLoader over it."
         )
     files = _matching(requested)
     if not files:
@@ -149,7 +146,7 @@ def _nothing_found(requested: str | Path) -> DataError:
     )
 
 
-def _reader(files: Sequence[Path], root: Path, columns: Columns | None, card: DatasetCard | None) -> Reader:
+def _reader(files: Sequence[Path], root: Path, columns: Columns | None, card: DatasetCard | None) -> DatasetReader:
     """Returns the reader of some files, or of the one folder `root`: its parquet files, tar shards or images."""
     if len(files) == 1 and root.is_dir():
         patterns = ("*.parquet", "*.tar")
@@ -163,9 +160,5 @@ def _reader(files: Sequence[Path], root: Path, columns: Columns | None, card: Da
         candidates = (columns,) if columns else (Columns(), *((card.columns,) if card else ()))
         return ParquetReader(root, tuple(files), candidates)
     if suffixes == {".tar"}:
-        return partial(open_tars, root, group_by_split(tuple(files), root))
-    if suffixes == {".json"} and len(files) == 1:
-        return partial(open_index, files[0])
-    raise DataError(
-        f"{root} is neither parquet (.parquet), nor tar shards (.tar) or their index (.json), nor a folder of images."
-    )
+        return ShardReader(root, tuple(files))
+    raise DataError(f"{root} is neither parquet (.parquet), nor tar shards (.tar), nor a folder of images.")

@@ -349,7 +349,7 @@ def _rows_by_split(table: Table, name: str, columns: Columns, source: str) -> di
 
 
 def _encoded_images(table: Table, columns: Columns, source: str) -> "pa.ChunkedArray":
-    """Returns the column of encoded images; they are decoded in threads, see `Stream` and `decode_all`."""
+    """Returns the column of encoded images; they are decoded in threads, see `StreamedImages` and `decode_all`."""
     import pyarrow.types as kinds
 
     column = table.column(columns.image_column)

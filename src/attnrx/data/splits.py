@@ -1,7 +1,7 @@
 """Train, validation and test from the stored splits that a dataset has."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -210,7 +210,11 @@ def assign(
         DataError: No class of train has two images, so that none can be held out.
     """
     parts = {name: (name, torch.arange(len(numbers))) for name, numbers in labels.items()}
-    notes = use_validation_as_test_(parts)
+    notes = []
+    if "test" not in parts and "validation" in parts:
+        # Where there are train images, another validation split can be held out of them.
+        parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
+        notes.append(VALIDATION_IS_TEST)
     # The test is taken first, so that it does not depend on the share and the seed of the validation split.
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
         if split in parts or "train" not in parts:
@@ -224,17 +228,6 @@ def assign(
         parts[split], parts["train"] = ("train", rows[marked]), ("train", rows[~marked])
         notes.append(f"no {split} split: {int(marked.sum())} training images are held out, {wanted:.0%} of each class")
     return parts, tuple(notes)
-
-
-def use_validation_as_test_(parts: dict[str, Any]) -> list[str]:
-    """Uses the validation split as a missing test split; returns the notes about it.
-
-    Where there are train images, another validation split can be held out of them, so this one is removed.
-    """
-    if "test" in parts or "validation" not in parts:
-        return []
-    parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
-    return [VALIDATION_IS_TEST]
 
 
 def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
@@ -256,18 +249,9 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
                 f"{len(class_names)} classes (0 to {len(class_names) - 1}); {len(outside)} images are like that. "
                 "Correct the labels, or leave the split out if its labels are hidden."
             )
-    check_trained({split: numbers.unique().tolist() for split, numbers in labels.items()}, class_names, source)
-
-
-def check_trained(labels: Mapping[str, Collection[int]], class_names: tuple[str, ...], source: str) -> None:
-    """Checks that all classes occur in train, from the labels that occur in each split.
-
-    Raises:
-        DataError: A class only occurs outside of train.
-    """
     for split, numbers in labels.items():
         # Without a train split there is nothing to compare with.
-        strange = set(numbers) - set(labels.get("train", numbers))
+        strange = set(numbers.unique().tolist()) - set(labels.get("train", numbers).unique().tolist())
         if strange:
             raise DataError(
                 f"label mismatch between the splits of {source}: class {class_names[min(strange)]!r} occurs in {split} "
