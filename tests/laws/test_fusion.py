@@ -13,7 +13,7 @@ from attnrx.decide.rules import EnergyRetention, FusionOwner, SharedRank, prescr
 from attnrx.support.errors import NotSupported
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import FusionOwnership, LossContext, Task
-from attnrx.training.optimization import constrain_, turn_
+from attnrx.training.optimization import normalize_fusion_, project_fusion_
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.models import VisionTransformer, family_of, load_model, save_model
 from comparisons import pixels
@@ -78,9 +78,9 @@ def test_heads_of_their_own_have_nothing_to_be_squeezed() -> None:
 
 def test_turning_changes_nothing_and_the_constraint_holds_at_once(shared) -> None:
     before = logits(shared)
-    turn_(shared)
+    normalize_fusion_(shared)
     torch.testing.assert_close(logits(shared), before, rtol=1e-10, atol=1e-10)
-    constrain_(shared)
+    project_fusion_(shared)
     for fusion in fusions(shared):
         assert bool((fusion >= 0).all())
         torch.testing.assert_close(fusion.norm(dim=0), torch.ones(fusion.shape[1], dtype=fusion.dtype))
@@ -113,8 +113,8 @@ def test_training_under_the_constraint_finds_an_owner_for_every_direction(shared
     def off_block(model) -> float:
         return max(float((1 - fusion.square().amax(0)).max()) for fusion in fusions(model))
 
-    turn_(shared)
-    constrain_(shared)
+    normalize_fusion_(shared)
+    project_fusion_(shared)
     assert off_block(shared) > 0.1
     config = TrainingConfig(
         epochs=30,
@@ -133,7 +133,7 @@ def test_training_under_the_constraint_finds_an_owner_for_every_direction(shared
 
 def test_a_constraint_on_nothing_is_refused(tmp_path: Path) -> None:
     dense = cases.model(DENSE)
-    for call in (constrain_, turn_):
+    for call in (project_fusion_, normalize_fusion_):
         with pytest.raises(NotSupported, match="shared_rank"):
             call(dense)
     images = next(IMAGES.batches(2)).images.double()

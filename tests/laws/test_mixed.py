@@ -16,7 +16,7 @@ from attnrx.decide.rules import FusionOwner, RandomMatched, SharedRank, prescrib
 from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision
 from attnrx.support.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
 from attnrx.support.storage import read_json, write_json
-from attnrx.training.optimization import constrain_
+from attnrx.training.optimization import project_fusion_
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.kernels.compilation import native_library
@@ -214,7 +214,7 @@ def test_what_contradicts_blocks_is_refused() -> None:
         with pytest.raises(InvalidInput, match="blocks"):
             replace(spec, **changes)
     with pytest.raises(NotSupported, match="form=cp"):
-        constrain_(rx.realize(dense()[0], prescribed()))
+        project_fusion_(rx.realize(dense()[0], prescribed()))
     assert isinstance(FusionOwner().decide(rx.diagnose(mixed(), IMAGES), 0), ScoreDecision)
 
 

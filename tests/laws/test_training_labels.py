@@ -11,7 +11,7 @@ import cases
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.training import TrainingConfig
 from attnrx.training.losses import Distillation, FeatureDistillation, Task
-from attnrx.training.reporters import PlainLines
+from attnrx.training.reporters import Console
 from attnrx.vit.models import family_of
 from pretrained import TIMM, VIT, adopted_once, of_timm
 
@@ -36,7 +36,7 @@ def test_a_model_is_trained_without_any_label(own: nn.Module, tmp_path: Path, ca
     teacher = Distillation(str(rx.save(cases.model(cases.CONFIGS["svda"]), tmp_path / "teacher")))
     data = images(own)
     made = rx.train(
-        own, {"train": data, "validation": data}, settings(teacher), tmp_path / "run", reporter=PlainLines()
+        own, {"train": data, "validation": data}, settings(teacher), tmp_path / "run", reporter=Console()
     )
     unmeasured = {"test": None, "validation": None, "best_validation": None, "best_epoch": None}
     assert made.record["accuracy"] == unmeasured

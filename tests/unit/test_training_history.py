@@ -8,7 +8,7 @@ import torch
 
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.support.errors import NotSupported
-from attnrx.training import PlainLines, ProgressBars, Several, TensorBoard, default_reporter
+from attnrx.training import Console, Several, TensorBoard
 from attnrx.training.evaluation import Probe
 from attnrx.training.reporters import Outline, curves
 from attnrx.vit.models import VisionTransformer, ViTConfig, family_of, initialize_
@@ -67,20 +67,25 @@ def test_a_dense_model_has_geometry_but_no_spectrum() -> None:
 def test_plain_lines_say_every_epoch_and_where_a_run_resumes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run(tmp_path, PlainLines(every=0.0))
+    run(tmp_path, Console(every=0.0))
     said = capsys.readouterr()
     assert said.out == ""
     assert "training 2 epochs of 3 steps" in said.err
     assert said.err.count("\nepoch ") == 2
     assert "step 1/6" in said.err
-    PlainLines().started(Outline(2, 3, 4))
+    Console().started(Outline(2, 3, 4))
     assert "resuming at step 4 of 6" in capsys.readouterr().err
 
 
-def test_bars_are_for_terminals_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert isinstance(default_reporter(), PlainLines)
-    run(tmp_path, ProgressBars())
-    assert "epoch 2/2" in capsys.readouterr().err
+def test_a_terminal_has_a_bar_below_the_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    run(tmp_path, Console(every=0.0))
+    shown = capsys.readouterr().err
+    assert "epoch 2/2" in shown
+    assert "/6 [" in shown  # the steps of the bar
+    assert "step 1/6" not in shown
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

@@ -1,27 +1,17 @@
 """Training on one or several processes, with exact resume."""
 
 from attnrx.training.config import Mixing, TrainingConfig
-from attnrx.training.reporters import (
-    PlainLines,
-    ProgressBars,
-    Reporter,
-    Several,
-    Silent,
-    TensorBoard,
-    default_reporter,
-)
+from attnrx.training.reporters import Console, Reporter, Several, Silent, TensorBoard
 from attnrx.training.trainer import TrainingRun, train
 
 __all__ = [
+    "Console",
     "Mixing",
-    "PlainLines",
-    "ProgressBars",
     "Reporter",
     "Several",
     "Silent",
     "TensorBoard",
     "TrainingConfig",
     "TrainingRun",
-    "default_reporter",
     "train",
 ]

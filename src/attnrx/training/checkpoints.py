@@ -29,7 +29,7 @@ from attnrx.support.storage import (
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
 from attnrx.training.optimization import load_optimizer_, optimizer_tensors
-from attnrx.training.sharding import all_whole, put_
+from attnrx.training.sharding import copy_whole_, gather_tensors
 from attnrx.training.step import Learner
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 KIND, SCHEMA = "attnrx training state", 1
-KEPT = 2  # one more than needed to resume, in case the last one is damaged
+NUM_KEPT = 2  # one more than needed to resume, in case the last one is damaged
 
 
 class Checkpoints:
@@ -75,7 +75,7 @@ class Checkpoints:
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in self.all()[:-KEPT]:
+        for old in self.all()[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -107,7 +107,7 @@ def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
         "meter": {"sums": sums},
     }
     named_tensors = {f"{part}/{name}": tensor for part, group in parts.items() for name, tensor in group.items()}
-    return all_whole(named_tensors, keep=learner.accelerator.is_main_process)
+    return gather_tensors(named_tensors, keep=learner.accelerator.is_main_process)
 
 
 def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
@@ -116,7 +116,7 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     for key, tensor in state.items():
         part, _, name = key.partition("/")
         parts.setdefault(part, {})[name] = tensor
-    load_whole_(learner.model, parts["model"])
+    load_tensors_(learner.model, parts["model"])
     load_optimizer_(learner.model, learner.optimizer, parts.get("optimizer", {}))
     if learner.mean is not None:
         learner.mean.load_(parts["mean"])
@@ -125,14 +125,14 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
         learner.meter.sums.copy_(parts["meter"]["sums"])
 
 
-def load_whole_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Loads whole tensors into a model that may be sharded."""
     state = model.state_dict()
     if state.keys() != tensors.keys():
         differing = ", ".join(sorted(state.keys() ^ tensors.keys())[:4])
         raise CheckpointError(f"the checkpoint is of another model: only one of the two has {differing}.")
     for name, tensor in state.items():
-        put_(tensor, tensors[name])
+        copy_whole_(tensor, tensors[name])
 
 
 # They change how a run is stored or distributed, and its result only by rounding.

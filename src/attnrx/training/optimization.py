@@ -13,7 +13,7 @@ from attnrx.change.decompositions import nonnegative_units
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
-from attnrx.training.sharding import full_tensor, own, part_like, put_
+from attnrx.training.sharding import copy_whole_, full_tensor, local_shard, shard_like
 from attnrx.vit.attention.forms import SharedForm, SvdaForm
 from attnrx.vit.models import family_of, parameter_blocks
 
@@ -119,23 +119,23 @@ def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors:
         name, _, field = key.rpartition("/")
         if name not in parameters:
             raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which the model does not have.")
-        # The field `step` is a scalar and not of the parameter's shape; `part_like` does not shard it.
-        optimizer.state[parameters[name]][field] = part_like(value, parameters[name])
+        # The field `step` is a scalar and not of the parameter's shape; `shard_like` does not shard it.
+        optimizer.state[parameters[name]][field] = shard_like(value, parameters[name])
 
 
 @torch.no_grad()
-def constrain_(model: nn.Module) -> None:
+def project_fusion_(model: nn.Module) -> None:
     """Projects every fusion matrix after each step onto the constraint set: nonnegative, columns of length one (IrrAtt,
     Eq. 7). This is projected gradient descent.
 
     A reparametrisation (e.g. by squares) would keep it nonnegative too, but values at zero would have no gradient.
     """
     for form in _shared_forms(model):
-        put_(form.strength, nonnegative_units(full_tensor(form.strength)))
+        copy_whole_(form.strength, nonnegative_units(full_tensor(form.strength)))
 
 
 @torch.no_grad()
-def turn_(model: nn.Module) -> None:
+def normalize_fusion_(model: nn.Module) -> None:
     """Moves sign and length of every column of the fusion into the query, so that the projection changes least."""
     for form in _shared_forms(model):
         fusion = form.strength
@@ -171,14 +171,14 @@ class WeightMean:
     def update_(self, step: int) -> None:
         """Updates the mean after `step` steps; the decay is smaller at first, to discard the initial weights."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        means, live = ([own(part) for part in parts.values()] for parts in (self.tensors, self._live))
+        means, live = ([local_shard(part) for part in parts.values()] for parts in (self.tensors, self._live))
         # One call for all parameters: a kernel for each would take longer than the arithmetic. Each process updates its
         # shards.
         torch._foreach_lerp_(means, live, 1 - decay)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         for name, mean in self.tensors.items():
-            put_(mean, tensors[name])
+            copy_whole_(mean, tensors[name])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -193,7 +193,7 @@ class WeightMean:
     def swap_(self) -> None:
         """Exchanges the mean and the weights of the model."""
         for name, parameter in self._live.items():
-            live, mean = own(parameter), own(self.tensors[name])
+            live, mean = local_shard(parameter), local_shard(self.tensors[name])
             # In place, because the optimizer and the wrapped model refer to these tensors.
             saved = live.clone()
             live.copy_(mean)

@@ -23,10 +23,10 @@ from attnrx.training.optimization import (
     Schedule,
     WeightMean,
     build_optimizer,
-    constrain_,
     freeze_,
+    normalize_fusion_,
+    project_fusion_,
     strengths_of,
-    turn_,
 )
 from attnrx.training.sharding import shard_
 from attnrx.training.step import Learner, Meter
@@ -77,7 +77,7 @@ def interruptible() -> Iterator[Interruption]:
 
 
 @contextmanager
-def reproducible() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end."""
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -95,7 +95,7 @@ def reproducible() -> Iterator[None]:
             debugging.fill_uninitialized_memory = fill
 
 
-def require_fit(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
+def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
     """Returns the data on the model's input scale; raises an error if the model or the batch size does not fit it.
 
     Where a loss reads labels, every training image must have one of a class of the model; else none needs a label, and
@@ -166,7 +166,7 @@ def _limited(images: ImageSet, classes: int) -> ImageSet:
     return images.limited_to(classes) if isinstance(images, IndexedImages | FixedImages) else images
 
 
-def measurable(images: ImageSet, classes: int) -> ImageSet | None:
+def with_labels(images: ImageSet, classes: int) -> ImageSet | None:
     """Returns the images for a measurement of accuracy; None without labels, or if the model has no logit per class."""
     return _limited(images, classes) if classes > 1 and images.label_problem is None else None
 
@@ -214,8 +214,8 @@ def prepare(
         for strength in strengths:
             nn.init.constant_(strength, config.strength_init)
     if config.nonnegative_fusion:
-        turn_(model)
-        constrain_(model)
+        normalize_fusion_(model)
+        project_fusion_(model)
     # Before wrapping and before the optimizer, which both take the parameters with gradients.
     freeze_(model.to(accelerator.device), config.frozen)
     wrapped: Callable[[Tensor], Tensor]

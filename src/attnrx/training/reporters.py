@@ -1,4 +1,4 @@
-"""Progress reporters of a training run."""
+"""Progress reporters of a training run: on the console, and as TensorBoard curves."""
 
 import sys
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.support.optional import required_module
+from attnrx.support.progress import duration
 
 
 @dataclass(frozen=True)
@@ -43,88 +44,57 @@ class Silent(Reporter):
     """A reporter without output."""
 
 
-class PlainLines(Reporter):
-    """Writes one line per epoch to stderr, and one in between after `every` seconds without output."""
+class Console(Reporter):
+    """Writes one line per epoch to stderr, because stdout is for results.
+
+    Between epochs a terminal shows a bar over all steps (tqdm, which Accelerate installs). Elsewhere a line is written
+    after `every` seconds without output.
+    """
 
     def __init__(self, every: float = 30.0):
         self._every = every
+        self._bar: Any = None
         self._outline = Outline(0, 0, 0)
-        self._spoke = self._began = 0.0
+        self._last_line = self._began = 0.0
 
     def started(self, outline: Outline) -> None:
         self._outline = outline
-        self._spoke = self._began = time.monotonic()
+        self._last_line = self._began = time.monotonic()
         where = f"resuming at step {outline.step} of {outline.steps}" if outline.step else f"{outline.steps} steps"
-        self._say(f"training {outline.epochs} epochs of {outline.steps_per_epoch} steps: {where}")
+        self._write(f"training {outline.epochs} epochs of {outline.steps_per_epoch} steps: {where}")
+        if sys.stderr.isatty():
+            bar = required_module("tqdm.auto", "train", "the bar of a training run").tqdm
+            self._bar = bar(total=outline.steps, initial=outline.step, unit="step", leave=False)
 
     def stepped(self, step: int, loss: float) -> None:
-        if time.monotonic() - self._spoke >= self._every:
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif time.monotonic() - self._last_line >= self._every:
             # Without the steps of an earlier run, which took none of this time.
             rate = (step - self._outline.step) / (time.monotonic() - self._began)
-            left = (self._outline.steps - step) / rate / 60
-            self._say(
-                f"step {step}/{self._outline.steps}  loss {loss:.4f}  {rate:.2f} steps/s  about {left:.0f} min left"
-            )
+            left = duration((self._outline.steps - step) / rate)
+            self._write(f"step {step}/{self._outline.steps}  loss {loss:.4f}  {rate:.2f} steps/s  about {left} left")
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        self._say(_epoch_line(record, self._outline))
-
-    def _say(self, line: str) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-        self._spoke = time.monotonic()
-
-
-class ProgressBars(Reporter):
-    """A progress bar over all steps on a terminal, and one line per epoch above it."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
+        shares = (("train", record["accuracy"]), ("validation", record["validation_accuracy"]))
+        measured = "".join(f"{name} {share:.2%}  " for name, share in shares if share is not None)
+        self._write(
+            f"epoch {record['epoch']}/{self._outline.epochs}  loss {record['loss']:.4f}  {measured}"
+            f"{record['images_per_second']:.0f} images/s"
         )
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        description = TextColumn("{task.description}")
-        # On stderr, because stdout is for results.
-        self._progress = Progress(description, *columns, console=Console(stderr=True), refresh_per_second=4)
-        self._outline = Outline(0, 0, 0)
-        # The number of steps is known only when the run starts.
-        self._task = self._progress.add_task("training", total=None)
-
-    def started(self, outline: Outline) -> None:
-        self._outline = outline
-        self._progress.update(self._task, total=outline.steps, completed=outline.step)
-        self._progress.start()
-
-    def stepped(self, step: int, loss: float) -> None:
-        epoch = min(step // self._outline.steps_per_epoch + 1, self._outline.epochs)
-        label = f"epoch {epoch}/{self._outline.epochs}  loss {loss:.4f}"
-        self._progress.update(self._task, completed=step, description=label)
-
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        self._progress.console.print(_epoch_line(record, self._outline), highlight=False)
-
     def ended(self) -> None:
-        self._progress.stop()
+        if self._bar is not None:
+            self._bar.close()
 
-
-def default_reporter() -> Reporter:
-    return ProgressBars() if sys.stderr.isatty() else PlainLines()
-
-
-def _epoch_line(record: Mapping[str, Any], outline: Outline) -> str:
-    shares = (("train", record["accuracy"]), ("validation", record["validation_accuracy"]))
-    measured = "".join(f"{name} {share:.2%}  " for name, share in shares if share is not None)
-    return (
-        f"epoch {record['epoch']}/{outline.epochs}  loss {record['loss']:.4f}  {measured}"
-        f"{record['images_per_second']:.0f} images/s"
-    )
+    def _write(self, line: str) -> None:
+        if self._bar is None:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        else:
+            self._bar.write(line, file=sys.stderr)  # above the bar
+        self._last_line = time.monotonic()
 
 
 class Several(Reporter):
@@ -151,7 +121,11 @@ class Several(Reporter):
 
 
 class TensorBoard(Reporter):
-    """Writes every number of every epoch as a curve to `folder/tensorboard`; resuming replaces repeated epochs."""
+    """Writes every number of every epoch as a curve to `folder/tensorboard`; resuming replaces repeated epochs.
+
+    Raises:
+        NotSupported: At the start of a run, without the extra `tensorboard`.
+    """
 
     def __init__(self, folder: Path | str):
         self._folder = Path(folder) / "tensorboard"

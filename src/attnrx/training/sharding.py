@@ -35,7 +35,7 @@ def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
     return model
 
 
-def release_(model: nn.Module) -> None:
+def reshard_(model: nn.Module) -> None:
     """Frees gathered weights, so that every process holds its shard only; no effect on a model that is not sharded."""
     for part in _parts(model):
         part.reshard()
@@ -56,10 +56,10 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        release_(model)
+        reshard_(model)
 
 
-def collecting(model: Any, accelerator: "Accelerator") -> AbstractContextManager[None]:
+def without_gradient_sync(model: Any, accelerator: "Accelerator") -> AbstractContextManager[None]:
     """Disables gradient synchronization for a micro-batch; the last one of a step synchronizes."""
     return _no_sync(model) if isinstance(model, FSDPModule) else accelerator.no_sync(model)
 
@@ -73,7 +73,7 @@ def _no_sync(model: FSDPModule) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def own(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Returns the shard of this process, a view of the tensor; a tensor that is not sharded is returned itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -84,7 +84,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def all_whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Returns tensors gathered one by one, on the CPU if they were sharded; empty in processes without `keep`."""
     whole_tensors = {}
     for name, tensor in tensors.items():
@@ -96,7 +96,7 @@ def all_whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     return whole_tensors
 
 
-def part_like(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Returns a whole tensor, which every process has, with the sharding and on the device of `like`."""
     tensor = tensor.to(like.device)
     # State of another shape, such as the optimizer's count of steps, is not sharded.
@@ -107,9 +107,9 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def put_(target: Tensor, tensor: Tensor) -> None:
+def copy_whole_(target: Tensor, tensor: Tensor) -> None:
     """Copies a whole tensor, which every process has, into one that may be sharded."""
-    own(target).copy_(own(part_like(tensor, target)))
+    local_shard(target).copy_(local_shard(shard_like(tensor, target)))
 
 
 def _parts(model: nn.Module) -> list[FSDPModule]:

@@ -13,8 +13,8 @@ from attnrx.data import Batch
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import Mixed, TrainingConfig
 from attnrx.training.losses import LossContext, TeacherSource
-from attnrx.training.optimization import Schedule, WeightMean, constrain_, set_learning_rate
-from attnrx.training.sharding import collecting, full_tensor, release_
+from attnrx.training.optimization import Schedule, WeightMean, project_fusion_, set_learning_rate
+from attnrx.training.sharding import full_tensor, reshard_, without_gradient_sync
 from attnrx.vit.models import recording_tokens, reduction_of
 
 if TYPE_CHECKING:
@@ -109,12 +109,12 @@ class Learner:
             labels = batch.labels[start : start + self.micro_size]
             # Gradients of all processes are averaged once per step, with the last micro-batch.
             last = start + len(labels) == len(batch)
-            with nullcontext() if last else collecting(self.wrapped, self.accelerator):
+            with nullcontext() if last else without_gradient_sync(self.wrapped, self.accelerator):
                 terms, num_correct = self._forward_backward_(mixed, labels, start, step)
             # A mean over the images, because the last micro-batch can be smaller.
             values.append(terms * (len(labels) / len(batch)))
             correct.append(num_correct)
-        release_(self.model)  # the optimizer works on the shards
+        reshard_(self.model)  # the optimizer works on the shards
         norm = self._update_(step)
         self._record_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
@@ -169,7 +169,7 @@ class Learner:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
         if self.config.nonnegative_fusion:
-            constrain_(self.model)
+            project_fusion_(self.model)
         # None instead of zeros frees the memory, and spares the next backward pass an addition.
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:

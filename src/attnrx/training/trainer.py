@@ -22,7 +22,7 @@ from attnrx.training.checkpoints import (
     History,
     identity,
     load_state_,
-    load_whole_,
+    load_tensors_,
     require_same_run,
     state_tensors,
     training_provenance,
@@ -32,16 +32,16 @@ from attnrx.training.evaluation import Probe, evaluate
 from attnrx.training.losses import load_teachers
 from attnrx.training.preparation import (
     Interruption,
+    adapt_data,
+    deterministic,
     interruptible,
     make_accelerator,
-    measurable,
     num_logits,
     prepare,
-    reproducible,
-    require_fit,
+    with_labels,
 )
-from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
-from attnrx.training.sharding import all_whole
+from attnrx.training.reporters import Console, Outline, Reporter, Silent
+from attnrx.training.sharding import gather_tensors
 from attnrx.training.step import EPOCH, Learner, derived_seed
 from attnrx.vit.models import family_of, load_model, recording_blocks, require_model_folder, save_model
 
@@ -80,11 +80,26 @@ def train(
 
     An interrupted or killed run resumes from its last checkpoint when it is called again; on a CPU the result is
     bit-identical to that of an uninterrupted run. A finished run is read from the folder. With several processes
-    (`accelerate launch`) every process calls this. Ctrl-C writes a checkpoint and raises TrainingInterrupted; NaN
-    raises TrainingDiverged.
+    (`accelerate launch`) every process calls this.
+
+    Args:
+        model: The model, of any family that `load` reads.
+        data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
+        config: The settings.
+        folder: The folder of the run.
+        resume: Whether to continue a run that the folder holds.
+        reporter: Receives the progress; by default lines on stderr, or a bar in a terminal.
+
+    Raises:
+        InvalidInput: The data do not fit the model or the batch size, or, with `resume=False`, the folder holds a run.
+        DataError: Images or labels are missing.
+        CheckpointError: The folder holds a run of another model, config or data, or a damaged checkpoint.
+        NotSupported: A setting needs what this model does not have, or the processes were launched in another mode.
+        TrainingInterrupted: After Ctrl-C or SIGTERM, when a checkpoint has been written.
+        TrainingDiverged: The loss or a gradient is not finite.
     """
     folder, splits = Path(folder), splits_for(model, data, training=True)
-    splits = require_fit(model, splits, config)
+    splits = adapt_data(model, splits, config)
     teachers = load_teachers(config.losses)
     requested = identity(model, splits, config, teachers)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
@@ -101,8 +116,8 @@ def train(
     trained_model = copy.deepcopy(model) if sharded else model
     needs_features = any(loss.reads_features for loss in config.losses)
     recording = recording_blocks(trained_model, family_of(trained_model)) if needs_features else nullcontext()
-    reporter = (reporter or default_reporter()) if accelerator.is_main_process else Silent()
-    with reproducible(), recording as features, interruptible() as interruption:
+    reporter = (reporter or Console()) if accelerator.is_main_process else Silent()
+    with deterministic(), recording as features, interruptible() as interruption:
         learner = prepare(model, trained_model, splits, config, accelerator, features, teachers)
         return _Run(learner, splits, folder, requested, reporter).complete(interruption)
 
@@ -135,7 +150,7 @@ class _Run:
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), History(folder)
         classes = num_logits(learner.target)  # never sharded
-        self.validation, self.test = (measurable(images, classes) for images in (splits.validation, splits.test))
+        self.validation, self.test = (with_labels(images, classes) for images in (splits.validation, splits.test))
         # A learner counts the right answers of a step in any case, also where there is nothing to compare with.
         self.is_labelled = classes > 1 and splits.train.label_problem is None
         self.probe = Probe(splits.validation, self.accelerator.device)
@@ -306,7 +321,7 @@ class _Run:
         model = learner.target
         if model is not learner.model:
             # The caller's model was not sharded; every process loads the gathered weights into its copy.
-            load_whole_(model, all_whole(learner.model.state_dict(), keep=True))
+            load_tensors_(model, gather_tensors(learner.model.state_dict(), keep=True))
         if self.accelerator.is_main_process:
             notes = {"trained_on": self.splits.name, "accuracy": accuracy}
             save_model(self.folder, model, notes, lambda new: write_json(new / "training.json", record))

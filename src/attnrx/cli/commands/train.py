@@ -85,7 +85,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if policy is not None:
         # Before training, because predictors are trained with the model.
         model = _reducing(model, policy, config, log)
-    reporter = rx.training.default_reporter()
+    reporter = rx.training.Console()
     if arguments.tensorboard:
         reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
     trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, reporter=reporter)

@@ -19,7 +19,7 @@ from attnrx.training.losses.loss import Loss, LossContext, TeacherSource
 from attnrx.vit.models import family_of, load_model, recording_blocks, reduction_of
 
 
-class Taught(Loss):
+class TeacherLoss(Loss):
     """A loss that compares the model with a teacher: a folder or a name that `load_model` reads, with its weights."""
 
     teacher: str
@@ -42,7 +42,7 @@ class Taught(Loss):
 
 
 @dataclass(frozen=True)
-class Distillation(Taught):
+class Distillation(TeacherLoss):
     """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
     The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads, such as
@@ -60,7 +60,7 @@ class Distillation(Taught):
             raise InvalidInput(f"{self}: temperature must be positive and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        teacher_logits, _ = taught(context, self.source)
+        teacher_logits, _ = teacher_outputs(context, self.source)
         if teacher_logits.shape != context.logits.shape:
             raise InvalidInput(
                 f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
@@ -74,7 +74,7 @@ class Distillation(Taught):
 
 
 @dataclass(frozen=True)
-class FeatureDistillation(Taught):
+class FeatureDistillation(TeacherLoss):
     """The mean squared difference between the output tokens of the model's blocks and the teacher's.
 
     Every token is first centred and scaled to unit variance over its features, as a LayerNorm without weights does
@@ -95,7 +95,7 @@ class FeatureDistillation(Taught):
             raise InvalidInput(f"{self}: last counts blocks from the last one; give 1 or more, or None for all.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        (_, teacher_features), features = taught(context, self.source), context.features
+        (_, teacher_features), features = teacher_outputs(context, self.source), context.features
         shapes = [[tuple(tokens.shape[1:]) for tokens in outputs] for outputs in (features, teacher_features)]
         if shapes[0] != shapes[1]:
             raise InvalidInput(
@@ -116,7 +116,7 @@ def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "
 
 
 @dataclass(frozen=True)
-class TokenSimilarity(Taught):
+class TokenSimilarity(TeacherLoss):
     """One minus the cosine between the last layer's tokens and the teacher's, over the kept patches (Eq. 14).
 
     The teacher must have equal patches and width. SPOT uses it with weight 10 for LV-ViT and without it for DeiT.
@@ -134,7 +134,7 @@ class TokenSimilarity(Taught):
                 "TokenSimilarity needs token pruning, and the run of the step in its context (recording_tokens); "
                 "attach a policy or omit the loss."
             )
-        _, teacher_features = taught(context, self.source)
+        _, teacher_features = teacher_outputs(context, self.source)
         target, tokens = teacher_features[-1], context.features[-1]
         if target.shape != tokens.shape:
             raise InvalidInput(
@@ -153,11 +153,11 @@ Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tok
 
 def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
     """Returns the teachers of the losses, as their files are now."""
-    sources = {loss.source for loss in losses if isinstance(loss, Taught)}
+    sources = {loss.source for loss in losses if isinstance(loss, TeacherLoss)}
     return {(name, weights): load_model(name, weights=weights) for name, weights in sorted(sources, key=str)}
 
 
-def taught(context: LossContext, source: TeacherSource) -> Answer:
+def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     """Runs the teacher on the images of the step, once for all losses that need it.
 
     Returns its logits, and the outputs of its blocks where the step needs features. A teacher trained with another
