@@ -1,14 +1,18 @@
 """Laws of repair: every block comes nearer to the original's, and a map that was only perturbed is restored."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 import attnrx as rx
 import cases
+from attnrx.change.realization import repair as module
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.vit.models import family_of
@@ -18,6 +22,7 @@ from pretrained import CASES, adopted_once
 NORMS_AFTER = {"vit, norms after", "relative positions by an MLP"}
 GATED = {name for name in CASES if any(part in name for part in ("gated", "eva02", "perception", "sapiens"))}
 FEW = Repair(steps=30)
+SHARES = [0.1 * 1.05**step for step in range(60)]  # of the products of a repair without a budget: 0.1 to 1.8
 
 
 def images_of(model: nn.Module, count: int = 32) -> Tensor:
@@ -126,3 +131,37 @@ def test_what_cannot_be_repaired_is_refused(own: tuple[nn.Module, Tensor]) -> No
     merged = rx.realize(model, rx.prescribe(model, "tokens=tome:0.5@2"))
     with pytest.raises(NotSupported, match="token policy last"):
         repair(merged, model, images)
+
+
+class _Products(TorchDispatchMode):
+    """Counts the multiply-accumulates of matrix products; torch's counter fails where gradients are taken of leaves."""
+
+    macs = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.macs += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output) / 2
+        return output
+
+
+def test_a_budget_leaves_fewer_images_then_fewer_steps(own: tuple[nn.Module, Tensor]) -> None:
+    """By the products that torch counts, gradients included; in float64, which no kernel of attnrx takes."""
+    model, _ = own
+    model = copy.deepcopy(model).double()
+    small, images = halved(model, images_of(model, 64)), images_of(model, 320)
+
+    def counted(settings: Repair) -> tuple[float, str]:
+        with _Products() as products:
+            repaired = repair(small, model, images, settings)
+        assert all(after <= before for before, after in zip(repaired.before, repaired.after, strict=True))
+        return products.macs, " ".join(repaired.notes)
+
+    whole, notes = counted(Repair(steps=100))
+    assert "within" not in notes
+    macs, notes = counted(Repair(steps=100, macs=0.6 * whole))
+    assert 0.6 * 0.6 < macs / whole < 1.1 * 0.6 and re.search(r"128 of 320 images and \d\d? steps", notes), notes
+    budgets = (module._within_budget(model, small, Repair(steps=100, macs=share * whole), 320) for share in SHARES)
+    found = [(count, knobs.steps) for knobs, count in budgets]
+    assert found == sorted(found) and found[0][0] == 128 and found[-1] == (320, 100)
+    assert all(steps == 100 for count, steps in found if count > 128) and len({count for count, _ in found}) > 2

@@ -21,7 +21,7 @@ from planned import CONFIG, original
 from test_cli import record
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-SETTINGS = (Refinement(3, 1e-3, 4, 7), Repair(2, 0.01, 3, 64, 0.1, 8), Distill(1, (1e-3,), 16, 9))
+SETTINGS = (Refinement(3, 1e-3, 4, 7), Repair(2, 0.01, 3, 64, 0.1, 8, 1e12), Distill(1, (1e-3,), 16, 9))
 HOW = {"by": "compress", "norms": "renormalized", "calibration_images": 24}
 
 

@@ -452,6 +452,28 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
         made.for_cost(0.8)
 
 
+def test_finalists_are_found_by_halving_and_no_output_is_computed_twice(
+    model: VisionTransformer, diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effort = replace(EFFORTS["quick"], trial_images=4, halving=(8,), images=16, finalists=2)
+    settings = PlanSettings(search=Search(6), batch_size=4, effort=effort)
+    images, target = pixels(CONFIG, 16), Target.parse("macs=0.8x")
+    measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
+    computed, outputs_of = [], Answers.outputs_of
+
+    def counting(self: Answers, candidate: nn.Module, start: int = 0) -> list[torch.Tensor]:
+        computed.append(len(self.batches) - start)
+        return outputs_of(self, candidate, start)
+
+    monkeypatch.setattr(Answers, "outputs_of", counting)
+    made = Planner(measurements, settings, target)
+    best, _ = made.for_cost(0.8)
+    plans = len({trial.step.choices for trial in made.trials})
+    # Batches of four images: one of every plan, one more of the better half, two more of the finalists.
+    assert sorted(computed) == [1] * (plans + max(-(-plans // 2), 2)) + [2, 2]
+    assert_close(best.divergence, Answers.of(model, images, 16).measure(measurements.realized(best.step.choices)).mean)
+
+
 def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
 ) -> None:

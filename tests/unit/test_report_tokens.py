@@ -146,6 +146,17 @@ def test_merged_patches_are_grouped_as_in_the_tokens(reducer: Reducer, by: str) 
     assert "Merged patches are outlined together" in page and 'class="group"' in page and 'class="veil"' not in page
 
 
+def test_patches_that_the_kernel_merges_are_grouped() -> None:
+    """In float32, in which the C++ kernel merges."""
+    model = reduced(model_of("vit").float(), Ward())
+    samples = sample_tokens(model, images(model).float())
+    assert samples.groups is not None
+    assert bool(samples.left.gather(2, samples.groups).all())
+    for groups, left in zip(samples.groups[:, 0], samples.left[:, 0], strict=True):
+        assert set(groups.tolist()) == set(left.nonzero().flatten().tolist())
+    assert reduction_of(model).native is not None  # type: ignore[union-attr]
+
+
 def test_a_batch_in_chunks_is_sampled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("vit")
     reduced(model, Ward())

@@ -109,7 +109,14 @@ FIT_SETTINGS = Record(
     more={
         "refine": Record(more={"learning_rate": RATE, "batch": COUNT, "seed": SEED}),
         "repair": Record(
-            more={"learning_rate": RATE, "images": COUNT, "tokens": COUNT, "ridge": Number(1e-30), "seed": SEED}
+            more={
+                "learning_rate": RATE,
+                "images": COUNT,
+                "tokens": COUNT,
+                "ridge": Number(1e-30),
+                "seed": SEED,
+                "macs": Optional(Number(1e-30)),
+            }
         ),
         "distill": Record(more={"learning_rates": Items(RATE, 1, 100), "batch": Integer(2, 10**6), "seed": SEED}),
     }

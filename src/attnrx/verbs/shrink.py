@@ -314,7 +314,7 @@ class ShrinkRun:
         preset, images, fits = self.settings.effort, self.images.planned, list[Fit]()
         # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
         if replace(prescription, tokens=None).rules:
-            fits.append(Repair(preset.repair_steps, seed=self.seed))
+            fits.append(Repair(preset.repair_steps, seed=self.seed, macs=preset.repair_macs))
         if preset.distill_epochs and len(images) >= 2 * HELD_OUT:
             fits.append(Distill(preset.distill_epochs, seed=self.seed))
         try:

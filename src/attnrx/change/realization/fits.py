@@ -90,7 +90,7 @@ def realize_and_fit(
         fits: The settings of the fits.
         by: "compress" or "mask"; weights of a mask are not fitted.
         norms: The norms of compressed SVDA layers.
-        log: Receives the result of the distillation.
+        log: Receives the result of the distillation, and what the budget of a repair leaves.
 
     Raises:
         InvalidInput: Fits of a mask, or without images.
@@ -110,7 +110,7 @@ def realize_and_fit(
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model))
         realized = copy_module(model)
-    realized = fitted(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)])
+    realized = fitted(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)], log)
     if tokens is not None:
         heads = shape_of(model, family_of(model)).heads
         realize_tokens_(realized, family_of(realized), tokens, "compress", heads, images)
@@ -129,6 +129,10 @@ def fitted(
         if isinstance(settings, Distill):
             reached = f"{found.before:.4f} to {found.after:.4f} on images it was not fitted to"
             log(f"distilled at the rate {found.learning_rate}: {reached}")
+        if isinstance(settings, Repair):
+            for note in found.notes:
+                if note not in images.notes:
+                    log(note)
         candidate = found.model
     return candidate
 

@@ -3,8 +3,8 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ IMPORTANCE_IMAGES, EVEN = 64, 0.1
 MOST_REPAIRED = 4096
 # Images of a forward pass of one block.
 CHUNK = 32
+# A budget leaves at least so many images; below that there are fewer steps.
+LEAST_IMAGES = 128
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Repair:
 
     A step is on all tokens of `images` images for an attention, on `tokens` single tokens for an MLP, drawn from all
     images in proportion to their importance.
+
+    `macs` is the most multiply-accumulates of the whole repair, estimated beforehand: large models are repaired on
+    fewer images, and, from LEAST_IMAGES on, with fewer steps. None sets no limit.
 
     `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
@@ -61,10 +66,18 @@ class Repair:
     tokens: int = 512
     ridge: float = RIDGE
     seed: int = 0
+    macs: float | None = None
 
     def __post_init__(self):
         require_fields(
-            self, steps=NATURAL, learning_rate=RATE, images=COUNT, tokens=COUNT, ridge=number(0.0), seed=SEED
+            self,
+            steps=NATURAL,
+            learning_rate=RATE,
+            images=COUNT,
+            tokens=COUNT,
+            ridge=number(0.0),
+            seed=SEED,
+            macs=optional(number(0.0)),
         )
 
 
@@ -101,7 +114,7 @@ def repair(
     importance, the root mean square of the gradient of the reference's outputs with respect to the block's. A fit is
     kept if it reduces the error of the block's output on one image in eight, which is not fitted to.
 
-    The tokens of all images are in memory about six times. Prune and merge tokens afterwards.
+    The tokens of all images are in memory about seven times. Prune and merge tokens afterwards.
 
     Raises:
         InvalidInput: The models have different depths, or there are too few images.
@@ -114,20 +127,28 @@ def repair(
         require_all_tokens(model, what)
     result = Repaired(copy_module(candidate))
     _require_alike(reference, result.model, len(images))
+    knobs, count = _within_budget(reference, result.model, knobs, len(images))
+    if count < len(images) or knobs.steps < (settings or Repair()).steps:
+        result.notes.append(
+            f"repair: {count} of {len(images)} images and {knobs.steps} steps, within {knobs.macs:.3g} "
+            "multiply-accumulates"
+        )
+        images = images.take(count)
     with evaluating((reference, result.model)):
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
         weights = _importance(reference, images)
         base, notes = _first_tokens(reference, images)
-        result.notes = [*images.notes, *notes]
+        result.notes = [*result.notes, *images.notes, *notes]
         tokens, _ = _first_tokens(result.model, images)
         layers = zip(_blocks(reference, images), _blocks(result.model, images), weights, strict=True)
         for original, block, weight in track(list(layers), "repairing blocks"):
-            without_mlp, base = original.run_all(base, mlp=False), original.run_all(base)
-            before, after = _repair_block_(block, tokens, base, without_mlp, weight, knobs)
-            result.before.append(before)
-            result.after.append(after)
-            tokens = block.run_all(tokens)  # again, because the block was changed
+            without_mlp, base = original.run_both(base)
+            fit = _BlockFit(block, tokens, base, weight, knobs)
+            tokens = fit.run(without_mlp)
+            del without_mlp  # before the next block has its own
+            result.before.append(fit.before)
+            result.after.append(fit.error)
     return result
 
 
@@ -142,6 +163,27 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int) -> N
         raise NotSupported("the MLPs of this model are not pairs of linear maps, which repair fits.")
     if images < 2 * HELD_OUT:
         raise InvalidInput(f"repair was given {images} images; give at least {2 * HELD_OUT}, better 512 or more.")
+
+
+def _within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
+    """Returns the settings with as many steps, and the number of images, as the budget allows."""
+    if knobs.macs is None:
+        return knobs, images
+    original, layers = (family_of(model).costs(model).layers for model in (reference, candidate))
+    whole = sum(layer.total.macs for layer in original)
+    mlps = sum(layer.mlp.macs for layer in layers)
+    attentions = sum(layer.total.macs for layer in layers) - mlps
+    maps = family_of(candidate).mlp(candidate)
+    units: list[Any] = [second for _, second in maps]
+    moments = sum(layer.tokens * second.in_features**2 for layer, second in zip(layers, units, strict=True))
+    # One pass of the reference; two of the candidate, before and after its attention is fitted; the products of the
+    # closed form. A gradient costs two passes more, and the importance of tokens is one.
+    per_image = whole + 2 * (attentions + mlps) + moments
+    per_step = 3 * (knobs.images * attentions + knobs.tokens * mlps / layers[0].tokens)
+    left = knobs.macs - 3 * whole * min(IMPORTANCE_IMAGES, images)
+    count = min(images, max(int((left - knobs.steps * per_step) / per_image), LEAST_IMAGES))
+    steps = max(int((left - count * per_image) / per_step), 0)
+    return replace(knobs, steps=min(knobs.steps, steps)), count
 
 
 Tokens = Float[Tensor, "images tokens width"]
@@ -164,42 +206,60 @@ class _Block:
         output = self.module(tokens, *self.args, **self.kwargs)
         return output if isinstance(output, Tensor) else output[0]
 
-    def run_all(self, tokens: Tokens, mlp: bool = True) -> Tokens:
-        """Returns the outputs for all images, optionally with zeros for the output of the MLP."""
-        with nullcontext() if mlp else self._without_mlp():
-            outputs = []
+    def run_all(self, tokens: Tokens) -> Tokens:
+        """Returns the outputs for all images."""
+        outputs = []
+        for part in tokens.split(CHUNK):
+            outputs.append(self.run(part))
+            running()
+        return torch.cat(outputs)
+
+    def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
+        """Returns the outputs for all images with zeros for the output of the MLP, and the outputs."""
+        scale, added = self.scale(tokens[:2], _Branch(self.maps[1], *self.maps)), []
+        # One pass: what the MLP adds to the stream is known from its output.
+        hook = self.maps[1].register_forward_hook(lambda _, given, output: added.append(output))
+        without_mlp, outputs = [], []
+        try:
             for part in tokens.split(CHUNK):
                 outputs.append(self.run(part))
+                without_mlp.append(outputs[-1] - added.pop() * scale)
                 running()
-            return torch.cat(outputs)
-
-    @contextmanager
-    def _without_mlp(self) -> Iterator[None]:
-        # At the output of the second map, so that the block's own code still runs: residuals, norms, LayerScale.
-        hook = self.maps[1].register_forward_hook(lambda _, given, output: torch.zeros_like(output))
-        try:
-            yield
         finally:
             hook.remove()
+        return torch.cat(without_mlp), torch.cat(outputs)
+
+    @contextmanager
+    def without_mlp(self) -> Iterator[None]:
+        """Zeros for the output of the MLP, whose maps are not computed."""
+        # The block's own code still runs: residuals, norms, LayerScale.
+        with ExitStack() as stack:
+            for linear in self.maps:
+                # A hook: a block whose parts have none may be computed by one kernel, without calling them.
+                stack.callback(linear.register_forward_hook(_no_hook).remove)
+                stack.enter_context(_skipped(linear, linear.out_features))
+            yield
 
     def run_recorded(self, tokens: Tokens, branch: "_Branch") -> tuple[Tokens, Tensor, Tensor]:
-        """Returns the outputs for all images, the inputs of the branch and its outputs."""
-        inputs, outputs = [], []
+        """Returns the outputs for all images without the MLP, the inputs of a branch and its outputs.
+
+        The outputs are empty for the MLP, which is not computed.
+        """
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = [tokens[:0]]
 
         def keep(_: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs.append(given[0])
             branch.args, branch.kwargs = given[1:], kwargs
 
-        hooks = (
-            branch.first.register_forward_pre_hook(keep, with_kwargs=True),
-            branch.last.register_forward_hook(lambda _, given, output: outputs.append(output)),
-        )
-        try:
-            # For the attention without the MLP: its target is the stream before the MLP, whose errors are not its own.
-            block_outputs = self.run_all(tokens, mlp=branch.last is not self.attention)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        def record(_: nn.Module, given: object, output: Tensor) -> None:
+            outputs.append(output)
+
+        with ExitStack() as hooks, self.without_mlp():
+            hooks.callback(branch.first.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            if branch.last is self.attention:
+                hooks.callback(branch.last.register_forward_hook(record).remove)
+            block_outputs = self.run_all(tokens)
         return block_outputs, torch.cat(inputs), torch.cat(outputs)
 
     def scale(self, tokens: Tokens, branch: "_Branch") -> Float[Tensor, "width"]:
@@ -214,8 +274,9 @@ class _Block:
 
         hook = branch.last.register_forward_hook(record)
         try:
-            with torch.enable_grad():
-                block_outputs = self.run_all(tokens, mlp=branch.last is not self.attention)
+            # For the attention without the MLP: its target is the stream before the MLP, whose errors are not its own.
+            with torch.enable_grad(), self.without_mlp() if branch.last is self.attention else nullcontext():
+                block_outputs = self.run_all(tokens)
                 (slope,) = torch.autograd.grad(block_outputs.sum(), outputs)
         finally:
             hook.remove()
@@ -279,6 +340,21 @@ def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
         yield _Block(block, attention, maps, *arguments[block])
 
 
+def _no_hook(module: nn.Module, given: Any, output: Any) -> None:
+    pass
+
+
+@contextmanager
+def _skipped(linear: nn.Module, features: int) -> Iterator[None]:
+    """Replaces the output of a linear map by zeros of so many features."""
+    # On the instance, which hides the method of the class; hooks run in `__call__`, which is unchanged.
+    linear.forward = lambda tokens: tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
+    try:
+        yield
+    finally:
+        del linear.forward
+
+
 @contextmanager
 def _hooked(blocks: Sequence[nn.Module], keep: Any) -> Iterator[None]:
     with ExitStack() as hooks:
@@ -299,13 +375,19 @@ def _first_tokens(model: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens.append((args[0] if args else kwargs["hidden_states"]).detach())
+        raise _Reached
 
     with _hooked([model.get_submodule(block_names(model, family)[0])], keep), warnings.catch_warnings():
         warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
         for batch in images.batches(CHUNK, device=_weight(model).device):
-            model(validation.take(batch.images))
+            with suppress(_Reached):
+                model(validation.take(batch.images))
             running()
         return torch.cat(tokens), validation.notes()
+
+
+class _Reached(Exception):
+    """Ends a forward pass at its first block, because the others are not needed."""
 
 
 def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
@@ -361,73 +443,99 @@ class _Branch:
         return self.module(inputs, *self.args, **self.kwargs)
 
 
-def _repair_block_(
-    block: _Block,
-    tokens: Tokens,
-    targets: Tokens,
-    without_mlp: Tokens,
-    weight: Float[Tensor, "tokens"],
-    knobs: Repair,
-) -> tuple[float, float]:
-    """Fits a block in place, and returns the relative error of its output before and after.
+class _BlockFit:
+    """The fits of one block to the output of the reference's block, and the relative error on held-out images.
 
-    `targets` and `without_mlp` are the outputs of the reference's block, with its MLP and without.
+    `tokens` are the inputs of the block, `targets` and `without_mlp` the outputs of the reference's block, with its MLP
+    and without. Three fits follow one another: the attention by Adam, to the stream before the MLP; the second map of
+    the MLP in closed form; then both maps by Adam from there. Each is kept only if it lowers the error of the block's
+    output on images that it was not fitted to.
     """
-    # Three fits after one another: the attention by Adam, to the stream before the MLP; the second map of the MLP in
-    # closed form; then both maps by Adam from there. Each is kept only if it lowers the error of the block's output on
-    # images that it was not fitted to.
-    held_out = torch.arange(len(tokens)) % HELD_OUT == 0
-    fitted, held_out_tokens, expected = (~held_out).nonzero()[:, 0], tokens[held_out], targets[held_out]
-    size = (weight[:, None] * expected.square()).mean()
 
-    def error() -> float:
-        return float((weight[:, None] * (block.run_all(held_out_tokens) - expected).square()).mean() / size)
+    def __init__(self, block: _Block, tokens: Tokens, targets: Tokens, weight: Float[Tensor, "tokens"], knobs: Repair):
+        self.block, self.tokens, self.targets, self.weight, self.knobs = block, tokens, targets, weight, knobs
+        held_out = torch.arange(len(tokens)) % HELD_OUT == 0
+        self.held_out, self.fitted = held_out.nonzero()[:, 0], (~held_out).nonzero()[:, 0]
+        self._expected = targets[self.held_out]
+        self._size = (weight[:, None] * self._expected.square()).mean()
+        self.before = self.error = self._block_error()
 
-    def kept_if_better(before: float, fit_: Callable[..., None], module: Any, *arguments: Any) -> float:
+    def run(self, without_mlp: Tokens) -> Tokens:
+        """Fits the block in place, and returns its outputs."""
+        if not self.before:
+            return self.block.run_all(self.tokens)
+        if self.knobs.steps and any(parameter.numel() for parameter in self.block.attention.parameters()):
+            self._fit_attention(without_mlp)
+        return self._fit_mlp()
+
+    def _error_of(self, outputs: Tokens) -> float:
+        return float((self.weight[:, None] * (outputs - self._expected).square()).mean() / self._size)
+
+    def _block_error(self) -> float:
+        return self._error_of(self.block.run_all(self.tokens[self.held_out]))
+
+    def _fit(self, error: Callable[[], float], fit_: Callable[..., None], module: Any, *arguments: Any) -> None:
+        """Applies a fit, and keeps it if it lowers the error."""
         state = copy.deepcopy(module.state_dict())
         fit_(module, *arguments)
         after = error()
-        if after < before:
-            return after
-        module.load_state_dict(state)
-        return before
+        if after < self.error:  # false for NaN
+            self.error = after
+        else:
+            module.load_state_dict(state)
 
-    adam = knobs.steps, knobs.learning_rate, knobs.seed
-    before = after = error()
-    if not before:
-        return before, after
-    branch = _Branch(block.attention, block.attention, block.attention)
-    if knobs.steps and any(parameter.numel() for parameter in block.attention.parameters()):
-        scale = block.scale(tokens[:2], branch)
-        outputs, inputs, branch_outputs = block.run_recorded(tokens, branch)
+    def _descend(self, error: Callable[[], float], module: Any, loss: Any) -> None:
+        if self.knobs.steps:
+            self._fit(error, descend_, module, loss, self.knobs.steps, self.knobs.learning_rate, self.knobs.seed)
+
+    def _fit_attention(self, without_mlp: Tokens) -> None:
+        block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.images
+        branch = _Branch(block.attention, block.attention, block.attention)
+        scale = block.scale(self.tokens[:2], branch)
+        stream, inputs, outputs = block.run_recorded(self.tokens, branch)
         # The branch's output that would make the block's output equal to the target, [images, tokens, width].
-        branch_targets = branch_outputs + (without_mlp - outputs) / scale
+        targets = outputs + (without_mlp - stream) / scale
+        del stream, outputs  # as large as the tokens of all images
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
             # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
-            images = fitted[torch.randint(len(fitted), (knobs.images,), generator=generator)]
+            images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             # Times the scale again: features that LayerScale hardly adds count as little as they do in the block.
-            missed = (branch.run(inputs[images]) - branch_targets[images]) * scale
+            missed = (branch.run(inputs[images]) - targets[images]) * scale
             return (weight[:, None] * missed.square()).mean()
 
-        after = kept_if_better(after, descend_, branch.module, images_error, *adam)
+        self._descend(self._block_error, branch.module, images_error)
 
-    between = block.between(tokens[:2])
-    mlp = nn.Sequential(block.maps[0], between, block.maps[1])
-    scale = block.scale(tokens[:2], _Branch(mlp, *block.maps))
-    outputs, inputs, branch_outputs = block.run_recorded(tokens, _Branch(mlp, *block.maps))
-    branch_targets = branch_outputs + (targets - outputs) / scale
-    shares = weight.cpu()
+    def _fit_mlp(self) -> Tokens:
+        """Fits the MLP, and returns the outputs of the block."""
+        block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.tokens
+        mlp = nn.Sequential(block.maps[0], block.between(self.tokens[:2]), block.maps[1])
+        branch = _Branch(mlp, *block.maps)
+        scale = block.scale(self.tokens[:2], branch)
+        stream, inputs, _ = block.run_recorded(self.tokens, branch)
+        targets, shares = (self.targets - stream) / scale, weight.cpu()
 
-    def tokens_error(generator: torch.Generator) -> Float[Tensor, ""]:
-        # An MLP treats tokens one by one. Sampling in proportion to the importance replaces its weights.
-        # Single tokens of many images differ more than all tokens of a few.
-        images = fitted[torch.randint(len(fitted), (knobs.tokens,), generator=generator)]
-        drawn = torch.multinomial(shares, knobs.tokens, replacement=True, generator=generator)
-        return ((mlp(inputs[images, drawn]) - branch_targets[images, drawn]) * scale).square().mean()
+        def outputs_of(images: Tensor) -> Tokens:
+            # Of the block, from its stream before the MLP: the rest of the block need not run again.
+            outputs = []
+            for part in images.split(CHUNK):
+                outputs.append(stream[part] + scale * mlp(inputs[part]))
+                running()
+            return torch.cat(outputs)
 
-    after = kept_if_better(after, _fit_second_, mlp, inputs, branch_targets, fitted, weight, knobs.ridge)
-    return before, kept_if_better(after, descend_, mlp, tokens_error, *adam)
+        def mlp_error() -> float:
+            return self._error_of(outputs_of(self.held_out))
+
+        def tokens_error(generator: torch.Generator) -> Float[Tensor, ""]:
+            # An MLP treats tokens one by one. Sampling in proportion to the importance replaces its weights.
+            # Single tokens of many images differ more than all tokens of a few.
+            images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
+            drawn = torch.multinomial(shares, number, replacement=True, generator=generator)
+            return ((mlp(inputs[images, drawn]) - targets[images, drawn]) * scale).square().mean()
+
+        self._fit(mlp_error, _fit_second_, mlp, inputs, targets, fitted, weight, self.knobs.ridge)
+        self._descend(mlp_error, mlp, tokens_error)
+        return outputs_of(torch.arange(len(self.tokens)))
 
 
 def _fit_second_(

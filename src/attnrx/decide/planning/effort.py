@@ -16,14 +16,15 @@ class Effort:
     `space.LEVELS`) and at the shares `pruned_shares` of the patches, in every `every`-th layer; in between they are
     interpolated. Blocks are timed at the levels `timed`, for `rounds` rounds, and whole models for `whole_rounds`.
 
-    `trials` plans, each the best predicted of some `variations`, are measured on `trial_images`, the best `finalists`
-    of them on all `images`. A plan for latency is repeated up to `attempts` times, until its measured latency is
-    between `near` and `far` times the target; the first attempt is not searched, and with `adjusts` those after the
-    second correct the cost without a new search. `front` is the number of plans from the original to
-    the target that are measured for comparison.
+    `trials` plans, each the best predicted of some `variations`, are measured on `trial_images`, the better half of
+    them on the first number of images in `halving`, the better half of these on the next one, and the best `finalists`
+    on all `images` (successive halving). A plan for latency is repeated up to `attempts` times, until its measured
+    latency is between `near` and `far` times the target; the first attempt is not searched, and with `adjusts` those
+    after the second correct the cost without a new search. `front` is the number of plans from the original to the
+    target that are measured for comparison.
 
-    The realized plan is repaired on `repair_images` images by `repair_steps` steps per block, and distilled in
-    `distill_epochs` passes over them.
+    The realized plan is repaired on `repair_images` images by `repair_steps` steps per block, or fewer of both, within
+    `repair_macs` multiply-accumulates, and distilled in `distill_epochs` passes over the images.
     """
 
     sensitivity_images: int
@@ -31,6 +32,7 @@ class Effort:
     images: int
     trials: int
     variations: int
+    halving: tuple[int, ...]
     finalists: int
     probed: tuple[int, ...]
     pruned_shares: tuple[float, ...]
@@ -45,16 +47,18 @@ class Effort:
     adjusts: bool
     repair_images: int
     repair_steps: int
+    repair_macs: float
     distill_epochs: int
 
 
 EFFORTS: Mapping[str, Effort] = {
     "quick": Effort(
         sensitivity_images=32,
-        trial_images=96,
+        trial_images=32,
         images=192,
         trials=10,
         variations=3,
+        halving=(96,),
         finalists=3,
         probed=(4,),  # half of the rank
         pruned_shares=(1 / 12, 1 / 3, 5 / 6),
@@ -70,6 +74,8 @@ EFFORTS: Mapping[str, Effort] = {
         adjusts=True,
         repair_images=512,
         repair_steps=100,
+        # A ViT-S needs 1.2e13 for all images, a ViT-B would need 4e13.
+        repair_macs=2e13,
         distill_epochs=0,
     ),
     "normal": Effort(
@@ -78,6 +84,7 @@ EFFORTS: Mapping[str, Effort] = {
         images=512,
         trials=32,
         variations=8,
+        halving=(),
         finalists=4,
         probed=(2, 4),
         pruned_shares=(1 / 24, 1 / 6, 1 / 2),
@@ -92,6 +99,7 @@ EFFORTS: Mapping[str, Effort] = {
         adjusts=False,
         repair_images=1024,
         repair_steps=300,
+        repair_macs=1e14,
         distill_epochs=0,
     ),
     "thorough": Effort(
@@ -101,6 +109,7 @@ EFFORTS: Mapping[str, Effort] = {
         images=1024,
         trials=48,
         variations=8,
+        halving=(),
         finalists=6,
         probed=(2, 4),
         pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
@@ -116,6 +125,8 @@ EFFORTS: Mapping[str, Effort] = {
         # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md).
         repair_images=3072,
         repair_steps=500,
+        # The tokens of the images that it leaves of a ViT-L are in memory seven times, in 12 GB.
+        repair_macs=4e14,
         distill_epochs=2,
     ),
 }

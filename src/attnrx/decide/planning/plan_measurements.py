@@ -16,6 +16,10 @@ from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities, measure_sensitivities
 from attnrx.decide.planning.space import Choices, Space
 from attnrx.support.progress import begin
+from attnrx.support.shapes import Tensor
+
+# The most outputs of an image that are kept, per plan: not those of dense models, which are as many as pixels.
+KEPT = 4096
 
 
 class PlanMeasurements:
@@ -28,6 +32,7 @@ class PlanMeasurements:
         self.images, self.fingerprint = images, images.fingerprint
         self.timer = PlanTimer(space, settings.timing, settings.effort, images, settings.to, settings.log)
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
+        self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
         self._last_frontier: tuple[dict[str, float], Frontier] | None = None  # with its knobs
 
@@ -81,7 +86,13 @@ class PlanMeasurements:
         answers = answers or self.answers
         key = len(answers), choices
         if key not in self._deviations:
-            self._deviations[key] = answers.measure(self.realized(choices))
+            # More images are the first ones and others: what was measured is not computed again.
+            outputs = self._outputs.get(choices, [])
+            if len(outputs) < len(answers.batches):
+                outputs = [*outputs, *answers.outputs_of(self.realized(choices), len(outputs))]
+                if answers.outputs[0].numel() <= KEPT:
+                    self._outputs[choices] = outputs
+            self._deviations[key] = answers.deviation(outputs[: len(answers.batches)])
         return self._deviations[key]
 
     def trial(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:

@@ -94,8 +94,12 @@ class Answers:
 
     def measure(self, candidate: nn.Module) -> Deviation:
         """Runs a candidate on the images and returns its deviation."""
+        return self.deviation(self.outputs_of(candidate))
+
+    def outputs_of(self, candidate: nn.Module, start: int = 0) -> list[Tensor]:
+        """Runs a candidate on the images from a batch on, and returns its outputs per batch."""
         with evaluating([candidate]):
-            return self.deviation([stored(candidate(batch)) for batch in self.batches])
+            return [stored(candidate(batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
         """Returns the deviation of outputs, given per batch."""

@@ -282,11 +282,13 @@ def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[No
         # Reducers are frozen. An attribute of the copy hides the method of its class; the model's own reducer is
         # unchanged.
         object.__setattr__(recording, name, method)
+    # The C++ kernel, which the model took from its own reducer, merges no further tables.
+    native, reduction.native = reduction.native, None
     reduction.policy = replace(policy, reducer=recording)
     try:
         yield
     finally:
-        reduction.policy = policy
+        reduction.policy, reduction.native = policy, native
 
 
 def _recorded_relevance(original: Selecting, records: _StageRecords, patches: int) -> Callable[..., Tensor]:
@@ -314,8 +316,7 @@ def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Ca
         records.goals.setdefault(state.stage, []).append((state.patch_indices.cpu(), into.cpu()))
         return original.finished(tables, merged)
 
-    # The C++ kernel merges no further tables.
-    return {"tables": tables, "finished": finished, "in_one_round": lambda *_: None}
+    return {"tables": tables, "finished": finished}
 
 
 def _by_patch(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
