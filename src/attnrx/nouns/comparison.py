@@ -9,9 +9,8 @@ from typing import Any
 from attnrx.nouns.evidence import Estimate
 from attnrx.support import validation as fields
 from attnrx.support.errors import CheckpointError
-from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx.support.storage import read_record, write_json
 from attnrx.support.tables import Cell, Tabular, markdown_table
-from attnrx.support.validation import validated
 from attnrx.vit.outputs import KINDS, OutputKind
 
 KIND, SCHEMA = "attnrx comparison", 2
@@ -218,9 +217,7 @@ class MethodComparison(Tabular):
         Raises:
             CheckpointError: The file is not a comparison, is damaged, or contains no trial.
         """
-        record = read_json(path)
-        check_schema(record, KIND, SCHEMA, path)
-        validated(record, RECORD, path)
+        record = read_record(path, KIND, SCHEMA, RECORD)
         unreached = tuple(Unreached(**each) for each in record.get("unreached", ()))
         if not record["trials"] and not unreached:
             raise CheckpointError(f"{path} holds no trial yet; let `attnrx compare` finish its first one.")

@@ -12,13 +12,11 @@ from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
-    check_schema,
-    read_json,
+    read_record,
     read_tensors_of,
     require_finite_tensors,
     write_with_tensors,
 )
-from attnrx.support.validation import validated
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.spec import NORMS
 from attnrx.vit.spectrum import Spectrum
@@ -173,9 +171,7 @@ class Diagnosis(Displayed):
         """
         path = Path(path)
         # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
-        record = read_json(path)
-        check_schema(record, KIND, SCHEMA, path)
-        validated(record, RECORD, path)
+        record = read_record(path, KIND, SCHEMA, RECORD)
         tensors = read_tensors_of(path, record)
         _require_layers(tensors, len(record["layers"]), path)
         try:

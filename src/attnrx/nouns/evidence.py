@@ -9,9 +9,9 @@ from typing import Any
 from attnrx.support import validation as fields
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx.support.storage import read_record, write_json
 from attnrx.support.tables import Cell, Tabular, aligned_table
-from attnrx.support.validation import Invalid, below, shown, validated
+from attnrx.support.validation import Invalid, below, shown
 
 KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
@@ -291,9 +291,7 @@ class Evidence(Displayed, Tabular):
         Raises:
             CheckpointError: The file is missing, damaged, edited or of another kind.
         """
-        record = read_json(path)
-        check_schema(record, KIND, SCHEMA, path)
-        validated(record, RECORD, path)
+        record = read_record(path, KIND, SCHEMA, RECORD)
         evidence = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
         # The outcome is stored for readers of the file, and is computed again so that an edited file is found.
         if evidence.outcome != record["outcome"]:

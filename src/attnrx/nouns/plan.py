@@ -12,8 +12,7 @@ from attnrx.nouns.prescription_schema import PLAN
 from attnrx.support import validation as fields
 from attnrx.support.atomic_writes import parts_by, replacing_folder
 from attnrx.support.display import Displayed
-from attnrx.support.storage import check_schema, file_kind, read_json, write_json
-from attnrx.support.validation import validated
+from attnrx.support.storage import file_kind, read_record, write_json
 from attnrx.vit.outputs import KINDS, Embeddings, OutputKind
 
 KIND, SCHEMA = "attnrx plan", 2
@@ -190,9 +189,7 @@ class Plan(Displayed):
             CheckpointError: One of the files is missing, damaged or of another kind.
         """
         path = Path(path)
-        record = read_json(path)
-        check_schema(record, KIND, SCHEMA, path)
-        validated(record, RECORD, path)
+        record = read_record(path, KIND, SCHEMA, RECORD)
         outputs = KINDS[record["about"].get("outputs", "logits")]
         return cls(
             Prescription.load(path.with_name("prescription.json")),

@@ -13,14 +13,13 @@ from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.storage import (
-    check_schema,
     json_text,
-    read_json,
+    read_record,
     read_tensors_of,
     require_finite_tensors,
     write_with_tensors,
 )
-from attnrx.support.validation import Invalid, validated
+from attnrx.support.validation import Invalid
 from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
@@ -411,9 +410,7 @@ class Prescription(Displayed):
         """
         path = Path(path)
         # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
-        record = read_json(path)
-        check_schema(record, KIND, SCHEMA, path)
-        validated(record, RECORD, path)
+        record = read_record(path, KIND, SCHEMA, RECORD)
         tensors = read_tensors_of(path, record)
         require_finite_tensors(tensors, f"the tensors of {path}")
         try:

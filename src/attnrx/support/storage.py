@@ -20,7 +20,7 @@ from safetensors.torch import save as encode_tensors
 from attnrx.support.atomic_writes import write_atomically
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.shapes import Tensor
-from attnrx.support.validation import DEEPEST_JSON, nesting, require_regular
+from attnrx.support.validation import DEEPEST_JSON, Field, nesting, require_regular, validated
 
 SEAL = "sha256_of_the_rest"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -292,6 +292,27 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
         raise CheckpointError(f"{path} is not an {kind} (its kind is {found[0]!r}).")
     if found[1] != schema:
         raise CheckpointError(f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}.")
+
+
+def read_record(path: Path | str, kind: str, schema: int, fields: Field) -> dict[str, Any]:
+    """Reads a JSON file of one kind, and checks all of its fields before anything is made of them.
+
+    Args:
+        path: The file.
+        kind: Its kind, e.g. "attnrx evidence".
+        schema: The version of its schema.
+        fields: Which values are valid.
+
+    Returns:
+        The record.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, of another kind or version, or a field is not valid.
+    """
+    record = read_json(path)
+    # Kind and version first: the fields of another kind of file would be reported as damaged ones.
+    check_schema(record, kind, schema, path)
+    return validated(record, fields, path)
 
 
 def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:

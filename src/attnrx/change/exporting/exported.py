@@ -17,8 +17,8 @@ from attnrx.support import validation as fields
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.storage import check_schema, file_sha256, read_json
-from attnrx.support.validation import Invalid, below, validated
+from attnrx.support.storage import file_sha256, read_json, read_record
+from attnrx.support.validation import Invalid, below
 from attnrx.vit.models.family import STATED_OUTPUTS
 
 KIND, SCHEMA = "attnrx exported model", 1
@@ -182,9 +182,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
     A .pt2 file (program or aotinductor) can run code of its author and raises InvalidInput unless `trust` is True.
     """
     path = Path(path)
-    facts = read_json(facts_path(path))
-    check_schema(facts, KIND, SCHEMA, facts_path(path))
-    facts = _of_present_files(path, validated(facts, RECORD, facts_path(path)))
+    facts = _of_present_files(path, read_record(facts_path(path), KIND, SCHEMA, RECORD))
     try:
         form = from_dict(facts["format"], FORMATS.values())
     except AttnrxError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx.support.storage import read_record, write_json
 from attnrx.support.validation import (
     Choice,
     Flag,
@@ -22,7 +22,6 @@ from attnrx.support.validation import (
     Optional,
     Record,
     Text,
-    validated,
 )
 from attnrx.vit.models import family_of, load_model, model_fingerprint, reduction_of
 from attnrx.vit.tokens import TokenPolicy
@@ -132,9 +131,7 @@ class Elastic:
     def read(cls, folder: Path | str) -> "Elastic":
         """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
         path = Path(folder) / INDEX
-        record = read_json(path)
-        check_schema(record, KIND, SCHEMA, path)
-        validated(record, RECORD, path)
+        record = read_record(path, KIND, SCHEMA, RECORD)
         sizes = tuple(
             Size(**{**size, "cuts": tuple(tuple(cut) for cut in size.get("cuts", ()))}) for size in record["sizes"]
         )
