@@ -10,6 +10,7 @@ import torch
 import attnrx as rx
 from attnrx.change.realization.elastic import Elastic, Size
 from attnrx.show.checks import Accuracy, Fidelity
+from attnrx.support.errors import InvalidInput
 from pictures import rows, write_folder, write_parquet
 from test_cli import call, record
 
@@ -81,6 +82,21 @@ def test_an_unrelated_prescription_or_mask_is_refused(made: SimpleNamespace) -> 
     ):
         done = call(*verify(made, made.slim, *words))
         assert done.code == 2 and message in done.err, done.err
+
+
+def test_a_function_takes_the_folders_that_the_command_takes(made: SimpleNamespace) -> None:
+    splits = rx.adapt_preprocessing(rx.load_data(str(made.data), image_size=16), rx.load(made.model))
+    evidence = rx.verify(made.slim, made.model, splits.test, "fidelity")
+    reported = record(*verify(made, made.slim))
+    assert [finding.claim for finding in evidence.findings] == [finding["claim"] for finding in reported["findings"]]
+    assert {finding.details["base"] for finding in evidence.findings} >= {"masked"}
+    for name in ("rules", "realization", "removed_share", "notes"):
+        assert evidence.about[name] == reported["about"][name]
+    diagnosis = rx.Diagnosis.load(made.root / "diagnosis.json")
+    controls = rx.verify(made.slim, made.model, splits.test, "controls", diagnosis=diagnosis, splits=splits, draws=1)
+    assert {finding.check for finding in controls.findings} == {"controls"}
+    with pytest.raises(InvalidInput, match="prescribed from a diagnosis"):
+        rx.verify(made.slim, made.model, splits.test, "controls")
 
 
 @pytest.mark.parametrize(
