@@ -179,6 +179,14 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     the dataset to class indices of the model; ImageNet subsets need none (see `data.fit_labels`). Labels that fit no
     head raise an error only when they are used.
 
+    Args:
+        splits: The dataset.
+        model: The model that is to take its images.
+        label_map: The model's class index of every class name of the dataset.
+
+    Returns:
+        The splits for this model.
+
     Raises:
         DataError: The images are given as pixels of another shape than the model's input, or the map does not fit.
     """

@@ -210,6 +210,16 @@ def measure_divergence(
     Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats;
     the last one is zero up to rounding. `TotalRank(by="divergence")` allocates ranks by it.
 
+    Args:
+        model: The model.
+        diagnosis: Its diagnosis.
+        images: Images, normalized for the model.
+        metric: The metric of the directions (`rules.METRICS`).
+        batch_size: Images per forward pass.
+
+    Returns:
+        The diagnosis with the reading.
+
     Raises:
         FingerprintMismatch: The diagnosis belongs to another model.
         DataError: There are no images, or they do not fit the model.

@@ -90,6 +90,9 @@ def train(
         resume: Whether to continue a run that the folder holds.
         reporter: Receives the progress; by default lines on stderr, or a bar in a terminal.
 
+    Returns:
+        The trained model with its history and record.
+
     Raises:
         InvalidInput: The data do not fit the model or the batch size, or, with `resume=False`, the folder holds a run.
         DataError: Images or labels are missing.

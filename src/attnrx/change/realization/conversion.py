@@ -45,6 +45,13 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
     dense attention depend on the lengths of its rows, so the converted model is only a start: follow it by `repair`,
     which fits it to the original without labels.
 
+    Args:
+        model: A model with dense attention.
+        calibration: Images, normalized for the model.
+
+    Returns:
+        The converted copy.
+
     Raises:
         NotSupported: A layer has another form than dense, norms of its own, or a bias per pair of tokens.
         DataError: There are no images, or they do not fit the model.

@@ -88,6 +88,15 @@ def distill(
     temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the same start. One image in eight
     is not fitted to: the weights with the least divergence on those are returned, which may be the candidate's own.
 
+    Args:
+        candidate: The compressed model.
+        reference: The original.
+        calibration: Images, normalized for the model.
+        settings: The passes and rates of the fit.
+
+    Returns:
+        The distilled copy with the divergence before and after.
+
     Raises:
         InvalidInput: The models return outputs of different widths, or there are too few images.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.

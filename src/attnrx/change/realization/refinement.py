@@ -68,6 +68,15 @@ def refine(
     divergence does not decrease keeps its rows. Both models must have the same layers, and the candidate's heads must
     be among the reference's. The inputs of a layer are held in memory for all calibration images, so give few, e.g. 64.
 
+    Args:
+        candidate: The compressed model, with all its tokens.
+        reference: The original.
+        calibration: Images, normalized for the model.
+        refinement: The steps and rate of the fit.
+
+    Returns:
+        The refined copy with the divergence of every layer before and after.
+
     Raises:
         InvalidInput: The models have different depths or heads, or there are no images.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.

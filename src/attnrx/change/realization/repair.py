@@ -116,6 +116,15 @@ def repair(
 
     The tokens of all images are in memory about seven times. Prune and merge tokens afterwards.
 
+    Args:
+        candidate: The compressed model, with all its tokens.
+        reference: The original.
+        calibration: Images, normalized for the model.
+        settings: The steps and rates of the fit.
+
+    Returns:
+        The repaired copy with the errors of every block before and after.
+
     Raises:
         InvalidInput: The models have different depths, or there are too few images.
         NotSupported: The candidate prunes or merges tokens, or its MLPs are not two linear maps.

@@ -123,6 +123,15 @@ def prescribe_within(
     (`by_layer`). A template of tokens alone accepts the model instead of a diagnosis. `about["budget"]` records the
     target, the shares, and the resulting shares of the MACs.
 
+    Args:
+        model: The model whose MACs count.
+        diagnosis: Its diagnosis; or the model itself, for a template of tokens alone.
+        template: Rules with {share} in place of a share.
+        budget: The limit on the MACs.
+
+    Returns:
+        The prescription with the largest share, which is recorded.
+
     Raises:
         InvalidInput: The template has no {share}, or {share} is a share of tokens and the budget is per layer.
         FingerprintMismatch: The diagnosis belongs to another model.

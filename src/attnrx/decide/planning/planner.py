@@ -68,6 +68,17 @@ def plan(
     measured on `others`, which are not used for any choice. Labels are needed for a target of accuracy only; without
     labels of `others` no change of accuracy is predicted.
 
+    Args:
+        model: The model.
+        diagnosis: Its diagnosis, with moments for a plan of values and MLP.
+        target: A target or its text, e.g. "latency=0.6x".
+        images: The images that the plan is chosen on.
+        others: Other images, which the predictions are measured on.
+        settings: The search space, the effort, and the conditions of timings.
+
+    Returns:
+        The plan with its prescription and predictions.
+
     Raises:
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.

@@ -46,6 +46,16 @@ def control_prescriptions(
     heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" does not exist
     where it equals the prescription, as for fc1 and fc2 alone.
 
+    Args:
+        diagnosis: The diagnosis of the model.
+        prescription: The prescription to match.
+        kinds: The kinds of controls; by default all that exist.
+        draws: The number of random controls.
+        seed: Seeds the random controls.
+
+    Returns:
+        The controls by kind.
+
     Raises:
         InvalidInput: Unknown kinds, or no draw, or more than 1000.
         NotSupported: A requested kind does not exist.

@@ -213,6 +213,13 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
     whose attention is captured for a token reducer keep their backend. The choice is not saved with the model, because
     the fastest backend depends on the machine.
 
+    Args:
+        model: The model.
+        backend: The name of a backend, or a backend.
+
+    Returns:
+        The model.
+
     Raises:
         UnknownName: No backend has this name.
         NotSupported: The model has no attnrx attention, every layer's attention is captured for a token reducer, or the
