@@ -54,13 +54,13 @@ def global_variable(model: Any) -> str:
     global GLOBAL
     GLOBAL = model
     model.blocks[0].norm1.forward = lambda tokens: nn.LayerNorm.forward(GLOBAL.blocks[0].norm1, tokens)
-    return "the model itself"
+    return "blocks.0.norm1.weight"
 
 
 def container(model: Any) -> str:
-    parts = {"all": [model.blocks[0].mlp]}
-    model.blocks[0].mlp.forward = lambda tokens: type(parts["all"][0]).forward(parts["all"][0], tokens)
-    return "blocks.0.mlp"
+    parts = {"all": [model.blocks[0].norm2]}
+    model.blocks[0].norm2.forward = lambda tokens: type(parts["all"][0]).forward(parts["all"][0], tokens)
+    return "blocks.0.norm2"
 
 
 def compiled_forward(model: Any) -> str:
@@ -76,13 +76,13 @@ def compiled_part(model: Any) -> str:
 def hook(model: Any) -> str:
     norm = model.blocks[1].norm1
     model.blocks[0].register_forward_hook(lambda module, args, output: norm(output))
-    return "a hook of blocks.0"
+    return "a hook .* of blocks.0"
 
 
 def pre_hook(model: Any) -> str:
     norm = model.blocks[1].norm1
     model.blocks[0].register_forward_pre_hook(lambda module, args: (norm(args[0]),))
-    return "a hook of blocks.0"
+    return "a hook .* of blocks.0"
 
 
 SHARED = (

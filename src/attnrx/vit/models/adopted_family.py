@@ -23,7 +23,13 @@ from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, Rotat
 from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_weights
-from attnrx.vit.models.foreign_code import plain_copy, reparametrized, require_own_code, require_unchanged
+from attnrx.vit.models.foreign_code import (
+    plain_copy,
+    reparametrized,
+    require_own_weights,
+    require_unchanged,
+    require_uncompiled,
+)
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.token_hooks import costs_of_tokens
@@ -157,7 +163,7 @@ class AdoptedFamily(Family):
         # Without masks of pruning and weight norms, as these replace the weights and the classes of parts.
         plain = plain_copy(model) if any(reparametrized(model)) else model
         self.require_supported(plain)
-        require_own_code(model)
+        require_uncompiled(model)
         weights = model.state_dict()
         without = next(
             (name for name, tensor in weights.items() if isinstance(tensor, Tensor) and tensor.is_meta), None
@@ -178,6 +184,7 @@ class AdoptedFamily(Family):
             "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
             "of its projections are not those that were read",
         )
+        require_own_weights(adopted, model, origin.input_shape)
         # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
         return adopted

@@ -5,9 +5,8 @@ run those of the original.
 """
 
 import functools
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module
@@ -22,111 +22,69 @@ from attnrx.support.shapes import Tensor
 from attnrx.vit.models.observation_hooks import evaluating
 
 # Functions of these packages are no changes by a user.
-OWN = ("attnrx", "attnrx_lab")
-LIBRARIES = (*OWN, "torch", "timm", "transformers", "torchvision", "open_clip")
+LIBRARIES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvision", "open_clip")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# The modules and tensors of a part, which are copied, and what `nn.Module.compile` adds, which its copy lacks.
-NOT_COPIED = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
-MOST_OBJECTS = 20_000  # that the search for held modules visits
 
 
-def require_own_code(model: nn.Module) -> None:
-    """Raises NotSupported where a function of one part (a replaced `forward`, a hook) holds a part or a weight of the
-    model in its closure, its defaults or the global variables that it uses, or where a part was compiled.
-
-    Bound methods and partial functions are allowed, because their copies hold the copied modules.
-    """
-    names: dict[int, str] = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    names |= {id(part): name for name, part in model.named_modules()}
-    visited: set[int] = set()
+def require_uncompiled(model: nn.Module) -> None:
+    """Raises NotSupported for a model of which a part was compiled, except in place (`nn.Module.compile`)."""
     for name, part in model.named_modules():
-        if type(part).__module__.startswith("torch._dynamo"):  # by name: importing it takes a second
+        values = (value for key, value in vars(part).items() if key != "_compiled_call_impl")
+        # A module by the name of its package, because importing torch._dynamo takes a second; functions by a mark.
+        is_compiled = type(part).__module__.startswith("torch._dynamo")
+        if is_compiled or any(hasattr(value, "_torchdynamo_orig_callable") for value in values):
             raise NotSupported(
                 f"{_path(name)} was compiled by torch.compile: load the model before it is compiled, and compile the "
                 "result."
             )
-        for attribute, value in vars(part).items():
-            for function in () if attribute in NOT_COPIED else _functions(value, visited):
-                held = _held(function, names)
-                if held is not None:
-                    what = "a hook" if attribute.endswith("_hooks") else f"the attribute {attribute!r}"
-                    raise NotSupported(
-                        f"{what} of {_path(name)} runs the function {function.__qualname__}, which holds "
-                        f"{_path(held)} of the same model: a copy of the model would still run that part of the "
-                        "original. Remove it, or make the change in the class of the part."
-                    )
+
+
+def require_own_weights(copy: nn.Module, original: nn.Module, input_shape: tuple[int, int, int]) -> None:
+    """Raises NotSupported where the forward pass of a deep copy uses a weight of the original.
+
+    A function of one part (a replaced `forward`, a hook) may hold a part or a weight of the model in its closure, its
+    defaults or its global variables, of which a deep copy has no copies. Bound methods and partial functions are
+    copied.
+
+    Args:
+        copy: The copy, which is called with images.
+        original: The model with the weights that the copy must not use.
+        input_shape: Channels, height and width of an image.
+    """
+    names = {id(tensor): name for name, tensor in (*original.named_parameters(), *original.named_buffers())}
+    parameter = next(copy.parameters(), None)
+    if parameter is None or parameter.is_meta:
+        return
+    images = parameter.new_zeros(1, *input_shape)
+    # With gradients, so that no kernel replaces the calls of parts, whose own code is run by every training.
+    with evaluating([copy]), torch.enable_grad(), _TensorUses(names) as uses:
+        copy(images)
+    if uses.found:
+        raise NotSupported(
+            f"a copy of {type(original).__name__} would use {uses.found[0]} of the original: a function (a replaced "
+            "forward, a hook) holds that part, and copies share functions. Remove it (del part.forward, or "
+            "handle.remove()), or make the change in the class of the part."
+        )
+
+
+class _TensorUses(TorchFunctionMode):
+    """Records which of the tensors, named by their `id`, are arguments of operations."""
+
+    def __init__(self, names: Mapping[int, str]):
+        super().__init__()
+        self.names = names
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if id(tensor) in self.names:
+                    self.found.append(self.names[id(tensor)])
+        return func(*args, **(kwargs or {}))
 
 
 def _path(name: str) -> str:
     return name or "the model itself"
-
-
-def _functions(value: Any, visited: set[int]) -> Iterator[types.FunctionType]:
-    """Yields the functions inside a value, which its deep copy shares with it."""
-    pending = [value]
-    while pending and len(visited) < MOST_OBJECTS:
-        current = pending.pop()
-        # Modules are parts of the model, or copied with it.
-        if id(current) in visited or isinstance(current, nn.Module | Tensor):
-            continue
-        visited.add(id(current))
-        if isinstance(current, types.FunctionType):
-            if _package(current) not in OWN:
-                yield current
-        else:
-            pending += _references(current)
-
-
-def _held(function: types.FunctionType, names: Mapping[int, str]) -> str | None:
-    """Returns the name of a module or a tensor in `names` to which a function refers."""
-    pending, visited = [function], set[int]()
-    while pending and len(visited) < MOST_OBJECTS:
-        current = pending.pop()
-        if id(current) in names:
-            return names[id(current)]
-        if id(current) not in visited and not isinstance(current, Tensor):
-            visited.add(id(current))
-            pending += _references(current)
-    return None
-
-
-def _references(value: Any) -> Iterable[Any]:
-    """Returns the objects to which an object refers and which its code may use."""
-    if isinstance(value, types.FunctionType):
-        return _references_of_function(value)
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    if isinstance(value, nn.Module):
-        return value.children()
-    is_object = hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type)
-    return vars(value).values() if is_object else ()
-
-
-def _references_of_function(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a variable that is not assigned yet
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from vars(function).values()
-    # Only modules and functions: the name of any other global variable may be that of an attribute.
-    for name in _global_names(function.__code__):
-        found = function.__globals__.get(name)
-        if isinstance(found, nn.Module | types.FunctionType):
-            yield found
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -193,7 +151,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Tensor], input_s
     parameter = next(model.parameters(), None)
     if not parts or parameter is None or parameter.is_meta:
         return
-    require_own_code(model)
+    require_uncompiled(model)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn((2, *input_shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)
     with evaluating([model]):

@@ -1,7 +1,7 @@
 """Reads a Vision Transformer by the paths of its parts: the base of torchvision's, open_clip's and users' models."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.support.arguments import COUNT, NATURAL, TEXT, each, either, number, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.attention import Attention
@@ -17,47 +18,6 @@ from attnrx.vit.models.adopted import Adapter, Adopted, RotationCache, assembled
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features
-
-
-def _are(values: Any, kind: type | tuple[type, ...], *counts: int) -> bool:
-    """Returns whether these are several values of a kind, as many as one of `counts`; a list too, as JSON has no
-    tuples.
-    """
-    has_kind = isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)
-    return has_kind and (not counts or len(values) in counts)
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_path_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-_PATH, _NUMBERS = "the path of a module", "one number per channel, e.g. (0.5, 0.5, 0.5)"
-# Of the fields of a Reader: which values are valid, and what an error requests in place of others.
-FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "input_shape": (lambda value: _are(value, int, 3), "channels, height and width, e.g. (3, 224, 224)"),
-    **dict.fromkeys(("blocks", "attention", "mlp", "patches", "norm"), (_is_path, _PATH)),
-    **dict.fromkeys(("norm_before", "head"), (_is_path_or_none, f"{_PATH}, or None")),
-    "projections": (lambda value: _are(value, str, 2, 4), "(query_key_value, output) or (query, key, value, output)"),
-    "heads": (
-        lambda value: isinstance(value, str) or (isinstance(value, int) and value > 0),
-        "a number of 1 or more, or the name of an attribute",
-    ),
-    "scale": (
-        lambda value: value is None or (isinstance(value, int | float) and value > 0),
-        "a positive number, or None for head_dim ** -0.5",
-    ),
-    "maps": (
-        lambda value: value is None or _are(value, str, 2),
-        "the paths of two linear maps, or None for another kind of MLP",
-    ),
-    "prefix_tokens": (lambda value: isinstance(value, int) and value >= 0, "a number of 0 or more"),
-    "mean": (lambda value: _are(value, (int, float)), _NUMBERS),
-    "std": (lambda value: _are(value, (int, float)), _NUMBERS),
-}
 
 
 @dataclass(frozen=True)
@@ -98,10 +58,16 @@ class Reader:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name, (is_valid, expected) in FIELDS.items():
-            value = getattr(self, name)
-            if not is_valid(value):
-                raise InvalidInput(f"{name}={value!r}: give {expected}.")
+        pair = each(TEXT, "the paths of two linear maps", 2, 2)
+        require_fields(
+            self,
+            input_shape=each(COUNT, "channels, height and width, e.g. (3, 224, 224)", 3, 3),
+            projections=either("(query_key_value, output) or (query, key, value, output)", pair, each(TEXT, "", 4, 4)),
+            heads=either("a number of 1 or more, or the name of an attribute", COUNT, TEXT),
+            scale=optional(number(0.0, expected="a positive number")),
+            maps=optional(pair),
+            prefix_tokens=NATURAL,
+        )
         if self.pooling == "class" and self.prefix_tokens < 1:
             raise InvalidInput(
                 f"prefix_tokens={self.prefix_tokens} with pooling='class': give the number of tokens before the "

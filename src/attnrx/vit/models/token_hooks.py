@@ -58,7 +58,7 @@ def attach_tokens_(
         _capture_(layer, index, reduction)
         layer.kept_patches = reduction.kept_patches
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
-        family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
+        family.pooled_norm(model).register_forward_hook(_OutputHook(reduction.pooled))
     return reduction.train(model.training)
 
 
@@ -97,7 +97,7 @@ class _TokenHook:
 
 
 class _OutputHook:
-    """Replaces the tokens that a block returns by `run(tokens)`, unless that is None."""
+    """Replaces the tokens that a block or a norm returns by `run(tokens)`, unless that is None."""
 
     by_image = True
 
@@ -110,16 +110,6 @@ class _OutputHook:
         if tokens is None:
             return None
         return (tokens, *output[1:]) if isinstance(output, tuple) else tokens
-
-
-class _Pooled:
-    by_image = True
-
-    def __init__(self, reduction: TokenReduction):
-        self.reduction = reduction
-
-    def __call__(self, module: nn.Module, args: tuple, tokens: Tensor) -> Tensor:
-        return self.reduction.pooled(tokens)
 
 
 def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
