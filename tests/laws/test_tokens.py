@@ -184,12 +184,12 @@ def test_streaming_moments_are_those_of_stored_maps() -> None:
     maps = torch.rand(5, 2, 3, 7, 7, generator=generator, dtype=torch.float64)
     moments = MapMoments.of(maps[0])
     for attention in maps[1:3]:
-        moments = moments.then(attention)
+        moments = moments.add_layer(attention)
     kept = torch.tensor([[0, 2, 3, 6], [0, 1, 4, 5]])
     moments = moments.at(kept)
     left = torch.stack([maps[:, image][..., kept[image], :][..., kept[image]] for image in range(2)], dim=1)
     for attention in left[3:]:
-        moments = moments.then(attention)
+        moments = moments.add_layer(attention)
     torch.testing.assert_close(moments.mean, left.mean(0), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(moments.variance, left.var(0, correction=0), rtol=1e-12, atol=1e-14)
 

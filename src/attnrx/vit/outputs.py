@@ -19,8 +19,8 @@ class OutputKind(ABC):
     """How outputs are compared: a divergence per image, and a decision per image that both models make.
 
     `noun`, `distance`, `decision` and `accuracy` are the words of findings, `columns` those of tables for accuracy and
-    divergence, `returns` those of errors; `unit` is that of the divergence, and `doubt` a divergence at which a
-    decision may change. Without `has_decisions` there is no decision, and so neither agreement nor accuracy.
+    divergence, `returns` those of errors; `unit` is that of the divergence, and `flip_divergence` a divergence at which
+    a decision may change. Without `has_decisions` there is no decision, and so neither agreement nor accuracy.
     """
 
     name: ClassVar[str]
@@ -31,7 +31,7 @@ class OutputKind(ABC):
     columns: ClassVar[tuple[str, str]]
     returns: ClassVar[str]
     unit: ClassVar[str]
-    doubt: ClassVar[float]
+    flip_divergence: ClassVar[float]
     has_decisions: ClassVar[bool] = True
     note: ClassVar[str] = ""
     """A note that is added to the evidence of such models."""
@@ -84,7 +84,7 @@ class OutputKind(ABC):
 class Logits(OutputKind):
     """Class logits: the Kullback-Leibler divergence in nats, and the class."""
 
-    name, noun, unit, doubt = "logits", "logit", "nats", 0.25
+    name, noun, unit, flip_divergence = "logits", "logit", "nats", 0.25
     distance, decision, accuracy = "KL divergence", "prediction", "top-1 accuracy"
     columns, returns = ("top-1", "KL"), "logits of classes"
 
@@ -144,7 +144,7 @@ class Multilabel(OutputKind):
     differences its softened limit. Agreement is the share of equal label decisions; an answer is correct if all are.
     """
 
-    name, noun, unit, doubt = "multilabel", "logit", "nats", 0.25
+    name, noun, unit, flip_divergence = "multilabel", "logit", "nats", 0.25
     distance, decision, accuracy = "KL divergence", "label", "exact-match accuracy"
     columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
 
@@ -178,7 +178,7 @@ class Regression(OutputKind):
     is the share of the variance that is lost. There is no decision.
     """
 
-    name, noun, unit, doubt = "regression", "output", "", 0.05
+    name, noun, unit, flip_divergence = "regression", "output", "", 0.05
     distance, decision, accuracy = "squared error relative to the variance", "", ""
     columns, returns = ("", "squared error"), "numbers of a regression"
     has_decisions = False
@@ -213,7 +213,7 @@ class Embeddings(OutputKind):
     The label that follows is that of the neighbour, so that accuracy is that of the 1-nearest-neighbour classifier.
     """
 
-    name, noun, unit, doubt = "embedding", "embedding", "", 0.05
+    name, noun, unit, flip_divergence = "embedding", "embedding", "", 0.05
     distance, decision = "cosine distance", "nearest neighbour"
     accuracy, columns = "1-nearest-neighbour accuracy", ("1-NN", "cosine distance")
     returns = "embeddings"

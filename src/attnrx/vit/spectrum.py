@@ -16,7 +16,7 @@ class Spectrum(Displayed):
     `owners` is the number of heads, or 1 if all heads share their directions (`shared`). Rows are padded to the largest
     rank; `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of query
     and key: over the kept directions ("kept") or over all original ones ("original"). `heads` are the indices of the
-    heads in the original model. Rules receive the other maps of a layer in the same form; `of` is the name of the map.
+    heads in the original model. Rules receive the other maps of a layer in the same form; `map` is the name of the map.
 
     Of rotary attention `pairs` are the frequencies by which the rows are rotated, -1 for rows that are not. `fixed` are
     the maps of the layer (LAYER_MAPS) of which nothing can be removed, because a norm runs over all of their features.
@@ -29,7 +29,7 @@ class Spectrum(Displayed):
     scale: float
     norms: str
     heads: tuple[int, ...]
-    of: str = "qk"
+    map: str = "qk"
     shared: bool = False
     pairs: Int[Tensor, "heads directions"] | None = None
     fixed: tuple[str, ...] = ()

@@ -407,8 +407,8 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
     # A pseudo-count of one changed image: without any change the spread would be estimated as zero. A divergence of
-    # `outputs.doubt` is that of an image whose decision is in doubt.
-    more = {"divergence": outputs.doubt**2, "agreement": 1.0, "change": 1.0}
+    # `outputs.flip_divergence` is that of an image whose decision is in doubt.
+    more = {"divergence": outputs.flip_divergence**2, "agreement": 1.0, "change": 1.0}
     spreads = {
         name: ((values - values.mean()).square().sum() + more[name]) / (count - 1)
         for name, values in quantities.items()

@@ -85,7 +85,7 @@ def give_strengths(
     """Returns a decision that keeps these directions with these strengths."""
     decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
     # Theorem 1 bounds scores; the other maps have none.
-    bounds = score_bound(spectrum, decision).tolist() if spectrum.of == "qk" else [0.0] * len(keep)
+    bounds = score_bound(spectrum, decision).tolist() if spectrum.map == "qk" else [0.0] * len(keep)
     reasons = (
         _describe_kept(spectrum, keep, head)
         + (f" ({notes[head]})" if notes else "")
@@ -103,11 +103,11 @@ def at_most(value: float) -> str:
 
 def _describe_kept(spectrum: Spectrum, keep: Tensor, head: int) -> str:
     rank, total = int(keep[head].sum()), int(spectrum.used[head].sum())
-    what = {HEADS: "heads", HIDDEN: "hidden units"}.get(spectrum.of, "directions")
+    what = {HEADS: "heads", HIDDEN: "hidden units"}.get(spectrum.map, "directions")
     if not total:
         return f"has no {what}"
     if not rank:
-        consequence = "attends uniformly" if spectrum.of == "qk" else "gives its mean"
+        consequence = "attends uniformly" if spectrum.map == "qk" else "gives its mean"
         return f"keeps none of {total} {what} and {consequence}"
     return f"keeps all {total} {what}" if rank == total else f"keeps {rank} of {total} {what}"
 

@@ -31,7 +31,7 @@ class LayerPlan:
     """The computation of one layer in one context: the backend, the buckets and the padded row counts.
 
     `value_dims` are the padded value dimensions per head, `widths` those per bucket. `joint`: whether
-    `Backend.of_joint` computes it.
+    `Backend.attend_fused_qkv` computes it.
     """
 
     backend: Backend
@@ -85,7 +85,7 @@ class Attention(nn.Module):
             joint = self._fused_qkv.product(tokens, sides)
             # Under autocast the product has a lower precision than the tokens.
             if plan.joint and joint is not None and joint.dtype == tokens.dtype:
-                features = plan.backend.of_joint(
+                features = plan.backend.attend_fused_qkv(
                     joint, plan.rows, plan.value_dims, self.spec.scale, *self._joint(plan, positions)
                 )
                 return self._projected(features, plan.value_dims)
@@ -117,7 +117,7 @@ class Attention(nn.Module):
     def _joint(
         self, plan: LayerPlan, positions: Positions | None
     ) -> tuple[RotationTable | None, Float[Tensor, "images heads tokens tokens"] | None]:
-        """Returns the rotations and the bias of a call for `Backend.of_joint`."""
+        """Returns the rotations and the bias of a call for `Backend.attend_fused_qkv`."""
         if isinstance(self.scores, RotaryForm):
             return self.scores.rotation_table(required_rotation(positions)), self._bias(positions, None)
         return None, self._bias(positions, None)
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         backend = self.backend.at(self.spec, context)
         buckets, value_dims = backend.layout(self.spec, context)
         widths = tuple([value_dims[bucket.start] for bucket in buckets])
-        joint = backend.takes_joint(self.spec, context)
+        joint = backend.takes_fused_qkv(self.spec, context)
         return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
 
     def factors(

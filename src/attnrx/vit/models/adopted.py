@@ -15,6 +15,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, Positions
+from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models.call_state import CallState
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
 from attnrx.vit.models.token_hooks import forward_pass, reduction_of
@@ -308,11 +309,25 @@ class Adapter(nn.Module):
         return replace(rotations or Positions(self.prefix), bias=total)
 
 
+class PairBias(nn.Module):
+    """The bias of pairs that a module of a library computes, cached while its parameters and mode are the same."""
+
+    def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
+        """`compute` is a bound method or a partial function of the module, so that a copy computes its own."""
+        super().__init__()
+        self.source, self.compute = source, compute
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
+        """Returns the bias of all tokens; arguments of the library, e.g. the window, are those of the model."""
+        return self._kept(self.training, tuple(self.source.parameters()), self.compute)
+
+
 INTERLEAVED, HALVES = "interleaved", "halves"
 """The layouts of rotary pairs in the rows of a head: (0, 1), (2, 3), ... or (0, d/2), (1, d/2 + 1), ..."""
 
 
-def assembled(
+def attention_from_projections(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     heads: int,

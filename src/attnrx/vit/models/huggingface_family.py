@@ -4,7 +4,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +16,19 @@ from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, U
 from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.modules import copy_module
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.shapes import Float, ImageBatch, Tensor, TokenBatch
+from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention, Positions
-from attnrx.vit.kernels.cached_weights import CachedWeights
-from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, RotationCache, assembled, image_shape
+from attnrx.vit.models.adopted import (
+    HALVES,
+    Adapter,
+    Adopted,
+    Origin,
+    PairBias,
+    RotationCache,
+    attention_from_projections,
+    image_shape,
+)
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
@@ -159,21 +167,6 @@ class HuggingFaceModel(Adopted):
             neck, head = type(source.neck)(config), type(source.head)(config)
             head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
         return counter.get_total_flops() // 2  # PyTorch counts two operations per MAC
-
-
-class WindowBias(nn.Module):
-    """A relative position bias of transformers for images of the model's size, cached while its table is the same."""
-
-    def __init__(self, source: nn.Module):
-        super().__init__()
-        self.source = source
-        self._kept: CachedWeights[Tensor] = CachedWeights()
-
-    def forward(self, *window: Any, **options: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias; the library's layers pass the window, which is that of the model."""
-        # transformers interpolates the table in every call, also to the size that it has.
-        source: Any = self.source
-        return self._kept((), (source.relative_position_bias_table,), lambda: source(source.window_size))
 
 
 class HuggingFaceAttention(Adapter):
@@ -380,7 +373,9 @@ class HuggingFaceFamily(AdoptedFamily):
         source.save_pretrained = _refuse_save  # type: ignore[assignment]
         for name, module in list(source.named_modules()):
             if type(module).__name__ == f"{reader_of(source).word}RelativePositionBias":
-                source.set_submodule(name, WindowBias(module).train(module.training))
+                # transformers interpolates the table in every call, also to the size that it has.
+                bias = PairBias(module, partial(module, module.window_size))
+                source.set_submodule(name, bias.train(module.training))
         for block in self.blocks(source):
             # Towers (CLIP, SigLIP) have layers whose mask is a required argument.
             mask = inspect.signature(block.forward).parameters.get("attention_mask")
@@ -401,7 +396,7 @@ class HuggingFaceFamily(AdoptedFamily):
         heads = body.config.num_attention_heads
         names = "use_relative_position_bias", "use_shared_relative_position_bias"
         # transformers rotates halves of a row (`rotate_half`).
-        return assembled(
+        return attention_from_projections(
             weights,
             biases,
             heads,

@@ -14,7 +14,7 @@ from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.chunked_forward import require_images
-from attnrx.vit.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
+from attnrx.vit.models.transformer import AttnrxFamily, Layer, Transformer, TransformerConfig
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
@@ -198,7 +198,7 @@ class LVViT(Transformer[LVViTConfig]):
         return logits, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])
 
 
-class LVViTFamily(OwnFamily[LVViTConfig]):
+class LVViTFamily(AttnrxFamily[LVViTConfig]):
     """`lvvit:t`, `lvvit:s` and `lvvit:m`."""
 
     name = "lvvit"
@@ -226,11 +226,11 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
         return model.requires_grad_(True).eval()
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        return self._own(model).get_submodule("stem")
+        return self._transformer(model).get_submodule("stem")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
         """Returns the layout: a class token before the patches; max pooling where the patches are classified too."""
-        config = self._own(model).config
+        config = self._transformer(model).config
         pooled = "max" if config.classifies_patches else "class"
         return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
 

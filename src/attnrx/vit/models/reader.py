@@ -14,7 +14,7 @@ from attnrx.support.arguments import COUNT, NATURAL, TEXT, each, either, number,
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.attention import Attention
-from attnrx.vit.models.adopted import Adapter, Adopted, RotationCache, assembled
+from attnrx.vit.models.adopted import Adapter, Adopted, RotationCache, attention_from_projections
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features
@@ -230,7 +230,9 @@ class ReaderFamily(AdoptedFamily):
             weights = [*weights[0].chunk(3), weights[1]]
             biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
         heads = _heads(module, reader)
-        return assembled(weights, biases, heads, reader.scale or (weights[0].shape[0] // heads) ** -0.5)
+        return attention_from_projections(
+            weights, biases, heads, reader.scale or (weights[0].shape[0] // heads) ** -0.5
+        )
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
         adapter = super().adapter(source, module, attention, rotations)

@@ -26,8 +26,9 @@ from attnrx.vit.models.adopted import (
     Adapter,
     Adopted,
     Origin,
+    PairBias,
     RotationCache,
-    assembled,
+    attention_from_projections,
     image_shape,
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
@@ -156,20 +157,6 @@ class TableBias(nn.Module):
         # [pairs, heads] to [1, heads, tokens, tokens]; contiguous once here, instead of at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()
-
-
-class LibraryBias(nn.Module):
-    """A bias per pair that a module of timm computes, e.g. by an MLP of the positions."""
-
-    def __init__(self, source: nn.Module):
-        super().__init__()
-        self.source = source
-        self._kept: CachedWeights[Tensor] = CachedWeights()
-
-    def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
-        source: Any = self.source
-        # Its MLP may have a dropout, so the bias depends on the mode.
-        return self._kept(self.training, tuple(source.parameters()), source.get_bias)
 
 
 class TimmAttention(Adapter):
@@ -364,7 +351,7 @@ class TimmFamily(AdoptedFamily):
         # A bias that all layers share belongs to the model, which passes it to every block.
         shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
         norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(attention, path)) is not None}
-        return assembled(
+        return attention_from_projections(
             (*weights, attention.proj.weight),
             (*biases, attention.proj.bias),
             attention.num_heads,
@@ -391,7 +378,7 @@ class TimmFamily(AdoptedFamily):
         if bias is None:
             return None
         table = getattr(bias, "relative_position_bias_table", None)
-        return LibraryBias(bias) if table is None else TableBias(table, bias.relative_position_index)
+        return PairBias(bias, bias.get_bias) if table is None else TableBias(table, bias.relative_position_index)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         # The attention pooling of VisionTransformer may leave the prefix tokens out.

@@ -318,12 +318,12 @@ class TokenReduction(nn.Module):
         run, variance = self._run, "attention_variance" in self.policy.reducer.needs
         # Chunks are written into sums of the whole batch; a whole batch needs no copy of the first maps.
         if part is not None:
-            run.moments = run.moments or MapMoments.room(attention, part.batch, variance)
+            run.moments = run.moments or MapMoments.zeros(attention, part.batch, variance)
             run.moments.write_(attention, part)
         elif run.moments is None:
             run.moments = MapMoments.of(attention, variance)
         else:
-            run.moments = run.moments.then(attention)
+            run.moments = run.moments.add_layer(attention)
 
     def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
         """Runs the reducer at one stage, and returns the tokens for the next layer."""

@@ -215,7 +215,7 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
     return model
 
 
-class OwnFamily(Family, Generic[Config]):
+class AttnrxFamily(Family, Generic[Config]):
     """A family of attnrx models, which are described by their configuration."""
 
     model_type: type[Transformer[Config]]
@@ -225,19 +225,19 @@ class OwnFamily(Family, Generic[Config]):
         return isinstance(model, self.model_type)
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        return tuple(layer.attention for layer in self._own(model).layers)  # type: ignore[misc]
+        return tuple(layer.attention for layer in self._transformer(model).layers)  # type: ignore[misc]
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        transformer = self._own(model)
+        transformer = self._transformer(model)
         transformer.layers[layer].attention = attention
         # Costs and saved files are made from the configuration, which must describe the layers as they are.
         transformer.config = transformer.config.with_layer(layer, attention.spec)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        return tuple((layer.mlp.fc1, layer.mlp.fc2) for layer in self._own(model).layers)  # type: ignore[union-attr]
+        return tuple((layer.mlp.fc1, layer.mlp.fc2) for layer in self._transformer(model).layers)  # type: ignore[union-attr]
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        transformer = self._own(model)
+        transformer = self._transformer(model)
         config = transformer.config
         transformer.set_submodule(f"layers.{layer}.mlp.{LINEAR_MAPS[which]}", linear)
         ranks = [list(config.mlp_rank(index)) for index in range(config.depth)]
@@ -253,19 +253,19 @@ class OwnFamily(Family, Generic[Config]):
         )
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        return to_dict(self._own(model).config)
+        return to_dict(self._transformer(model).config)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         return self.model_type(from_dict(description, (self.config_type, AttentionSpec, ImageGeometry)))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        return self._own(model).config.input_shape
+        return self._transformer(model).config.input_shape
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        return self._own(model).config.geometry
+        return self._transformer(model).config.geometry
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        config = self._own(model).config
+        config = self._transformer(model).config
         return config.mean, config.std
 
     def costs(
@@ -276,7 +276,7 @@ class OwnFamily(Family, Generic[Config]):
         tokens: TokenPolicy | None = None,
         hidden: tuple[int, ...] | None = None,
     ) -> ModelCosts:
-        config = self._own(model).config
+        config = self._transformer(model).config
         token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
         # Another configuration instead of another model: a prescription is costed without being realized.
         config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
@@ -285,7 +285,7 @@ class OwnFamily(Family, Generic[Config]):
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         """Returns the output of the last norm."""
-        transformer = self._own(model)
+        transformer = self._transformer(model)
         require_images(images, transformer.config.input_shape, "this model")
         # Recorded, because `logits` of the subclasses return no tokens. Without chunks, so that the norm runs once.
         with (
@@ -296,12 +296,12 @@ class OwnFamily(Family, Generic[Config]):
         return outputs[0][:, self.token_layout(model).prefix :]
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
-        return self._own(model).norm
+        return self._transformer(model).norm
 
     def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
-        return (self._own(model).classifier,)
+        return (self._transformer(model).classifier,)
 
-    def _own(self, model: nn.Module) -> Transformer[Config]:
+    def _transformer(self, model: nn.Module) -> Transformer[Config]:
         if not isinstance(model, self.model_type):
             raise InvalidInput(f"{type(model).__name__} is not an attnrx {self.model_type.__name__}.")
         return model

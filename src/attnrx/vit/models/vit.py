@@ -10,7 +10,7 @@ from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor
 from attnrx.vit.costs import PartCosts, linear_costs
-from attnrx.vit.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
+from attnrx.vit.models.transformer import AttnrxFamily, Layer, Transformer, TransformerConfig
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
@@ -100,7 +100,7 @@ def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
     return table.flatten(0, 1).to(torch.get_default_dtype())
 
 
-class ViTFamily(OwnFamily[ViTConfig]):
+class ViTFamily(AttnrxFamily[ViTConfig]):
     """`svda:NAME` and `dense:NAME`, e.g. `svda:cifar10`."""
 
     name = "vit"
@@ -108,10 +108,10 @@ class ViTFamily(OwnFamily[ViTConfig]):
     config_type = ViTConfig
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        return self._own(model).get_submodule("patches")
+        return self._transformer(model).get_submodule("patches")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        return TokenLayout(0, self._own(model).config.patches, class_token=False, pooled="mean")
+        return TokenLayout(0, self._transformer(model).config.patches, class_token=False, pooled="mean")
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:

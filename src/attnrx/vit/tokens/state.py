@@ -66,7 +66,7 @@ class MapMoments:
         """Returns the moments of the first layer."""
         return cls(attention, attention * attention if variance else None)
 
-    def then(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
+    def add_layer(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
         """Returns the moments with one more layer; without gradients the sums are updated in place."""
         squares = self.squares
         if torch.is_grad_enabled() or self.count == 1:  # the first sum shares memory with the map of the first layer
@@ -78,7 +78,7 @@ class MapMoments:
         return MapMoments(total, squares, self.count + 1)
 
     @classmethod
-    def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
+    def zeros(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
         """Returns sums of zero for `batch` images, of which `attention` has some; `write_` adds to them."""
         shape = (batch, *attention.shape[1:])
         return cls(attention.new_zeros(shape), attention.new_zeros(shape) if variance else None, 0)

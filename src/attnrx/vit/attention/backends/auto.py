@@ -85,13 +85,13 @@ class Native(Explicit):
         """Whether there is a kernel for this layer in this context."""
         return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
 
-    def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+    def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
         # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
         # between. Rotations and biases are arguments of it.
         has_products = not (spec.has_strengths or spec.shares_directions or spec.has_norms or spec.fixes_scores)
         return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 
-    def of_joint(
+    def attend_fused_qkv(
         self,
         features: Float[Tensor, "batch tokens _"],
         rows: tuple[int, ...],

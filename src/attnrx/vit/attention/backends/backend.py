@@ -38,11 +38,11 @@ class Backend(ABC):
         """Returns the backend that computes in this context: itself, unless it delegates."""
         return self
 
-    def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether `of_joint` computes this layer: its scores have no strengths and no norms."""
+    def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+        """Whether `attend_fused_qkv` computes this layer: its scores have no strengths and no norms."""
         return False
 
-    def of_joint(
+    def attend_fused_qkv(
         self,
         features: Float[Tensor, "batch tokens _"],
         rows: tuple[int, ...],

@@ -155,12 +155,12 @@ class NativeCapture(Native):
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
         """Whether the scores are products of rows, without positions and biases of pairs."""
         plain = spec.form == "dense" and not spec.pair_bias
-        return plain and Native.runs(spec, context) and Native().takes_joint(spec, context)
+        return plain and Native.runs(spec, context) and Native().takes_fused_qkv(spec, context)
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         return self  # `supports` was True; falling back to `Fused`, as `Native` does, would capture nothing
 
-    def of_joint(
+    def attend_fused_qkv(
         self,
         features: Float[Tensor, "batch tokens _"],
         rows: tuple[int, ...],
@@ -174,7 +174,7 @@ class NativeCapture(Native):
         # One product for all heads: their queries are the rows of a block diagonal matrix.
         logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
         self._pass_on(logits)
-        return super().of_joint(features, rows, value_dims, scale, rotation, bias)
+        return super().attend_fused_qkv(features, rows, value_dims, scale, rotation, bias)
 
     def __call__(
         self,
