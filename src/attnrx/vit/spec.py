@@ -149,7 +149,11 @@ class AttentionSpec:
 
     @classmethod
     def full(cls, form: str, width: int, heads: int) -> "AttentionSpec":
-        """Returns the spec of an uncompressed layer: every head has width / heads directions."""
+        """Returns the spec of an uncompressed layer: every head has width / heads directions.
+
+        Raises:
+            InvalidInput: The width cannot be divided among the heads.
+        """
         if heads < 1 or width % heads:
             raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
         head_dim = width // heads

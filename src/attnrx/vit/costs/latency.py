@@ -61,6 +61,9 @@ class Ratio:
     def of(cls, seconds: Float[Tensor, "runs"], reference: Float[Tensor, "runs"]) -> "Ratio":
         """Pairs the runs of each round: runs close in time share the load of other processes, which cancels in the
         ratio.
+
+        Raises:
+            InvalidInput: Fewer than two rounds.
         """
         ratios = (seconds / reference).double()  # [runs]
         if len(ratios) < 2:
@@ -103,6 +106,19 @@ def interleave(
 
     `clock` is one of CLOCKS. Every second round runs in reverse order, so that no run always follows the same one.
     Garbage is collected before the rounds, not during them.
+
+    Args:
+        runs: What is timed, by name.
+        rounds: How often each runs.
+        warmup: Rounds before, which do not count.
+        clock: The name of the clock.
+
+    Returns:
+        The seconds of every round, by name, in float64.
+
+    Raises:
+        InvalidInput: No rounds or no runs.
+        UnknownName: No such clock.
     """
     if rounds < 1 or warmup < 0 or not runs:
         raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
@@ -248,8 +264,16 @@ def compare_latency(
 ) -> LatencyComparison:
     """Measures the forward pass of both models on the images; neither is changed.
 
-    With the `unchanged` model in the runtime of the candidate, e.g. the reference in attnrx's kernels, or its own file,
-    the speed is stated with its factors.
+    Args:
+        candidate: The model that is measured.
+        reference: The model that it is compared with.
+        images: A batch; every pass takes all of it.
+        protocol: The conditions, rounds and clock; by default those of `LatencyProtocol`.
+        unchanged: The original model in the runtime of the candidate, e.g. the reference in attnrx's kernels, or its
+            own file: the speed is then stated with its factors.
+
+    Raises:
+        InvalidInput: There are no images.
     """
     return compare_latencies({"candidate": candidate}, reference, images, protocol, unchanged)["candidate"]
 
@@ -263,6 +287,9 @@ def compare_latencies(
 ) -> dict[str, LatencyComparison]:
     """Measures the forward pass of several candidates, one reference, and the `unchanged` model in turns; none is
     changed.
+
+    Raises:
+        InvalidInput: There are no candidates, one has no name, or there are no images.
     """
     if not candidates or not all(name.strip() for name in candidates):
         raise InvalidInput(f"candidates {list(candidates)}: give at least one to measure, and each a name.")

@@ -88,7 +88,11 @@ def compare_memory(
     images: Float[Tensor, "batch channels height width"],
     conditions: Conditions | None = None,
 ) -> MemoryComparison:
-    """Measures a forward pass of both models on the images, one after the other; neither is changed."""
+    """Measures a forward pass of both models on the images, one after the other; neither is changed.
+
+    Raises:
+        InvalidInput: There are no images.
+    """
     if not len(images):
         raise InvalidInput("measuring memory needs at least one image; the batch is empty.")
     conditions = conditions or Conditions()

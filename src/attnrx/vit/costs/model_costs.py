@@ -166,6 +166,9 @@ class ModelCosts(Displayed):
         """The saving of removing this share of the directions: the same share in every layer, no head emptied.
 
         The saving is linear in the directions, so the share may be a mean over several models.
+
+        Raises:
+            InvalidInput: The share is not in [0, 1].
         """
         if not 0 <= share <= 1:
             raise InvalidInput(f"a share of {share} of the directions: give a share in [0, 1], e.g. 0.23 for 23 %.")

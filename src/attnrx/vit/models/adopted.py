@@ -198,6 +198,9 @@ class Adopted(nn.Module):
         Where tokens are pruned or merged, those of all patches are restored after these blocks only; outside of the
         context after all blocks. Where no block is given, the last block computes only the class token if the head uses
         no other token.
+
+        Raises:
+            NotSupported: Tokens are pruned or merged under gradient checkpointing.
         """
         reduction, last = reduction_of(self), self.last
         recomputed = _is_recomputed(self.source)
@@ -341,6 +344,18 @@ def attention_from_projections(
 
     The rows of query, key and value, and the columns of output, are sorted by head. `rotary` is the layout of the pairs
     that are rotated, if any; `inner_norms` are modules by name (INNER_NORMS).
+
+    Args:
+        weights: Of the four projections, [rows, width] and, of the output, [width, rows].
+        biases: Of the four projections, [rows] or [width]; None where there is none.
+        heads: The number of heads.
+        scale: The factor of the scores.
+        rotary: INTERLEAVED, HALVES, or None.
+        pair_bias: Whether a bias per pair of tokens is added to the scores.
+        inner_norms: Modules of the library that normalize queries, keys or outputs.
+
+    Raises:
+        NotSupported: The shapes are not those of heads of equal size.
     """
     rows, width = weights[0].shape
     shapes = [tuple(weight.shape) for weight in weights]

@@ -104,11 +104,21 @@ class AdoptedFamily(Family):
 
     @abstractmethod
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Returns how the model was created and its input format; values in `stated` have precedence."""
+        """Returns how the model was created and its input format; values in `stated` have precedence.
+
+        Raises:
+            NotSupported: The model does not state how it was created, or in values that cannot be saved.
+            InvalidInput: A stated shape or normalization does not fit the model.
+        """
 
     @abstractmethod
     def create(self, origin: Origin) -> nn.Module:
-        """Creates the model with its own library, without pretrained weights."""
+        """Creates the model with its own library, without pretrained weights.
+
+        Raises:
+            UnknownName: The library has no such model.
+            InvalidInput: The arguments are not those of a model.
+        """
 
     def restore_buffers_(self, source: nn.Module) -> None:
         """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
@@ -198,6 +208,12 @@ class AdoptedFamily(Family):
         """Returns the library's model of this name with weights from seed 0, or none on the meta device.
 
         With `pretrained`, which families may lack (`takes_weights`), the library downloads the weights.
+
+        Raises:
+            UnknownName: The library has no model of this name.
+            InvalidInput: The library takes no such arguments.
+            CheckpointError: The weights or the configuration cannot be read or downloaded.
+            NotSupported: The library is not installed.
         """
 
     def has(self, name: str) -> bool:
@@ -363,7 +379,11 @@ class AdoptedFamily(Family):
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
-        """Creates the described model with its own library, then inserts attention and MLPs of the described ranks."""
+        """Creates the described model with its own library, then inserts attention and MLPs of the described ranks.
+
+        Raises:
+            InvalidInput: The library creates a model of another depth.
+        """
         facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
         # Absent in files of earlier versions.
         settings = description.get("preprocessing", {})
@@ -454,6 +474,9 @@ class AdoptedFamily(Family):
         All parameters before the first layer (tokens and position embeddings too) count as patches. Parameters of a
         layer outside attention and MLP (LayerScale too) count as its norms. The parameters therefore add up to those of
         the model.
+
+        Raises:
+            InvalidInput: Not one spec, pair of ranks and number of units for each layer.
         """
         adopted = self._adopted(model)
         source, blocks, maps = adopted.source, self.blocks(adopted.source), self.mlp(adopted)

@@ -94,6 +94,10 @@ def save_weights(
     """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
 
     `parts` are the files that are replaced, by default those of a model (PARTS).
+
+    Raises:
+        NotSupported: The model has quantized modules or shares tensors.
+        InvalidInput: Weights are missing, not finite, or of several types.
     """
     folder = Path(folder)
     require_ordinary_weights(model)
@@ -146,8 +150,14 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
 def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path | str | None = None) -> nn.Module:
     """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode.
 
-    `weights` is a safetensors file, or a folder with model.safetensors, whose tensors are loaded in place of the saved
-    ones.
+    Args:
+        folder: The folder of a saved model.
+        families: The families, of which the one that the folder names builds the model.
+        weights: A safetensors file, or a folder with model.safetensors, whose tensors replace the saved ones.
+
+    Raises:
+        CheckpointError: The folder is no saved model, a file was damaged or edited, or the weights do not fit.
+        UnknownName: The folder names another family.
     """
     folder = Path(folder)
     if not folder.is_dir():

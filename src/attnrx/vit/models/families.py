@@ -83,6 +83,16 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
 
     `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
     computed.
+
+    Args:
+        name: The name of an attnrx model, or LIBRARY:NAME.
+        seed: The seed of the weights of attnrx models.
+        strength: The initial strength of every direction (SVDA).
+        **changes: Fields of the configuration, or arguments of the library.
+
+    Raises:
+        UnknownName: There is no such model.
+        InvalidInput: The changes do not fit.
     """
     library, _, architecture = name.partition(":")
     if library in LIBRARIES:
@@ -111,6 +121,23 @@ def load_model(
     file, or a folder with model.safetensors, e.g. one that the Trainer of transformers saved. Names of attnrx models
     give fresh weights; `lvvit:SIZE` accepts a published weight file. A module of the user's own needs a `reader`;
     `factory`, by default its class, creates it again.
+
+    Args:
+        source: A folder, a name, or a model.
+        seed: The seed of fresh weights.
+        weights: A file or folder with the weights.
+        pretrained: Whether the library downloads weights; by default if none are given.
+        reader: Where the parts of a module of the user's own are.
+        factory: Creates a module of the user's own again.
+
+    Returns:
+        The model; a new one, except an instance of an attnrx model, which is returned as it is.
+
+    Raises:
+        CheckpointError: The folder or the weights cannot be read, or do not fit.
+        UnknownName: There is no model of this name.
+        NotSupported: The model has an unsupported feature, or belongs to no family.
+        InvalidInput: `weights` or `pretrained` for a source that takes none.
     """
     if isinstance(source, nn.Module):
         return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
@@ -182,5 +209,8 @@ def save_model(
     A model already in the folder is replaced atomically, together with all files that belong to it: `parts`, by default
     PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files of the new
     model.
+
+    Raises:
+        NotSupported: The model belongs to no family, or its weights cannot be stored one by one.
     """
     return save_weights(folder, model, family_of(model), notes, write_beside, parts)

@@ -236,14 +236,22 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
 
 
 def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
-    """Returns the configuration `lvvit:SIZE`; `changes` override fields of LVViTConfig, form, width, depth or heads."""
+    """Returns the configuration `lvvit:SIZE`; `changes` override fields of LVViTConfig, form, width, depth or heads.
+
+    Raises:
+        UnknownName: There is no such size.
+    """
     if size not in SIZES:
         raise UnknownName("size of LV-ViT", size, SIZES)
     return LVViTConfig.uniform(**{**SIZES[size], **changes})
 
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
-    """Returns published tensors under the names of attnrx; every tensor on either side must have a counterpart."""
+    """Returns published tensors under the names of attnrx; every tensor on either side must have a counterpart.
+
+    Raises:
+        CheckpointError: A tensor has no counterpart or another shape.
+    """
     state_dict, names = model.state_dict(), published_names(model)
     missing, unknown = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if missing or unknown:

@@ -51,7 +51,12 @@ class ModuleFamily(ReaderFamily):
         self.factory = factory
 
     def read(self, model: nn.Module, reader: Reader) -> Adopted:
-        """Adopts a model whose parts the reader names."""
+        """Adopts a model whose parts the reader names.
+
+        Raises:
+            InvalidInput: The reader is no `Reader`.
+            NotSupported: The model lacks a part that the reader names, or differs from what it states.
+        """
         if not isinstance(reader, Reader):
             raise InvalidInput(f"reader={reader!r:.80}: give an attnrx.Reader with the paths of the model's parts.")
         kind = type(model)

@@ -161,6 +161,9 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
     """Returns the path of the block around every attention layer: the layer's path up to its last number, or up to its
     last name that ends with a number.
+
+    Raises:
+        NotSupported: A layer is in no numbered block.
     """
     paths = {id(module): name for name, module in model.named_modules()}
     names = []

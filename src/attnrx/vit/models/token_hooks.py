@@ -33,7 +33,16 @@ def attach_tokens_(
 ) -> TokenReduction:
     """Attaches a policy to the model, in place, and returns the reduction; its predictors, if any, are fresh.
 
-    `heads` is the number of heads of the original model, where some may have been removed from every layer.
+    Args:
+        model: The model.
+        family: Its family.
+        policy: The reducer, the layers of its stages and the numbers of tokens.
+        by: "compress" removes tokens, "mask" keeps every shape.
+        heads: The number of heads of the original model, where some may have been removed from every layer.
+
+    Raises:
+        InvalidInput: The model has a policy already, or the policy does not fit its layers.
+        NotSupported: The model has no class token or no pooling that the policy needs.
     """
     layers = family.attention(model)
     if reduction_of(model) is not None:
@@ -164,7 +173,11 @@ def reduction_of(model: nn.Module) -> TokenReduction | None:
 
 
 def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
-    """Returns a context for one forward pass, at whose end the statistics of the model's tokens are removed."""
+    """Returns a context for one forward pass, at whose end the statistics of the model's tokens are removed.
+
+    Raises:
+        NotSupported: The pass is traced by the exporter to ONNX of TorchScript.
+    """
     reduction = reduction_of(model)
     if reduction is None:
         return nullcontext()
@@ -209,6 +222,9 @@ def costs_of_tokens(
     """Returns the token costs of `policy`, or else of the policy attached to the model, for layers with these specs.
 
     `tokens` is the number of tokens per layer without a policy.
+
+    Raises:
+        NotSupported: A policy was given for a model that has one.
     """
     attached = reduction_of(model)
     if policy is not None:

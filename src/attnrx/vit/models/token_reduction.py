@@ -132,7 +132,11 @@ class TokenReduction(nn.Module):
         self._calibrated: list[float] | None = None
 
     def use_policy_(self, policy: TokenPolicy) -> None:
-        """Replaces the policy by one with the same reducer and layers, and other numbers of tokens."""
+        """Replaces the policy by one with the same reducer and layers, and other numbers of tokens.
+
+        Raises:
+            InvalidInput: The reducer or the layers differ.
+        """
         if (policy.reducer, policy.layers) != (self.policy.reducer, self.policy.layers):
             raise InvalidInput(f"{policy} in place of {self.policy}: give the same reducer and the same layers.")
         self.policy, self.counts = policy, policy.counts(self.shape.layout.patches)
@@ -326,7 +330,11 @@ class TokenReduction(nn.Module):
             run.moments = run.moments.add_layer(attention)
 
     def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
-        """Runs the reducer at one stage, and returns the tokens for the next layer."""
+        """Runs the reducer at one stage, and returns the tokens for the next layer.
+
+        Raises:
+            InvalidInput: A policy by image without thresholds.
+        """
         if self.call.run is None:
             raise InvalidInput(
                 f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "

@@ -125,6 +125,9 @@ class TransformerConfig(ABC):
         """Returns the costs without building the model, optionally with other specs and tokens in its layers.
 
         This gives the costs of a prescription before it is realized.
+
+        Raises:
+            InvalidInput: Not one spec for each layer.
         """
         attention = self.attention if attention is None else attention
         if len(attention) != self.depth:
@@ -198,6 +201,9 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
 
     A score is bounded by max|strength| / sqrt(head_dim) (Theorem 1), so at strength 1 attention is almost uniform at
     first.
+
+    Raises:
+        InvalidInput: The strength is not positive and finite.
     """
     if not (math.isfinite(strength) and strength > 0):
         raise InvalidInput(f"strength={strength}: the initial strength must be a positive finite number.")

@@ -115,7 +115,11 @@ class ViTFamily(AttnrxFamily[ViTConfig]):
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
-    """Returns the configuration `form:scenario`; `changes` override fields of ViTConfig, width, depth or heads."""
+    """Returns the configuration `form:scenario`; `changes` override fields of ViTConfig, width, depth or heads.
+
+    Raises:
+        UnknownName: There is no such scenario.
+    """
     if scenario not in SCENARIOS:
         raise UnknownName("configuration", scenario, SCENARIOS)
     return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})

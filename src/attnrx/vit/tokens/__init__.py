@@ -147,12 +147,21 @@ def parse_policy(text: str) -> TokenPolicy:
 
     One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
     patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.
+
+    Raises:
+        InvalidInput: The text is no policy; the message marks the place.
+        UnknownName: There is no such reducer.
     """
     return PolicyReader(text, known_reducers()).read_policy()
 
 
 def parse_reducer(text: str) -> Reducer:
-    """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`."""
+    """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`.
+
+    Raises:
+        InvalidInput: The text is no reducer.
+        UnknownName: There is no such reducer.
+    """
     reader = PolicyReader(text, known_reducers())
     reducer = reader.read_reducer()
     reader.expect("end", "the end; a reducer is given here without stages")

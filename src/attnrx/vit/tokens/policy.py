@@ -90,7 +90,11 @@ class TokenPolicy:
 
     @classmethod
     def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
-        """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s."""
+        """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s.
+
+        Raises:
+            InvalidInput: The ratio is not in (0, 1].
+        """
         if not 0 < ratio <= 1:
             raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
         return cls(reducer, layers, _powers(ratio, len(layers)))
@@ -154,7 +158,11 @@ class TokenPolicy:
         )
 
     def counts(self, patches: int) -> tuple[int, ...]:
-        """Returns the number of patches that remain after each stage."""
+        """Returns the number of patches that remain after each stage.
+
+        Raises:
+            InvalidInput: The last stage would keep no patch.
+        """
         # The products of ratios such as 0.7**2 can be just below a whole number.
         num_kept = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
         if num_kept[-1] < 1:

@@ -99,6 +99,9 @@ class Reducer(ABC):
 
         Images may keep different numbers of patches: the result has as many as the largest, those of others have size
         0. Costs of [batch, _] are infinite where there is no step.
+
+        Raises:
+            NotSupported: The reducer has no costs.
         """
         raise NotSupported(f"{self} has no costs by which images could be reduced to different numbers of patches.")
 
@@ -133,7 +136,11 @@ class Reducer(ABC):
         return scores if before is None else before + scores
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
-        """Returns the log-probabilities of keep and drop for every patch, by which a learned reducer is trained."""
+        """Returns the log-probabilities of keep and drop for every patch, by which a learned reducer is trained.
+
+        Raises:
+            NotSupported: The reducer learns nothing.
+        """
         raise NotSupported(f"{self} has no scores that can be trained.")
 
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
