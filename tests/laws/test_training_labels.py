@@ -35,9 +35,7 @@ def own() -> nn.Module:
 def test_a_model_is_trained_without_any_label(own: nn.Module, tmp_path: Path, capsys) -> None:
     teacher = Distillation(str(rx.save(cases.model(cases.CONFIGS["svda"]), tmp_path / "teacher")))
     data = images(own)
-    made = rx.train(
-        own, {"train": data, "validation": data}, settings(teacher), tmp_path / "run", reporter=Console()
-    )
+    made = rx.train(own, {"train": data, "validation": data}, settings(teacher), tmp_path / "run", reporter=Console())
     unmeasured = {"test": None, "validation": None, "best_validation": None, "best_epoch": None}
     assert made.record["accuracy"] == unmeasured
     assert all(made.history[0][name] is None for name in ("accuracy", "validation_accuracy", "validation_loss"))

@@ -452,10 +452,10 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
         made.for_cost(0.8)
 
 
-def test_finalists_are_found_by_halving_and_no_output_is_computed_twice(
+def test_no_output_of_a_plan_is_computed_twice(
     model: VisionTransformer, diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    effort = replace(EFFORTS["quick"], trial_images=4, halving=(8,), images=16, finalists=2)
+    effort = replace(EFFORTS["quick"], trial_images=4, images=16, finalists=2)
     settings = PlanSettings(search=Search(6), batch_size=4, effort=effort)
     images, target = pixels(CONFIG, 16), Target.parse("macs=0.8x")
     measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
@@ -469,8 +469,8 @@ def test_finalists_are_found_by_halving_and_no_output_is_computed_twice(
     made = Planner(measurements, settings, target)
     best, _ = made.for_cost(0.8)
     plans = len({trial.step.choices for trial in made.trials})
-    # Batches of four images: one of every plan, one more of the better half, two more of the finalists.
-    assert sorted(computed) == [1] * (plans + max(-(-plans // 2), 2)) + [2, 2]
+    # Batches of four images: one of every plan, three more of the finalists.
+    assert sorted(computed) == [1] * plans + [3, 3]
     assert_close(best.divergence, Answers.of(model, images, 16).measure(measurements.realized(best.step.choices)).mean)
 
 

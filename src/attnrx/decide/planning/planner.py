@@ -258,20 +258,10 @@ class Planner:
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
         # By choices, because several knobs may give one plan.
-        left = list({trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}.values())
+        order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
+        first = list(order.values())[: self.effort.finalists]
         answers = self.measurements.answers
-        for images in self.effort.halving:
-            if len(left) <= self.effort.finalists:
-                break
-            better = left[: max(-(-len(left) // 2), self.effort.finalists)]
-            on_more = answers.first(images)
-            left = sorted(
-                (self.measurements.trial(trial.knobs, trial.step, on_more) for trial in better),
-                key=lambda trial: trial.softened,
-            )
-        measured = [
-            self.measurements.trial(trial.knobs, trial.step, answers) for trial in left[: self.effort.finalists]
-        ]
+        measured = [self.measurements.trial(trial.knobs, trial.step, answers) for trial in first]
         best = min(measured, key=lambda trial: trial.divergence)
         unit = f" {answers.kind.unit}".rstrip()
         tried = "the plan" if len(measured) == 1 else f"the best of {len(measured)} plans"
