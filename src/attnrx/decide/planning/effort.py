@@ -52,8 +52,8 @@ class Effort:
 EFFORTS: Mapping[str, Effort] = {
     "quick": Effort(
         sensitivity_images=32,
-        # On 32 images (the better half on 96) the search of a ViT-Tiny at 60 % of the MACs found a plan of 0.043 instead
-        # of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
+        # On 32 images (the better half on 96) the search for a ViT-Tiny at 60 % of the MACs found a plan of 0.043
+        # instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
         trial_images=96,
         images=192,
         trials=10,
