@@ -2,7 +2,7 @@
 model where they do not fit in memory or their augmentation crops whole pictures."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -112,19 +112,9 @@ def from_tensors(
     return MemoryImages(name, PixelStore(pixels, labels, rows), rows, normalization)
 
 
-@dataclass(frozen=True)
-class Work:
-    """One batch before decoding."""
-
-    pictures: list[Picture]
-    labels: Int[Tensor, "batch"]
-    index: Int[Tensor, "batch"]
-    draws: Draws | None
-
-
 @dataclass(frozen=True, eq=False)
 class StreamedImages(RowImages):
-    """Some rows of encoded images, which are decoded batch by batch, ahead of the model.
+    """Some rows of encoded images, which are decoded batch by batch in threads, ahead of the model.
 
     Every split has its own list of `corrupt` images.
     """
@@ -146,51 +136,38 @@ class StreamedImages(RowImages):
         return replace(self, geometry=geometry)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        return self._decoded(self._works(order), order)
-
-    def _works(self, order: Pass) -> Iterator[Work]:
-        for positions, draws in order.steps(len(self)):
-            rows, geometry = self.rows[positions], self.geometry
-            pictures = [partial(self.store.picture, row, geometry.channels, geometry.alpha) for row in rows.tolist()]
-            yield Work(pictures, self.store.labels[rows], self.store.sources[rows], draws)
-
-    def _decoded(self, works: Iterable[Work], order: Pass) -> Iterator[Batch]:
-        """Decodes with a pool of threads, keeping the order; images that cannot be decoded are skipped or raised."""
-        # A queue of batches in order, each a list of decoding tasks; the first is collected once AHEAD more are
+        # A queue of batches in order, each with its decoding tasks; the first is collected once AHEAD more are
         # submitted.
-        waiting: deque[tuple[Work, list[Future]]] = deque()
+        waiting: deque[tuple[Tensor, Draws | None, list[Future]]] = deque()
         pool = ThreadPoolExecutor(threads())
         try:
-            for work in works:
-                waiting.append((work, self._submit(pool, work, order.augmentation)))
+            for positions, draws in order.steps(len(self)):
+                rows = self.rows[positions]
+                crops = draws is not None and order.augmentation is not None and order.augmentation.area is not None
+                windows = draws.window if draws is not None and crops else [None] * len(rows)
+                decode = partial(self._decoded, order.augmentation)
+                tasks = [pool.submit(decode, *pair) for pair in zip(rows.tolist(), windows, strict=True)]
+                waiting.append((rows, draws, tasks))
                 if len(waiting) > AHEAD:
-                    yield self._collect(*waiting.popleft(), order)
+                    yield self._collected(*waiting.popleft(), order)
             while waiting:
-                yield self._collect(*waiting.popleft(), order)
+                yield self._collected(*waiting.popleft(), order)
         finally:  # also when the consumer stops early
             # Does not wait, because images of batches that nothing consumes may still be decoded.
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
-        if work.draws is None or augmentation is None or augmentation.area is None:
-            return [pool.submit(self._fitted, picture) for picture in work.pictures]
+    def _decoded(
+        self, augmentation: Augmentation | None, row: int, window: Tensor | None
+    ) -> UInt8[Tensor, "channels height width"]:
+        """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""
+        if augmentation is None or window is None:
+            return self.store.fitted(self.geometry, row)
+        pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
+        _, height, width = pixels.shape
+        return random_window(pixels, augmentation.box(height, width, window), self.geometry.size)
 
-        def window(picture: Picture, numbers: Tensor) -> Tensor:
-            pixels = picture()
-            return random_window(
-                pixels, augmentation.box(pixels.shape[1], pixels.shape[2], numbers), self.geometry.size
-            )
-
-        return [pool.submit(window, *pair) for pair in zip(work.pictures, work.draws.window, strict=True)]
-
-    def _fitted(self, picture: Picture) -> UInt8[Tensor, "channels height width"]:
-        pixels = picture()
-        try:
-            return self.geometry.fit(pixels)
-        except ValueError as error:
-            raise DataError(f"a picture cannot be resized: {error}.") from error
-
-    def _collect(self, work: Work, tasks: list[Future], order: Pass) -> Batch:
+    def _collected(self, rows: Int[Tensor, "batch"], draws: Draws | None, tasks: list[Future], order: Pass) -> Batch:
+        """Returns a batch of those images that can be decoded; others are skipped or raised."""
         pixels, positions = [], []
         for position, task in enumerate(tasks):
             try:
@@ -204,9 +181,11 @@ class StreamedImages(RowImages):
                 # The last messages are those of this batch, one for each of its images.
                 f"{self.corrupt.found[-len(tasks)]}"
             )
-        images = without_waiting(torch.stack(pixels), order.device)
+        images = torch.stack(pixels)
+        if order.device.type == "cuda":
+            images = images.pin_memory()  # without it the copy below waits for the GPU
+        images = images.to(order.device, non_blocking=True)
         # Random numbers belong to positions, so a skipped image does not change those of the next ones.
-        draws = None if work.draws is None else work.draws.part(positions)
-        images = order.finish(images, draws, self.normalization)
-        labels, index = (without_waiting(rows[positions], order.device) for rows in (work.labels, work.index))
-        return Batch(images, labels, index)
+        draws = None if draws is None else draws.part(positions)
+        images, rows = order.finish(images, draws, self.normalization), rows[positions]
+        return Batch(images, self.store.labels[rows].to(order.device), self.store.sources[rows].to(order.device))

@@ -40,7 +40,6 @@ from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Tensor, UInt8
 from attnrx.support.storage import (
     check_seal,
     file_sha256,
@@ -224,7 +223,7 @@ class _Loading:
         splits, corrupt = {}, CorruptImages(self.on_corrupt)
         # One object for all splits, so that the note counts the corrupt images of the whole dataset.
         for name, records in opened.splits.items():
-            pixels, positions = decode_all(partial(_fitted, records, geometry), len(records), geometry.shape, corrupt)
+            pixels, positions = decode_all(partial(records.fitted, geometry), len(records), geometry.shape, corrupt)
             splits[name] = PixelStore(pixels, records.labels[positions], records.sources[positions])
         notes = opened.notes
         if corrupt.found:
@@ -272,13 +271,6 @@ class _Loading:
 def _are_photos(geometry: ImageGeometry) -> bool:
     """Whether a geometry of the catalogue, or a guessed one, is that of photographs (`ImageGeometry.of_size`)."""
     return geometry.resize_to != geometry.size
-
-
-def _fitted(records: StoredImages, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
-    try:
-        return geometry.fit(records.picture(position, geometry.channels, geometry.alpha))
-    except ValueError as error:
-        raise DataError(f"cannot resize the image {records.where(position)}: {error}.") from error
 
 
 def _copy_path(*parts: object) -> Path:

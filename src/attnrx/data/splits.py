@@ -120,6 +120,18 @@ class StoredImages:
         except (ValueError, OSError) as error:
             raise DataError(f"cannot decode the image {self.where(position)}: {error}.") from error
 
+    def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
+        """Decodes one image and fits it as evaluation does, without randomness.
+
+        Raises:
+            DataError: The image cannot be decoded, or is too large to be resized.
+        """
+        picture = self.picture(position, geometry.channels, geometry.alpha)
+        try:
+            return geometry.fit(picture)
+        except ValueError as error:
+            raise DataError(f"cannot resize the image {self.where(position)}: {error}.") from error
+
 
 @dataclass(frozen=True)
 class Opened:
