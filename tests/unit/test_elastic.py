@@ -180,7 +180,7 @@ def test_bad_requests_of_a_folder_are_named(made: Elastic, tmp_path: Path) -> No
         rx.load("svda:digits", macs=0.5)
     with pytest.raises(InvalidInput, match="exactly one"):
         rx.load(made.folder, macs=0.5, params=0.5)
-    with pytest.raises(AttnrxError, match="of the form"):
+    with pytest.raises(AttnrxError, match="Targets read like"):
         rx.load(f"{made.folder}@half")
     with pytest.raises(NotSupported, match="It has"):
         rx.load(made.folder, macs=0.01)
