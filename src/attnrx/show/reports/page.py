@@ -94,7 +94,14 @@ def write_report(
 
 
 def render(content: ReportContent) -> str:
-    """Returns the page as HTML; all text of the content is escaped."""
+    """Returns the page as HTML, e.g. for an iframe of a notebook; all text of the content is escaped.
+
+    Args:
+        content: All parts of the report.
+
+    Returns:
+        One HTML document with its style, script and pictures.
+    """
     import jinja2
 
     environment = jinja2.Environment(
