@@ -53,7 +53,7 @@ class Columns:
         label = self.label_column or (LABEL if labelled else None)
         return self.image_column in names and (label is None or label in names)
 
-    def of(self, names: Collection[str]) -> "Columns":
+    def for_table(self, names: Collection[str]) -> "Columns":
         """Returns the columns for a table of these names: one without labels has no label column."""
         return replace(self, label_column=LABEL) if self.label_column is None and LABEL in names else self
 
@@ -93,7 +93,12 @@ class HubReader(DatasetReader):
         return f"hub:{self.hub_id}:{self.folder}:{self.revision}:{self.columns}"
 
     def open(self) -> Opened:
-        """Downloads the dataset, or finds it in the hub's own cache, and reads the labels."""
+        """Downloads the dataset, or finds it in the hub's own cache, and reads the labels.
+
+        Raises:
+            DataError: The dataset cannot be loaded, has no split to use, or its columns or labels do not fit.
+            NotSupported: `datasets` is not installed.
+        """
         source = f"the hub dataset {self.hub_id}"
         tables = {name: table for name, table in self._load().items() if name not in self.ignored}
         if not tables:
@@ -129,10 +134,19 @@ class ParquetReader(DatasetReader):
         return f"parquet:{self.candidates}:{stamp(self.files)}"
 
     def require_readable(self) -> None:
+        """
+
+        Checks that every file is whole and has the columns.
+        """
         self._columns()
 
     def open(self) -> Opened:
-        """Maps the files into memory and reads the labels."""
+        """Maps the files into memory and reads the labels.
+
+        Raises:
+            DataError: A file is damaged or empty, or the columns or labels of the files do not fit together.
+            NotSupported: pyarrow is not installed.
+        """
         import pyarrow.parquet as parquet
 
         groups = group_by_split(self.files, self.root)
@@ -162,7 +176,7 @@ class ParquetReader(DatasetReader):
         first, classes = schemas[self.files[0]]
         # One with labels before one without: the columns of the catalogue may name the label otherwise.
         fitting = (
-            candidate.of(first)
+            candidate.for_table(first)
             for labelled in (True, False)
             for candidate in self.candidates
             if candidate.fits(first, labelled=labelled)
@@ -202,19 +216,38 @@ def _read_schema(file: Path) -> tuple[list[str], dict[str, tuple[str, ...]]]:
 
 def _load_parquet(files: tuple[Path, ...]) -> Table:
     """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
-    pa = required_module("pyarrow", "data", "parquet files")
+    pa, parquet = (required_module(name, "data", "parquet files") for name in ("pyarrow", "pyarrow.parquet"))
     # A copy for every content and every state of the files.
     copy = cache_folder() / "arrow" / f"{stamp(files)[:16]}.arrow"
+
+    def batches() -> "Iterator[pa.RecordBatch]":
+        """Yields the rows of all files with the columns of the first one, some at a time."""
+        for file in files:
+            with parquet.ParquetFile(file) as opened:
+                names = opened.schema_arrow.names
+                if sorted(names) != sorted(schema.names):
+                    raise ValueError(f"{file.name} has the columns {', '.join(names)}, not {', '.join(schema.names)}")
+                for batch in opened.iter_batches(batch_size=1024):
+                    yield batch.select(schema.names).cast(schema)
+
+    def write(path: Path) -> None:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for batch in batches():
+                writer.write_batch(batch)
+
+    def mapped() -> "pa.Table":
+        return pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
+
     try:
-        table = None
+        schema, table = parquet.read_schema(files[0]).remove_metadata(), None
         with suppress(OSError, pa.ArrowInvalid):  # there is none, or it is damaged and made again
-            table = _mapped(copy)
+            table = mapped()
         if table is None:
             try:
-                write_atomically(copy, partial(_write_arrow, files))
-                table = _mapped(copy)
+                write_atomically(copy, write)
+                table = mapped()
             except (CheckpointError, OSError):  # the cache folder cannot be written: a full disk, a file of that name
-                table = pa.Table.from_batches(list(_batches(files)), _schema(files))
+                table = pa.Table.from_batches(list(batches()), schema)
     except Exception as error:  # of pyarrow: damaged pages, unlike columns
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
@@ -223,46 +256,12 @@ def _load_parquet(files: tuple[Path, ...]) -> Table:
     return Table(table, _read_schema(files[0])[1])
 
 
-def _schema(files: tuple[Path, ...]) -> "pa.Schema":
-    import pyarrow.parquet as parquet
-
-    return parquet.read_schema(files[0]).remove_metadata()
-
-
-def _batches(files: tuple[Path, ...]) -> "Iterator[pa.RecordBatch]":
-    """Yields the rows of all files with the columns of the first one, some at a time."""
-    import pyarrow.parquet as parquet
-
-    schema = _schema(files)
-    for file in files:
-        with parquet.ParquetFile(file) as opened:
-            names = opened.schema_arrow.names
-            if sorted(names) != sorted(schema.names):
-                raise ValueError(f"{file.name} has the columns {', '.join(names)}, not {', '.join(schema.names)}")
-            for batch in opened.iter_batches(batch_size=1024):
-                yield batch.select(schema.names).cast(schema)
-
-
-def _write_arrow(files: tuple[Path, ...], path: Path) -> None:
-    import pyarrow as pa
-
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _schema(files)) as writer:
-        for batch in _batches(files):
-            writer.write_batch(batch)
-
-
-def _mapped(path: Path) -> "pa.Table":
-    import pyarrow as pa
-
-    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row: Callable[[str, int], str]) -> Opened:
-    columns = columns.of({name for table in tables.values() for name in table.columns})
+    columns = columns.for_table({name for table in tables.values() for name in table.columns})
     for table in tables.values():
         _check_columns(table.columns, columns, source)
     labels, class_names, notes = _read_labels(tables, columns, source)

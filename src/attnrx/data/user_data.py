@@ -109,7 +109,7 @@ def image_set(
         return data
     with seeded_draws(seed, _generators_of(data)):
         source = _source_of(data, preprocess, argument)
-        return replace(source, reading=replace(source.reading, outputs=outputs)).fixed(limit, normalization)
+        return replace(source, reading=replace(source.reading, outputs=outputs)).read(limit, normalization)
 
 
 def training_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet | None:
@@ -383,7 +383,7 @@ class _IndexedData:
         if not len(self.rows):
             raise DataError(f"{self.reading.argument} is empty; give at least one image.")
 
-    def fixed(self, limit: int, normalization: Normalization | None) -> FixedImages:
+    def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
         """Reads the rows once, or `limit` of them."""
         rows, notes = self.rows, [] if self.note is None else [self.note]
         if len(rows) > limit:
@@ -515,7 +515,7 @@ class _IterableData:
                 "give a list, a DataLoader, or an object whose __iter__ begins anew."
             )
 
-    def fixed(self, limit: int, normalization: Normalization | None) -> FixedImages:
+    def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
         """Reads the images once, at most `limit`, each image once."""
         batches = self._batches()
         first = next(batches, None)

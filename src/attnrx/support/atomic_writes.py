@@ -363,7 +363,11 @@ def swap_folders(temporary: Path, target: Path) -> None:
 
 
 def exchange_names(first: Path, second: Path) -> bool:
-    """Exchanges the names of two folders atomically; returns False if the system has no such call."""
+    """Exchanges the names of two folders atomically; returns False if the system has no such call.
+
+    Raises:
+        OSError: The system has the call, and it failed.
+    """
     names = os.fsencode(first), os.fsencode(second)
     # Python has no function for it, so the C library of this process is called.
     system = ctypes.CDLL(None, use_errno=True)
