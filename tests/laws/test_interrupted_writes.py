@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import own_exports
+from attnrx.change.exporting import present_exports
 from attnrx.decide.planning import Target
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support import atomic_writes
@@ -155,7 +155,7 @@ def whole_result(out: Path) -> dict[str, bytes]:
     """Every file of the folder belongs to its model."""
     fingerprint = rx.models.model_fingerprint(rx.load(out))
     assert rx.Evidence.load(out / "evidence.json").about["candidate"] == fingerprint
-    exports = own_exports(out)
+    exports = present_exports(out)
     assert {facts["model"]["fingerprint"] for facts in exports.values()} <= {fingerprint}
     files = visible(out)
     known = {"config.json", "model.safetensors", "prescription.json", "evidence.json", "README.md", "report.html"}

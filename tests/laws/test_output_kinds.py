@@ -13,7 +13,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import attnrx as rx
 from attnrx.change.realization.distillation import Distill
-from attnrx.change.realization.fitting import nearest_candidate
+from attnrx.change.realization.realizing import nearest_candidate
 from attnrx.change.realization.repair import _importance
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.planner import expected_of

@@ -8,16 +8,14 @@ import torch
 from attnrx.change.decompositions.low_rank import (
     LowRank,
     activation_aware,
-    asvd,
     break_even_rank,
-    fwsvd,
     output_pca,
     pays,
     plain_svd,
-    svd_llm,
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
+from attnrx_lab.baselines.factors import asvd, fwsvd, svd_llm
 
 SHAPES = [(6, 10), (10, 6), (7, 7)]
 

@@ -16,8 +16,8 @@ from torch import nn
 import attnrx as rx
 import odd_pictures
 import pretrained
-from attnrx.change.exporting import Onnx, own_exports, own_script, parse_format, precision_for, remove_export
-from attnrx.change.exporting.own_files import sealed_script
+from attnrx.change.exporting import Onnx, parse_format, precision_for, present_exports, present_script, remove_export
+from attnrx.change.exporting.export_files import sealed_script
 from attnrx.data.model_data import preprocessing_of, splits_for
 from attnrx.support.errors import InvalidInput
 
@@ -76,7 +76,7 @@ def test_a_script_that_was_edited_or_is_not_ours_is_kept(tmp_path: Path) -> None
     assert script.read_text() == own
     script.unlink()
     rx.export(small(), tmp_path / "a.onnx")
-    assert own_script(tmp_path / "a.onnx") == script
+    assert present_script(tmp_path / "a.onnx") == script
     rx.export(small(), tmp_path / "a.onnx")
     script.write_text(script.read_text() + own)
     with pytest.raises(InvalidInput, match="edited"):
@@ -89,14 +89,14 @@ def test_an_outdated_script_goes_with_its_export(tmp_path: Path) -> None:
     assert files(tmp_path) == {"a.onnx", "a.onnx.json"}
     # The script of another file with this stem is not that of this one.
     (tmp_path / "run_a.py").write_text(sealed_script(Onnx().example(tmp_path / "a.onnx") or ""))
-    assert own_script(tmp_path / "a.xml") is None and own_script(tmp_path / "a.onnx") is not None
+    assert present_script(tmp_path / "a.xml") is None and present_script(tmp_path / "a.onnx") is not None
 
 
 def test_an_export_is_removed_with_its_files_unless_they_were_changed(tmp_path: Path) -> None:
     rx.export(small(), tmp_path / "a.onnx")
     (tmp_path / "b.onnx").write_bytes(b"mine")
     (tmp_path / "b.onnx.json").write_text("{}")
-    assert list(own_exports(tmp_path)) == [tmp_path / "a.onnx"]
+    assert list(present_exports(tmp_path)) == [tmp_path / "a.onnx"]
     remove_export(tmp_path / "b.onnx")
     remove_export(tmp_path / "a.onnx")
     assert files(tmp_path) == {"b.onnx", "b.onnx.json"}

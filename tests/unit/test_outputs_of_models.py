@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 import attnrx as rx
 import pretrained
-from attnrx.change.realization.fitting import nearest_candidate
+from attnrx.change.realization.realizing import nearest_candidate
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval, Shift

@@ -21,9 +21,14 @@ from attnrx.change.exporting import (
     precision_for,
     remove_export,
 )
+from attnrx.change.exporting.export_files import (
+    present_exports,
+    present_script,
+    require_export_path,
+    require_replaceable_files,
+)
 from attnrx.change.exporting.exported import KIND as EXPORTED
 from attnrx.change.exporting.exported import facts_path
-from attnrx.change.exporting.own_files import own_exports, own_script, require_export_path, require_own_files
 from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
 from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import num_classes, splits_for
@@ -273,7 +278,7 @@ def require_result_folder(folder: Path, model: nn.Module, onnx: bool, other: For
 
 
 def require_own_export(path: Path, evidence: Path | None, form: Format, model: nn.Module) -> None:
-    require_own_files(path, form.files(path))
+    require_replaceable_files(path, form.files(path))
     require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
     if evidence is not None:
         require_absent([evidence], _is_evidence)
@@ -305,7 +310,7 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
     def parts(folder: Path, written: Collection[str]) -> set[str]:
         names = {each.name for each in folder.iterdir() if is_model_file(each)}
         names |= {"report.html"} if _is_report(folder / "report.html") else set()
-        for path, facts in own_exports(folder).items():
+        for path, facts in present_exports(folder).items():
             if RESULT.fullmatch(path.stem) and fingerprint != _fingerprint_of(facts):
                 names |= _export_names(path, facts)
         return names | export_parts(folder, written)
@@ -316,18 +321,18 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
 def export_parts(folder: Path, written: Collection[str]) -> set[str]:
     """Returns the files of earlier exports, with their evidence, in whose place files of these names are written."""
     names = set()
-    for path, facts in own_exports(folder).items():
+    for path, facts in present_exports(folder).items():
         if path.name in written:
             names |= _export_names(path, facts)
     # Facts and scripts without a file are those of an export that was interrupted.
     paths = [folder / name for name in written]
     names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
-    return names | {script.name for path in paths if (script := own_script(path)) is not None}
+    return names | {script.name for path in paths if (script := present_script(path)) is not None}
 
 
 def _export_names(path: Path, facts: Mapping[str, Any]) -> set[str]:
     """Returns the names of the files of an export: its facts, its files, its script and its evidence."""
-    name, script = RESULT.fullmatch(path.stem), own_script(path)
+    name, script = RESULT.fullmatch(path.stem), present_script(path)
     evidence = path.with_name(f"evidence-{name[1]}.json") if name else None
     names = {facts_path(path).name, *facts["files"]}
     names |= {script.name} if script is not None else set()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
+from attnrx.change.decompositions import LowRank, break_even_rank, plain_svd
 from attnrx.data import ImageSet
 from attnrx.decide.planning.budget import GRID, largest_share
 from attnrx.support.errors import NotSupported
@@ -21,6 +21,7 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models import LowRankLinear, evaluating, family_of
+from attnrx_lab.baselines.factors import asvd, fwsvd, svd_llm
 
 
 class ModelCompressor(ABC):

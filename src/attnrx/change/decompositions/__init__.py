@@ -29,13 +29,10 @@ from attnrx.change.decompositions.least_squares import StrengthFit, elimination_
 from attnrx.change.decompositions.low_rank import (
     LowRank,
     activation_aware,
-    asvd,
     break_even_rank,
-    fwsvd,
     output_pca,
     pays,
     plain_svd,
-    svd_llm,
 )
 
 __all__ = [
@@ -50,7 +47,6 @@ __all__ = [
     "activation_aware",
     "allocate_by_loss",
     "als",
-    "asvd",
     "balance",
     "block_terms",
     "break_even_rank",
@@ -61,7 +57,6 @@ __all__ = [
     "epc",
     "factor_directions",
     "fusion_ranks",
-    "fwsvd",
     "initial_blocks",
     "least_sensitivity",
     "nonnegative_units",
@@ -71,7 +66,6 @@ __all__ = [
     "plain_svd",
     "read_out",
     "svd_directions",
-    "svd_llm",
     "tied_als",
     "unit_losses",
     "water_fill",

@@ -4,18 +4,18 @@ rx.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "progr
 rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime
 """
 
+from attnrx.change.exporting.export_files import (
+    present_exports,
+    present_script,
+    remove_export,
+    require_export_path,
+    require_replaceable_files,
+)
 from attnrx.change.exporting.exported import Exported, Images, is_exported, load_exported
 from attnrx.change.exporting.format import Format, dtype_name
 from attnrx.change.exporting.formats import FORMATS, parse_format
 from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
-from attnrx.change.exporting.own_files import (
-    own_exports,
-    own_script,
-    remove_export,
-    require_export_path,
-    require_own_files,
-)
 from attnrx.change.exporting.torch_formats import AOTInductor, Program
 from attnrx.change.exporting.writing import (
     DYNAMIC,
@@ -49,12 +49,12 @@ __all__ = [
     "fitting_names",
     "is_exported",
     "load_exported",
-    "own_exports",
-    "own_script",
     "parse_format",
     "precision_for",
+    "present_exports",
+    "present_script",
     "remove_export",
     "require_export_path",
-    "require_own_files",
+    "require_replaceable_files",
     "write_exported",
 ]

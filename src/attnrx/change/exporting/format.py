@@ -1,5 +1,6 @@
-"""The base class of the export formats, and what they share."""
+"""The base class of the export formats, and what they share: the script beside a file, errors, and dtypes."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnrx.support import pictures
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Float, Tensor
@@ -24,6 +26,33 @@ ROUNDING: dict[torch.dtype, float] = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
 }
+
+
+# The start and the end of the script beside a file, which classifies an image with the runtime, NumPy and Pillow alone.
+HEAD = '''"""Classifies an image: python {script} IMAGE"""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import {runtime}
+'''
+TAIL = """
+
+here = Path(__file__)
+{opening}
+how, names = about["preprocessing"], about["class_names"]
+pixels = pixels_of(open_picture(Path(sys.argv[1]).read_bytes()), how["channels"], how["alpha"])
+images = normalize_pixels(fit_pixels(pixels, how), how["mean"], how["std"])[None].repeat(batch, 0)
+logits = {call}[0]
+if len(logits) == 1:  # that of class 1 against class 0
+    logits = np.array([0.0, logits[0]])
+best = int(logits.argmax())
+probability = np.exp(logits[best] - np.logaddexp.reduce(logits))
+print(names[best] if names else best, f"{{probability:.3f}}")
+"""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -107,6 +136,18 @@ class Format(ABC):
 def script_path(path: Path) -> Path:
     """Returns the path of the script beside a file."""
     return path.with_name(f"run_{path.stem}.py")
+
+
+def run_script(path: Path, runtime: str, opening: str, call: str) -> str:
+    """Returns the script of the file at `path`.
+
+    `opening` are statements that set `about`, the facts of the file, and `batch`, the number of images that it takes;
+    `call` is an expression of `images` for the outputs.
+    """
+    # The text of the module itself, so that a script and attnrx compute the same.
+    computing = inspect.getsource(pictures).partition("import numpy as np\n")[2]
+    head = HEAD.format(script=script_path(path).name, runtime=runtime)
+    return head + computing + TAIL.format(opening=opening, call=call)
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx.change.exporting.format import INPUT, Format, Run, library, to_numpy
-from attnrx.change.exporting.run_script import run_script
+from attnrx.change.exporting.format import INPUT, Format, Run, library, run_script, to_numpy
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.change.exporting.format import ROUNDING, Format, Run, library, to_numpy
+from attnrx.change.exporting.format import ROUNDING, Format, Run, library, run_script, to_numpy
 from attnrx.change.exporting.onnx_formats import Int8
-from attnrx.change.exporting.run_script import run_script
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.change.exporting.export_files import (
+    present_script,
+    remove_export,
+    require_export_path,
+    require_replaceable_files,
+    sealed_script,
+)
 from attnrx.change.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
 from attnrx.change.exporting.format import PRECISIONS, Format, dtype_name, raising, script_path
 from attnrx.change.exporting.formats import parse_format
-from attnrx.change.exporting.own_files import (
-    own_script,
-    remove_export,
-    require_export_path,
-    require_own_files,
-    sealed_script,
-)
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
 from attnrx.nouns.evidence import FAILS, Finding, judged
@@ -337,7 +337,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
         _put(room, path, facts)
     if example is not None:
         write_text(script_path(path), sealed_script(example))
-    elif (outdated := own_script(path)) is not None:
+    elif (outdated := present_script(path)) is not None:
         outdated.unlink()
     return Exported(path, form, subject.images, facts).eval()
 
@@ -418,7 +418,7 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
     """
     files = facts["files"]
     if len(files) > 1:
-        require_own_files(path, [path.with_name(name) for name in files])
+        require_replaceable_files(path, [path.with_name(name) for name in files])
         remove_export(path)
     earlier = present_facts(path)
     # Without an earlier export the facts are written last: a file without facts is not taken for an export.

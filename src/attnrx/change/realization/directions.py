@@ -96,13 +96,13 @@ def _without(spec: AttentionSpec, bias: str) -> AttentionSpec:
     return replace(spec, biases=tuple(name for name in spec.biases if name != bias))
 
 
-def mask_own_(attention: Attention, layer: ScoreDecision) -> None:
+def mask_rows_(attention: Attention, layer: ScoreDecision) -> None:
     """Writes zeros into the strengths or, for forms without strengths, into the query rows."""
     strength = torch.where(layer.keep, layer.strength, 0)
     attention.scores.set_strengths_([row[:rank] for row, rank in zip(strength, attention.spec.ranks, strict=True)])
 
 
-def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order: list[int]) -> None:
+def copy_kept_rows_(target: Attention, source: Attention, layer: ScoreDecision, order: list[int]) -> None:
     """Copies the kept rows into a layer of matching shape, its heads in this order."""
     spec, small = source.spec, target.spec
     # The removed rows are stored, too, where the small layer divides by the norms over all of them.
@@ -113,25 +113,10 @@ def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order:
         rows = torch.nonzero(layer.keep[order])[:, 1]
     else:
         rows = _direction_rows(spec, layer, order, keep_all)
-    _copy_rows_(target.scores.query, source.scores.query, rows)
-    _copy_rows_(target.scores.key, source.scores.key, rows)
+    copy_rows_(target.scores.query, source.scores.query, rows)
+    copy_rows_(target.scores.key, source.scores.key, rows)
     keep = torch.ones_like(layer.keep) if small.shares_directions else layer.keep
     target.scores.set_strengths_([layer.strength[head, keep[head]] for head in order])
-
-
-def value_features(spec: AttentionSpec, order: list[int]) -> Int[Tensor, "features"]:
-    """Returns the indices of the value features of these heads, in this order."""
-    features = torch.arange(sum(spec.value_dims)).split(spec.value_dims)
-    return torch.cat([torch.zeros(0, dtype=torch.long), *(features[head] for head in order)])
-
-
-def copy_values_(target: Attention, source: Attention, order: list[int]) -> None:
-    """Copies the values and output columns of the kept heads into a layer of matching shape."""
-    features = value_features(source.spec, order)
-    _copy_rows_(target.value, source.value, features)
-    target.output.weight.copy_(source.output.weight[:, features])
-    if target.output.bias is not None and source.output.bias is not None:
-        target.output.bias.copy_(source.output.bias)
 
 
 def _direction_rows(spec: AttentionSpec, layer: ScoreDecision, order: list[int], keep_all: bool) -> Int[Tensor, "rows"]:
@@ -150,13 +135,13 @@ def _direction_rows(spec: AttentionSpec, layer: ScoreDecision, order: list[int],
     return torch.cat(rows)
 
 
-def _copy_rows_(target: HeadLinear, source: HeadLinear, rows: Int[Tensor, "rows"]) -> None:
+def copy_rows_(target: HeadLinear, source: HeadLinear, rows: Int[Tensor, "rows"]) -> None:
     target.weight.copy_(source.weight[rows])
     if target.bias is not None and source.bias is not None:
         target.bias.copy_(source.bias[rows])
 
 
-def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
+def mask_rewritten_rows_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
     """Writes the kept directions into the rows of their head, and zeros into the rest; keeps every shape."""
     spec = attention.spec
     if basis.pairs is not None:
@@ -189,7 +174,9 @@ def _mask_rotary_(attention: Attention, layer: ScoreDecision, basis: Basis) -> N
     attention.spec = attention.scores.spec = replace(spec, pairs=pairs)
 
 
-def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, basis: Basis, order: list[int]) -> None:
+def write_rewritten_rows_(
+    target: Attention, source: Attention, layer: ScoreDecision, basis: Basis, order: list[int]
+) -> None:
     """Writes the kept directions into a layer of matching shape; either side is scaled by the root of the strength."""
     kept = _kept_shared(layer, order)
     for name, table in (("query", basis.left), ("key", basis.right)):

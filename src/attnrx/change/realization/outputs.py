@@ -5,13 +5,29 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from attnrx.change.realization.directions import value_features
+from attnrx.change.realization.directions import copy_rows_
 from attnrx.nouns.prescription import HiddenDecision, OutputDecision
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.kernels.packed_linear import PackedLinear
 from attnrx.vit.models import Family, LowRankLinear
+from attnrx.vit.spec import AttentionSpec
+
+
+def value_features(spec: AttentionSpec, order: Sequence[int]) -> Int[Tensor, "features"]:
+    """Returns the indices of the value features of these heads, in this order."""
+    features = torch.arange(sum(spec.value_dims)).split(spec.value_dims)
+    return torch.cat([torch.zeros(0, dtype=torch.long), *(features[head] for head in order)])
+
+
+def copy_values_(target: Attention, source: Attention, order: Sequence[int]) -> None:
+    """Copies the values and output columns of the kept heads into a layer of matching shape."""
+    features = value_features(source.spec, order)
+    copy_rows_(target.value, source.value, features)
+    target.output.weight.copy_(source.output.weight[:, features])
+    if target.output.bias is not None and source.output.bias is not None:
+        target.output.bias.copy_(source.output.bias)
 
 
 def compress_values_(target: Attention, source: Attention, values: OutputDecision, order: Sequence[int]) -> None:

@@ -1,30 +1,32 @@
 """Realizes a prescription: ranks layer by layer, then the token policy."""
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from attnrx.change.predictions import mean_divergences
 from attnrx.change.realization.directions import (
     compressed_spec,
-    copy_own_,
-    copy_rewritten_,
-    copy_values_,
+    copy_kept_rows_,
     head_order,
-    mask_own_,
-    mask_rewritten_,
+    mask_rewritten_rows_,
+    mask_rows_,
+    write_rewritten_rows_,
 )
-from attnrx.change.realization.fitting import nearest_candidate, refitted
 from attnrx.change.realization.outputs import (
     compress_values_,
     compressed_linear,
+    copy_values_,
     mask_linear_,
     mask_values_,
     realize_hidden_,
 )
+from attnrx.change.realization.strength_refit import refit_strengths
 from attnrx.change.realization.token_policies import realize_tokens_
-from attnrx.data import ImageData
+from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.arguments import IMAGES, MODEL, checked, instance, one_of, optional
@@ -94,9 +96,17 @@ def realize(
         return _realized(model, prescription, prescription.layers, by, norms, calibration)
     images = images_for(model, _require_refittable(prescription, calibration), "calibration")
     # The order decides between equal candidates: the refit comes first.
-    fits = (refitted(model, prescription, images), prescription.layers)
+    fits = (refit_strengths(model, prescription, images), prescription.layers)
     candidates = [_realized(model, prescription, layers, by, norms, images) for layers in fits]
     return nearest_candidate(candidates, model, images)
+
+
+def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
+    """Returns the candidate whose outputs have the smallest mean divergence from the model's; the first of equals."""
+    # By outputs and not by layer: a fit that is better in every layer may be worse in the model.
+    divergences = mean_divergences(candidates, model, images)
+    # Of a candidate that returns NaN it is NaN, which argmin would take.
+    return candidates[int(torch.tensor(divergences).nan_to_num(nan=math.inf).argmin())]
 
 
 def _realized(
@@ -158,9 +168,9 @@ def _mask_(attention: Attention, layer: LayerPrescription) -> None:
         compressed_spec(spec, layer)  # raises NotSupported for decisions that cannot be realized
         mask_values_(attention, values)
     if layer.qk.basis is None:
-        mask_own_(attention, layer.qk)
+        mask_rows_(attention, layer.qk)
     else:
-        mask_rewritten_(attention, layer.qk, layer.qk.basis)
+        mask_rewritten_rows_(attention, layer.qk, layer.qk.basis)
     # [sum of value dimensions]: the columns of removed heads in the output projection.
     removed = (~layer.heads).repeat_interleave(torch.tensor(spec.value_dims, dtype=torch.long))
     attention.output.weight[:, removed] = 0
@@ -175,9 +185,9 @@ def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> A
     small, values = compressed_spec(attention.spec, layer, norms), layer.outputs.get("vo")
     result = Attention(small, attention.backend).to(weight.device, weight.dtype)
     if layer.qk.basis is None:
-        copy_own_(result, attention, layer.qk, order)
+        copy_kept_rows_(result, attention, layer.qk, order)
     else:
-        copy_rewritten_(result, attention, layer.qk, layer.qk.basis, order)
+        write_rewritten_rows_(result, attention, layer.qk, layer.qk.basis, order)
     if values is None:
         copy_values_(result, attention, order)
     else:

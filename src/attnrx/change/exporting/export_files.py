@@ -20,7 +20,7 @@ def sealed_script(script: str) -> str:
     return script + SEAL.format(hashlib.sha256(script.encode()).hexdigest()[:16])
 
 
-def own_script(path: Path) -> Path | None:
+def present_script(path: Path) -> Path | None:
     """Returns the script beside an exported file; None if there is none, or another file, or an edited script."""
     script = script_path(path)
     try:
@@ -41,24 +41,24 @@ def require_export_path(path: Path, form: Format, with_script: bool) -> None:
             f"the facts go into {facts_file}, which exists and was not written by an export: move it away, or choose "
             "another name."
         )
-    if with_script and os.path.lexists(script) and own_script(path) is None:
+    if with_script and os.path.lexists(script) and present_script(path) is None:
         raise InvalidInput(
             f"the script that runs {path.name} goes into {script}, which exists and was edited or not written by an "
             "export: move it away, or choose another name."
         )
     files = form.files(path)
     if len(files) > 1:
-        require_own_files(path, files)
+        require_replaceable_files(path, files)
 
 
-def require_own_files(path: Path, files: Iterable[Path]) -> None:
+def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
     """Raises InvalidInput for an existing one of `files` that is none of an earlier export at the path."""
     facts = present_facts(path)
     own = set() if facts is None else {path.with_name(name) for name in facts["files"]}
     require_absent(list(files), own.__contains__)
 
 
-def own_exports(folder: Path) -> dict[Path, dict[str, Any]]:
+def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
     """Returns the facts of the exports in a folder by their main files, of those whose files were not changed."""
     paths = (facts.with_name(facts.name.removesuffix(".json")) for facts in sorted(folder.glob("*.json")))
     return {path: facts for path in paths if (facts := present_facts(path)) is not None}
@@ -66,7 +66,7 @@ def own_exports(folder: Path) -> dict[Path, dict[str, Any]]:
 
 def remove_export(path: Path) -> None:
     """Deletes an export: its facts, its files and its script, unless they were changed."""
-    facts, script = present_facts(path), own_script(path)
+    facts, script = present_facts(path), present_script(path)
     if facts is None:
         return
     # The facts first: files without facts are not taken for an export.

@@ -1,14 +1,12 @@
 """Refits strengths on calibration data by least squares, so that the attention approximates the original's."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from attnrx.change.decompositions import StrengthFit
-from attnrx.change.predictions import BATCH, mean_divergences
+from attnrx.change.predictions import BATCH
 from attnrx.data import ImageSet
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.progress import track
@@ -17,7 +15,7 @@ from attnrx.vit.models import InputValidation, evaluating, family_of, observing
 from attnrx.vit.observation import Observation
 
 
-def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
+def refit_strengths(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
     """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
     bit-identical.
     """
@@ -40,14 +38,6 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
             model(input_validation.take(batch.images))
     input_validation.notes()  # called for its warning
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
-
-
-def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns the candidate whose outputs have the smallest mean divergence from the model's; the first of equals."""
-    # By outputs and not by layer: a fit that is better in every layer may be worse in the model.
-    divergences = mean_divergences(candidates, model, images)
-    # Of a candidate that returns NaN it is NaN, which argmin would take.
-    return candidates[int(torch.tensor(divergences).nan_to_num(nan=math.inf).argmin())]
 
 
 def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
