@@ -1,6 +1,5 @@
 """The benchmarks run, at a size that takes a second, and write what they promise."""
 
-import os
 import runpy
 import subprocess
 import sys
@@ -38,20 +37,20 @@ def test_latency_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
-    """In Triton's interpreter, in a process of its own, which asks for it before Triton is imported."""
+    """In a process of its own: it stops itself where it takes longer than its budget."""
     words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--precision", "float32", "--tiny"]
     words += ["--out", str(tmp_path), "--only", "content", "tests", "eager", "backends", "real"]
-    done = subprocess.run(
-        words, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     sections, page = read_json(tmp_path / "gpu.json")["sections"], (tmp_path / "gpu.md").read_text()
     assert not [(name, part["error"]) for name, part in sections.items() if "error" in part]
     assert not [
         cell["failures"] for name in ("eager", "backends") for cell in sections[name]["cells"] if cell["failures"]
     ]
-    assert sections["backends"]["cells"][0]["errors"]["ragged"] < 1e-5
-    assert all(each["to a copy"] == 0 < each["to before"] for each in sections["content"]["differences"].values())
+    assert sections["backends"]["cells"][0]["errors"]["explicit"] < 1e-5
+    differences = sections["content"]["differences"]
+    assert all(each["to a copy"] == 0 for each in differences.values())
+    assert all(name.startswith("none") == (each["to before"] == 0) for name, each in differences.items())
     assert sections["tests"]["counts"]["skipped"] > 200 or torch.cuda.is_available()
     assert len(sections["real"]["shrink"]["speeds"]) == 3
     assert "| ViT-S | 64 |" in page and "Not finished" not in page

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.vit.attention import AttentionCapture, Backend, Eager, Explicit, Flex, Fused, Native, Observed
-from attnrx.vit.attention.backends import generated
+from attnrx.vit.attention import AttentionCapture, Backend, Eager, Explicit, Fused, Native, Observed
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.observation import Observation
 from layers import LAYERS, Case, by_definition
@@ -36,7 +35,6 @@ WITH_GRADIENTS: dict[str, Callable[[Case, Sizes], Backend]] = {
     "observed": observed,
 }
 IN_FLOAT32: dict[str, Callable[[Case, Sizes], Backend]] = {
-    "flex": lambda case, sizes: Flex(),
     "native": lambda case, sizes: Native(lambda: sizes),
     "captured, native": capture("keys"),
 }
@@ -49,12 +47,6 @@ WITH_SIZES = (
     "native",
     "captured, native",
 )
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as PyTorch operations: compiling it takes 20 seconds."""
-    monkeypatch.setattr(generated, "_compiled", generated._plain)
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -97,15 +89,12 @@ def test_an_observation_holds_the_factors_of_its_scores(name: str) -> None:
     torch.testing.assert_close(case.spec.scale * products, seen.scores, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", IN_FLOAT32)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.slow
 def test_outputs_in_float32_are_those_of_the_definition(name: str, backend: str) -> None:
     case = LAYERS[name]
     require_kernel(backend)
-    if backend == "flex" and case.tokens > 1024:
-        return  # its PyTorch operations take seconds
     with torch.no_grad():
         expected = by_definition(case.layer(Eager()), case.inputs())
         layer, tokens = case.layer(IN_FLOAT32[backend](case, None), torch.float32), case.inputs(torch.float32)
@@ -145,7 +134,6 @@ def test_tokens_count_as_often_as_their_size(name: str, backend: str) -> None:
 FEW_QUERIES = [name for name in (*WITH_GRADIENTS, *IN_FLOAT32) if name not in ("captured, attention", "observed")]
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", FEW_QUERIES)
 @pytest.mark.parametrize("name", ["narrow values", "ragged", "svda", "shared", "mixed"])
 def test_few_queries_attend_to_any_number_of_keys_and_heads_without_keys_return_zero(name: str, backend: str) -> None:

@@ -1,6 +1,6 @@
 """Every backend equals the eager one, gradients included, at every rank."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +9,21 @@ from torch import nn
 import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.support.errors import NotSupported, UnknownName
-from attnrx.vit.attention import Backend, Eager, Explicit, Fused, Observed, using
+from attnrx.vit.attention import (
+    AttentionCapture,
+    AttentionContext,
+    Auto,
+    Backend,
+    Eager,
+    Explicit,
+    Fused,
+    Observed,
+    using,
+)
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.models import family_of, observing
 from attnrx.vit.observation import Observation
+from attnrx.vit.spec import AttentionSpec
 from cases import CONFIGS, PATTERNS, images, model, prescription
 
 
@@ -129,16 +140,13 @@ def test_kept_padding_follows_the_weights() -> None:
 
 @pytest.mark.parametrize("pattern", ["half", "ragged", "zero", "head-removed"])
 @pytest.mark.parametrize("config", ["svda", "dense"])
-def test_every_named_backend_equals_eager_in_float32(
-    config: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
+def test_every_named_backend_equals_eager_in_float32(config: str, pattern: str) -> None:
     vit = model(CONFIGS[config])
     small, inputs = realize(vit, prescription(vit, PATTERNS[pattern])).float(), images(CONFIGS[config]).float()
     with torch.no_grad():
         truth = rx.use_backend(small, "eager")(inputs)
         built = ("native",) if native_library() else ()
-        for name in ("auto", "autotuned", "explicit", "fused", *built, "ragged"):
+        for name in ("auto", "explicit", "fused", *built):
             layers = family_of(rx.use_backend(small, name)).attention(small)
             assert {type(layer.backend).__name__.lower() for layer in layers} == {name}
             torch.testing.assert_close(small(inputs), truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
@@ -148,6 +156,9 @@ def test_backends_are_refused_by_name_and_where_they_could_change_nothing() -> N
     vit = model(CONFIGS["dense"])
     with pytest.raises(UnknownName, match="did you mean 'fused'"):
         rx.use_backend(vit, "fusd")
+    for name in ("autotuned", "flex", "ragged"):
+        with pytest.raises(NotSupported, match=f"'{name}' was removed.*Use '(auto|fused)'.*multiples of 8"):
+            rx.use_backend(vit, name)
     with pytest.raises(NotSupported, match="no attention of attnrx"):
         rx.use_backend(nn.Linear(2, 2), "fused")
     layers = family_of(vit).attention(vit)
@@ -158,15 +169,30 @@ def test_backends_are_refused_by_name_and_where_they_could_change_nothing() -> N
         rx.use_backend(vit, Explicit())
 
 
-@pytest.mark.slow
-def test_flex_equals_eager() -> None:
-    """Compiled, with queries and values of different widths."""
-    vit = model(CONFIGS["dense"])
-    small, inputs = realize(vit, prescription(vit, PATTERNS["half"])).float(), images(CONFIGS["dense"]).float()
-    with torch.no_grad():
-        truth = rx.use_backend(small, "eager")(inputs)
-        torch.testing.assert_close(rx.use_backend(small, "flex")(inputs), truth, rtol=0, atol=1e-4)
-    rx.use_backend(small.double(), "flex")(inputs.double()).sum().backward()  # where it cannot run, Fused does
+NARROW = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "images", "unfused"),
+    [
+        ((4, 4, 4), 400, False),
+        ((2, 2, 2), 400, True),
+        ((4, 2, 1), 400, True),  # every head at its own rank
+        ((4, 2, 1), 1, False),  # with few tokens all heads at the largest
+        ((2, 2, 2), 1, True),
+        ((0, 0, 0), 400, False),
+    ],
+)
+def test_narrow_attention_is_unfused_on_one_thread_of_a_cpu(ranks: tuple[int, ...], images: int, unfused: bool) -> None:
+    spec = replace(NARROW, ranks=ranks)
+    context = AttentionContext(images, 5, "cpu", torch.float64, 1, True)
+    sized, watched = (AttentionCapture(lambda: None, print, wanted) for wanted in ((), ("class_attention",)))
+    for backend, other in ((Auto(), Fused), (sized, AttentionCapture)):
+        assert type(backend.at(spec, context)) is (Explicit if unfused else other)
+        assert type(backend.at(spec, context._replace(free=False))) is other
+        assert type(backend.at(spec, context._replace(device="cuda"))) is other
+        assert type(backend.at(spec, context._replace(threads=2))) is other
+    assert watched.at(spec, context) is watched
 
 
 def test_a_token_reducer_keeps_its_attention_when_the_backend_changes() -> None:

@@ -9,13 +9,13 @@ import torch
 
 import attnrx as rx
 from attnrx.change.realization import realize
-from attnrx.vit.attention import Autotuned, Backend, Explicit, Fused
+from attnrx.vit.attention import Backend, Explicit, Fused
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import attach_tokens_, family_of
 from cases import CONFIGS, PATTERNS, images, model, prescription
 from layers import LAYERS
 
-BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit, Autotuned)
+BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit)
 
 
 @pytest.mark.slow

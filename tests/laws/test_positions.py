@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.attention import Attention, AttentionContext, Eager, Fused, Native, Positions, backend_of
-from attnrx.vit.attention.autotune import CANDIDATES, measured_record
+from attnrx.vit.attention import Attention, Eager, Fused, Native, Positions, backend_of
 from attnrx.vit.spec import AttentionSpec
 
 WIDTH, HEADS, DIM, TOKENS, PREFIX = 24, 3, 8, 29, 2
@@ -87,21 +86,13 @@ def test_the_reference_is_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", ["auto", "explicit", "fused", "flex", "ragged"])
+@pytest.mark.parametrize("backend", ["auto", "explicit", "fused"])
 def test_backends_equal_the_reference(name: str, backend: str) -> None:
     layer, tokens, positions = case(name)
     with torch.no_grad():
         expected = layer(tokens, None, positions)
         layer.backend = backend_of(backend)
         torch.testing.assert_close(layer(tokens, None, positions), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_backends_are_measured_with_positions(name: str) -> None:
-    layer, tokens, _ = case(name, torch.float32)
-    with torch.no_grad():
-        record = measured_record(layer.spec, AttentionContext.of(tokens), CANDIDATES["cpu"])
-    assert all(trial["seconds"] is not None for trial in record["trials"].values())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import ATTEMPTS, STEADY, cached_cost_table, measured_cost_table
 from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
+from attnrx.support.hardware import cache_folder
 from attnrx.support.storage import read_tensors, write_tensors
 from planned import CLOCK, spanned
 
@@ -124,3 +125,9 @@ def test_noisy_timings_are_used_and_not_kept(space: Space, cache: Path) -> None:
 def test_a_measured_table_states_its_spread(space: Space) -> None:
     table = measured_cost_table(space, CLOCK)
     assert table.spread >= 0 and np.isfinite(table.spread)
+
+
+def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTNRX_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/attnrx")

@@ -149,9 +149,7 @@ def add_device(parser: Parser) -> None:
 
 
 def add_backend(parser: Parser) -> None:
-    backends = ("auto", "autotuned", "eager", "explicit", "flex", "fused", "native", "ragged")
-    purpose = "the attention backend; chosen: the fastest, autotuned once for this machine (auto)"
-    option(parser, "--backend", backends, purpose)
+    option(parser, "--backend", "NAME", "the attention backend: auto, eager, explicit, fused or native (auto)")
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:

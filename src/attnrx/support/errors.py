@@ -73,10 +73,6 @@ class KernelWarning(UserWarning):
     """The C++ attention kernel is not available; the slower PyTorch attention is used instead."""
 
 
-class CacheWarning(UserWarning):
-    """A damaged file in the cache folder, which is created again."""
-
-
 class CardWarning(UserWarning):
     """An edited model card that is kept although the model in its folder was replaced."""
 

@@ -58,15 +58,18 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.support import process_group  # imports torch
+    # These import torch, which --help should not.
+    from attnrx.support import process_group
+    from attnrx.vit.attention import backend_of
 
     _, count = process_group.join_process_group()
     checks, if_possible = _checks(arguments)  # before the models are loaded, so that a typing error is reported at once
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
     prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
+    backend = None if arguments.backend is None else backend_of(arguments.backend)
     candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
-    if arguments.backend is not None:
-        rx.use_backend(candidate, arguments.backend)
+    if backend is not None:
+        rx.use_backend(candidate, backend)
     reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(reference, arguments)
     images = chosen_images(splits, arguments)

@@ -1,14 +1,13 @@
 """Attention of any form, with irregular ranks, executed by interchangeable backends."""
 
 from attnrx.vit.attention.attention import Attention, using
-from attnrx.vit.attention.autotune import BACKENDS, Autotuned, backend_of, use_backend
 from attnrx.vit.attention.backends.auto import Auto, Fused, Native
 from attnrx.vit.attention.backends.backend import Backend, Eager
 from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAttention, Observed, sized_softmax
 from attnrx.vit.attention.backends.explicit import Explicit
-from attnrx.vit.attention.backends.generated import Flex, Ragged
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import unit_rows
+from attnrx.vit.attention.named_backends import BACKENDS, backend_of, use_backend
 from attnrx.vit.attention.positions import Positions
 
 __all__ = [
@@ -17,18 +16,15 @@ __all__ = [
     "AttentionCapture",
     "AttentionContext",
     "Auto",
-    "Autotuned",
     "Backend",
     "Bucket",
     "CapturedAttention",
     "Eager",
     "Explicit",
-    "Flex",
     "Fused",
     "Native",
     "Observed",
     "Positions",
-    "Ragged",
     "ScoreFactors",
     "backend_of",
     "sized_softmax",

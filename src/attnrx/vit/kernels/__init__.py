@@ -1,1 +1,1 @@
-"""Kernels: in Triton, imported on first use, and in C++, built on first use."""
+"""C++ kernels, built on first use."""

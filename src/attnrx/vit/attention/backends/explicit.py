@@ -61,16 +61,6 @@ class Explicit(Backend):
         return super().__call__(buckets, factors, values)
 
 
-def unfused(
-    query: Float[Tensor, "batch heads queries width"],
-    key: Float[Tensor, "batch heads keys width"],
-    value: ValueBatch,
-    scale: float,
-) -> Float[Tensor, "batch heads queries v_head_dim"]:
-    """Returns softmax(scale * query @ key^T) @ value."""
-    return torch.softmax((query * scale) @ key.transpose(-1, -2), dim=-1) @ value
-
-
 def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: float = NARROW) -> bool:
     """Whether unfused attention in chunks is faster than a padded fused kernel: true for narrow heads, and where heads
     mix the maps of blocks, which a fused kernel does not.
