@@ -1,7 +1,9 @@
 """Content for reports: a small real model, diagnosed, prescribed and realized, with evidence of every kind."""
 
 import copy
+import json
 import math
+from dataclasses import asdict, replace
 from functools import cache
 
 import torch
@@ -46,19 +48,16 @@ def _example(depth: int, heads: int) -> ReportContent:
     diagnosis = diagnosed(model)
     prescription = prescribed(model)
     slim = realize(model, prescription, norms="renormalized")
-    costs = family_of(model).costs
     return ReportContent(
         title="SVDA on digits, energy retention 0.90",
         about={"model": "svda:digits", "data": f"digits {HOSTILE}", "seed": 42, "versions": {"attnrx": "0.1.0"}},
         prescription=prescription,
         diagnosis=diagnosis,
-        evidence=evidence(),
+        evidence=with_speed(with_costs(evidence(), model, slim), latency()),
         trade_off=trade_off(),
         tokens=tokens(model),
         attention=sampled(model, realize(model, prescription, by="mask"), slim),
         history=history(depth, heads),
-        costs=(costs(model), costs(slim)),
-        latency=(latency(),),
         plan=plan(prescription),
     )
 
@@ -121,6 +120,23 @@ def evidence() -> Evidence:
     """Gives findings of every check: claims that hold, one that fails, and quantities that are only reported."""
     about = {"candidate": "compressed", "reference": "svda:digits", "data": "digits/test", "images": 360}
     return Evidence((*_quality(), *_bounds(), *_controls(), *_robustness()), about)
+
+
+def with_costs(evidence: Evidence, model: nn.Module, slim: nn.Module) -> Evidence:
+    """Adds the counted costs of both models, as the check does."""
+    costs = {"reference": family_of(model).costs(model), "candidate": family_of(slim).costs(slim)}
+    findings = (
+        Finding("costs", role, 0.0, details={"quantity": "counted costs", "model": role, **each.to_record()})
+        for role, each in costs.items()
+    )
+    return replace(evidence, findings=(*evidence.findings, *findings))
+
+
+def with_speed(evidence: Evidence, times: LatencyComparison) -> Evidence:
+    """Adds one measurement of the latency, in place of another one."""
+    others = (finding for finding in evidence.findings if finding.check != "latency")
+    details = {"quantity": "speed", **json.loads(json.dumps(asdict(times)))}
+    return replace(evidence, findings=(*others, Finding("latency", "speed", times.faster.value, "x", details=details)))
 
 
 def trade_off() -> tuple[TradeOffPoint, ...]:

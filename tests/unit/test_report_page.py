@@ -110,9 +110,7 @@ def test_every_section_is_left_out_without_its_data():
         ("tokens", ["tokens"]),
         ("attention", ["attention"]),
         ("history", ["training"]),
-        ("costs", ["costs"]),
-        ("latency", ["costs"]),
-        ("evidence", ["evidence", "controls", "robustness"]),
+        ("evidence", ["evidence", "controls", "robustness", "costs"]),
     ],
 )
 def test_every_part_alone_makes_a_report(part, sections):
@@ -149,7 +147,7 @@ def test_words_of_the_content_are_escaped():
 
 def test_the_verdict_says_what_fails():
     words = " ".join(Page(whole()).words.split())
-    assert "1 of 5 claims does not hold. 13 more quantities are reported without a limit." in words
+    assert "1 of 5 claims does not hold. 16 more quantities are reported without a limit." in words
     assert (
         "the candidate loses at most 1 points of accuracy: \N{MINUS SIGN}0.6 points [\N{MINUS SIGN}2.0, 0.8], limit"
         in words
@@ -180,28 +178,32 @@ def test_the_page_begins_with_the_result():
 
 def test_bars_are_shares_of_the_larger_model():
     content = report_content.example()
-    assert content.costs is not None
+    assert content.evidence is not None
     bars = {pair.title: pair for pair in verdict(content).data["bars"]}
     assert list(bars) == ["Latency", "Top-1 accuracy", "Parameters", "MACs of one image"]
     latency = bars["Latency"].after
     assert (latency.share, latency.low, latency.high) == pytest.approx((0.943, 0.931, 0.956))
-    before, after = content.costs
+    before, after = (
+        sum(part["params"] for part in finding.details["parts"].values()) for finding in content.evidence.of("costs")
+    )
     assert bars["Parameters"].before.share == 1.0
-    assert bars["Parameters"].after.share == pytest.approx(after.params / before.params)
+    assert bars["Parameters"].after.share == pytest.approx(after / before)
     accuracy = bars["Top-1 accuracy"].after
     assert (accuracy.share, accuracy.low, accuracy.high) == pytest.approx((0.9583, 0.932, 0.975))
-    slower = replace(content.latency[0], faster=Ratio(0.8, 1 / 1.3, 1 / 1.2))
-    first = verdict(replace(content, latency=(slower,))).data["bars"][0]
+    slower = replace(report_content.latency(), faster=Ratio(0.8, 1 / 1.3, 1 / 1.2))
+    content = replace(content, evidence=report_content.with_speed(content.evidence, slower))
+    first = verdict(content).data["bars"][0]
     assert (first.before.share, first.after.share, first.after.high) == pytest.approx((0.8, 1.0, 1.3 / 1.25))
-    assert f"0.80{TIMES} the speed" in shown(replace(content, latency=(slower,))).words
+    assert f"0.80{TIMES} the speed" in shown(content).words
 
 
 @pytest.mark.parametrize("milliseconds", [5, 41.2, 900])
 def test_the_bars_and_the_sentence_are_one_measurement(milliseconds: float):
     """The ratio of the medians is another statistic, and differs where the load of the machine changes."""
     content, seconds = report_content.example(), milliseconds / 1000
-    timing = replace(content.latency[0], candidate=Timing(seconds, seconds, seconds))
-    data = verdict(replace(content, latency=(timing,))).data
+    timing = replace(report_content.latency(), candidate=Timing(seconds, seconds, seconds))
+    assert content.evidence is not None
+    data = verdict(replace(content, evidence=report_content.with_speed(content.evidence, timing))).data
     latency = data["bars"][0]
     shares = [bar.share for _, _, bar in latency.bars]
     assert shares == pytest.approx([1, 1 / 1.03, 0.943])
@@ -336,21 +338,6 @@ def test_costs_show_parts_that_only_the_candidate_has():
     assert ["diagonal", "0", "3"] in [row[:3] for row in rows]
     assert ["new", "0", "1"] in [row[:3] for row in rows]
     assert ["whole", "model", "10", "9"] in [row[:4] for row in rows]
-
-
-def test_costs_and_latency_come_from_the_evidence_where_they_are_not_given():
-    content = report_content.example()
-    assert content.costs is not None
-    findings = tuple(
-        Finding("costs", role, 0.0, details={"quantity": "counted costs", "model": role, **costs.to_record()})
-        for role, costs in zip(("reference", "candidate"), content.costs, strict=True)
-    )
-    timed = Finding("latency", "speed", 1.06, "x", details={"quantity": "speed", **as_record(content.latency[0])})
-    result = ReportContent("result", evidence=Evidence((*findings, timed), {}))
-    given = ReportContent("given", costs=content.costs, latency=content.latency)
-    both = [re.search(r"Trainable.*2\.11\.0", shown(one).words, re.DOTALL) for one in (result, given)]
-    assert all(both)
-    assert both[0].group() == both[1].group()  # type: ignore[union-attr]
 
 
 def as_record(latency: LatencyComparison) -> dict:

@@ -12,7 +12,6 @@ from typing import Any
 
 from attnrx.nouns.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence, Finding
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.headline import statements, summary_parts
 from attnrx.show.reports.numbers import interval, number, percent, plain, quantity, short
 from attnrx.show.reports.sections.evidence import by_severity
@@ -65,7 +64,7 @@ def model_card(
         is_count = isinstance(value, int) and value >= COUNTED
         if name != "name":
             rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
-    answer = "" if evidence is None else ", ".join(map(str, summary_parts(ReportContent("card", evidence=evidence))))
+    answer = "" if evidence is None else ", ".join(map(str, summary_parts(evidence)))
     removed = ""
     if prescription is not None and prescription.removed_share:
         removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "

@@ -13,7 +13,6 @@ from attnrx.show.reports.ranks import PathwayRanks
 from attnrx.show.reports.samples import AttentionSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
-from attnrx.vit.costs import LatencyComparison, ModelCosts
 
 Interval = tuple[float, float]
 
@@ -40,9 +39,9 @@ class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
     `about` is a free record: the model, the data, the versions, the seed, the command. `history` holds the records of a
-    training run, one per epoch. `costs` are those of the original and of the candidate. Missing `costs` and `latency`
-    are taken from the evidence, missing `ranks` from the prescription. `comparison` is about several candidates, and
-    the front of the `plan` has the plans that were measured on the way to this candidate.
+    training run, one per epoch. Costs and latency are those of the evidence. Missing `ranks` are taken from the
+    prescription. `comparison` is about several candidates, and the front of the `plan` has the plans that were measured
+    on the way to this candidate.
     """
 
     title: str
@@ -54,8 +53,6 @@ class ReportContent(Displayed):
     attention: AttentionSamples | None = None
     tokens: TokenSamples | None = None
     history: tuple[Mapping[str, Any], ...] = ()
-    costs: tuple[ModelCosts, ModelCosts] | None = None
-    latency: tuple[LatencyComparison, ...] = ()
     ranks: tuple[PathwayRanks, ...] = ()
     comparison: MethodComparison | None = None
     plan: Plan | None = None

@@ -206,7 +206,7 @@ class Figure:
     legend: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, chart: Chart, *, with_legend: bool = False) -> "Figure":
+    def from_chart(cls, chart: Chart, *, with_legend: bool = False) -> "Figure":
         return cls(chart.draw(), chart.title, legend=chart.legend if with_legend else ())
 
 

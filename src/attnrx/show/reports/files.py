@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.nouns.evidence import Evidence
-from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.headline import MeasuredSpeed, finding_of, nothing_removed, speeds
 from attnrx.support.errors import CheckpointError
 from attnrx.support.storage import read_json
@@ -59,15 +58,14 @@ def _record(
     except CheckpointError:  # a damaged file has no numbers
         evidence = None
     if evidence is not None:
-        content = ReportContent("files", evidence=evidence)
-        finding = finding_of(content, "accuracy", "candidate")
+        finding = finding_of(evidence, "accuracy", "candidate")
         accuracy = None if finding is None else finding.value
-        for speed in speeds(content)[:1]:
+        for speed in speeds(evidence)[:1]:
             batch, faster = speed.batch, speed.by_compression
             if faster is None and "unchanged" in speed.baseline:
                 faster = speed.value
     elif facts.get("speeds"):
-        speed = MeasuredSpeed.of(facts["speeds"][-1])
+        speed = MeasuredSpeed.from_record(facts["speeds"][-1])
         faster, batch = speed.value, speed.batch
     return {
         "file": name,

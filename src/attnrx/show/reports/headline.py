@@ -1,15 +1,11 @@
-"""The result in a few measured numbers: one sentence for consoles and pages, and the numbers behind it.
-
-Missing costs and latencies of a report are taken from the findings of its evidence.
-"""
+"""The result in a few measured numbers of evidence: one sentence for consoles and pages, and what is behind it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks.latency import KERNELS
-from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.numbers import known
 from attnrx.vit.costs import factors_text, speed_text
 from attnrx.vit.outputs import KINDS
@@ -52,7 +48,7 @@ class MeasuredSpeed:
     reference_seconds: float | None = None
 
     @classmethod
-    def of(cls, record: Record) -> "MeasuredSpeed":
+    def from_record(cls, record: Record) -> "MeasuredSpeed":
         """Reads the record of a `LatencyComparison`."""
         faster, factors = record["faster"], [record.get(name) or {} for name in ("by_runtime", "by_compression")]
         by_runtime, by_compression = (factor.get("value") for factor in factors)
@@ -111,7 +107,7 @@ def summary_of(evidence: Evidence) -> str:
     """Returns one sentence: speed with its factors, change of accuracy, costs, divergence and the number of images; it
     begins with what has to be known first, e.g. that nothing was removed.
     """
-    sentence = ", ".join(str(part) for part in summary_parts(ReportContent("summary", evidence=evidence)))
+    sentence = ", ".join(str(part) for part in summary_parts(evidence))
     return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
 
 
@@ -125,7 +121,7 @@ def statements(evidence: Evidence | None) -> list[str]:
     warnings = [] if evidence is None else list(evidence.warnings)
     if evidence is None or not nothing_removed(evidence):
         return warnings
-    measured = speeds(ReportContent("summary", evidence=evidence))
+    measured = speeds(evidence)
     if not measured:
         return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
     runtime = measured[0].runtime
@@ -133,30 +129,30 @@ def statements(evidence: Evidence | None) -> list[str]:
     return [*warnings, f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
 
 
-def summary_parts(content: ReportContent) -> list[SummaryPart]:
+def summary_parts(evidence: Evidence | None) -> list[SummaryPart]:
     """Returns the parts of the sentence, each if it was measured."""
     # Only the first speed: one sentence has no room for those at other batch sizes.
-    parts = [SummaryPart(speed.text, speed.setting, speed.interval, speed.factors) for speed in speeds(content)[:1]]
-    change = finding_of(content, "accuracy change")
+    parts = [SummaryPart(speed.text, speed.setting, speed.interval, speed.factors) for speed in speeds(evidence)[:1]]
+    change = finding_of(evidence, "accuracy change")
     if change is not None and known(change.value) is not None:
         amount = f"{_signed(change.value)} points of {accuracy_name(change)}"
         parts.append(SummaryPart(amount, interval=_interval(change.low, change.high)))
     for unit, name in (("macs", "MACs"), ("params", "parameters")):
-        parts += [SummaryPart(text) for text in _saved(content, unit, name)]
-    divergence = finding_of(content, "divergence")
+        parts += [SummaryPart(text) for text in _saved(evidence, unit, name)]
+    divergence = finding_of(evidence, "divergence")
     if divergence is not None and known(divergence.value) is not None:
-        about = {} if content.evidence is None else content.evidence.about
+        about = {} if evidence is None else evidence.about
         outputs = str(about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
         name = KINDS.get(outputs, KINDS["logits"]).columns[1]
         parts.append(SummaryPart(f"{name} {divergence.value:.3f}"))
-    images = None if content.evidence is None else content.evidence.about.get("images")
+    images = None if evidence is None else evidence.about.get("images")
     if isinstance(images, int) and parts:
         parts.append(SummaryPart(f"{images:,} images"))
     return parts
 
 
-def _saved(content: ReportContent, unit: str, name: str) -> Iterator[str]:
-    totals = cost_totals(content, unit)
+def _saved(evidence: Evidence | None, unit: str, name: str) -> Iterator[str]:
+    totals = cost_totals(evidence, unit)
     if totals is not None and totals[0]:
         percent = 100 * (totals[0] - totals[1]) / totals[0]
         # Less would read 0 %.
@@ -173,9 +169,9 @@ def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"[{_signed(low)}, {_signed(high)}]"
 
 
-def finding_of(content: ReportContent, quantity: str, model: str | None = None) -> Finding | None:
+def finding_of(evidence: Evidence | None, quantity: str, model: str | None = None) -> Finding | None:
     """Returns the first finding of a quantity, of one model if it is given."""
-    for finding in content.evidence.findings if content.evidence is not None else ():
+    for finding in evidence.findings if evidence is not None else ():
         details = finding.details
         # Findings about single corruptions are of the same quantities, but not about the data themselves.
         single = not {"corruption", "severity"} <= details.keys()
@@ -190,51 +186,46 @@ def accuracy_name(finding: Finding) -> str:
     return "accuracy" if measure == TOP_1 else measure
 
 
-def accuracies(content: ReportContent) -> tuple[Finding, Finding] | None:
+def accuracies(evidence: Evidence | None) -> tuple[Finding, Finding] | None:
     """Returns the accuracies of the original and of the smaller model in percent."""
-    before, after = (finding_of(content, "accuracy", model) for model in ("reference", "candidate"))
+    before, after = (finding_of(evidence, "accuracy", model) for model in ("reference", "candidate"))
     if before is None or after is None or known(before.value) is None or known(after.value) is None:
         return None
     return before, after
 
 
-def speeds(content: ReportContent) -> list[MeasuredSpeed]:
+def speeds(evidence: Evidence | None) -> list[MeasuredSpeed]:
     """Returns the measured speeds; the one that a plan promised is the first."""
-    return [MeasuredSpeed.of(record) for record in latency_records(content)]
+    return [MeasuredSpeed.from_record(record) for record in latency_records(evidence)]
 
 
-def latency_records(content: ReportContent) -> list[Record]:
+def latency_records(evidence: Evidence | None) -> list[Record]:
     """Returns the latency comparisons of both models."""
-    if content.latency:
-        return [asdict(entry) for entry in content.latency]
-    promised = finding_of(content, "promised speed")
+    promised = finding_of(evidence, "promised speed")
     # The promise is about the hardware, batch and threads of the plan, so its measurement is the headline.
     first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
-    return first + [details for details in _details(content, "latency", "speed") if "faster" in details]
+    return first + [details for details in _details(evidence, "latency", "speed") if "faster" in details]
 
 
-def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
+def cost_records(evidence: Evidence | None) -> tuple[Record, Record] | None:
     """Returns the costs of the original and of the candidate by part, or None."""
-    if content.costs is not None:
-        before, after = (model_costs.to_record()["parts"] for model_costs in content.costs)
-        return before, after
     parts_of_model = {
-        details.get("model"): details.get("parts") for details in _details(content, "costs", "counted costs")
+        details.get("model"): details.get("parts") for details in _details(evidence, "costs", "counted costs")
     }
     before, after = parts_of_model.get("reference"), parts_of_model.get("candidate")
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
 
 
-def cost_totals(content: ReportContent, unit: str) -> tuple[int, int] | None:
+def cost_totals(evidence: Evidence | None, unit: str) -> tuple[int, int] | None:
     """Returns the "params" or the "macs" of the original and of the smaller model."""
-    records = cost_records(content)
+    records = cost_records(evidence)
     if records is not None:
         before, after = (sum(part[unit] for part in record.values()) for record in records)
         return before, after
-    finding = finding_of(content, {"params": "parameters", "macs": "MACs"}[unit])
+    finding = finding_of(evidence, {"params": "parameters", "macs": "MACs"}[unit])
     return None if finding is None else (finding.details["reference"], finding.details["candidate"])
 
 
-def _details(content: ReportContent, check: str, quantity: str) -> Iterator[Record]:
-    findings = content.evidence.of(check) if content.evidence is not None else ()
+def _details(evidence: Evidence | None, check: str, quantity: str) -> Iterator[Record]:
+    findings = evidence.of(check) if evidence is not None else ()
     return (finding.details for finding in findings if finding.details.get("quantity") == quantity)

@@ -110,7 +110,7 @@ def trade_off(content: ReportContent) -> Section | None:
             positive,
         ),
     )
-    data: dict[str, Any] = {"figures": [Figure.of(chart) for chart in charts], "legend": charts[0].legend}
+    data: dict[str, Any] = {"figures": [Figure.from_chart(chart) for chart in charts], "legend": charts[0].legend}
     return Section("trade-off", "Trade-off", {**data, "points": points})
 
 

@@ -100,17 +100,17 @@ def robustness(content: ReportContent) -> Section | None:
         if points
     )
     chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
-    data = {"figure": Figure.of(chart, with_legend=True), "groups": _grouped(single_corruptions)}
+    data = {"figure": Figure.from_chart(chart, with_legend=True), "groups": _grouped(single_corruptions)}
     return Section("robustness", "Robustness", data, f"Accuracy under {len(curves)} corruptions")
 
 
 def costs(content: ReportContent) -> Section | None:
     """Returns the tables of costs and latency, if available."""
-    records, latency = cost_records(content), latency_records(content)
+    records, latency = cost_records(content.evidence), latency_records(content.evidence)
     if records is None and not latency:
         return None
     parts = [] if records is None else _parts(*records)
-    timed = [(record, MeasuredSpeed.of(record)) for record in latency]
+    timed = [(record, MeasuredSpeed.from_record(record)) for record in latency]
     kinds = ["Parameters and MACs by part"] * bool(parts) + ["Latency in milliseconds"] * bool(latency)
     return Section("costs", "Costs", {"parts": parts, "latency": timed}, "; ".join(kinds))
 

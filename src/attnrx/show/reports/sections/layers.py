@@ -236,7 +236,7 @@ class HeadSpectrum:
     keep: tuple[bool, ...]
 
     @classmethod
-    def of(
+    def sorted(
         cls,
         title: str,
         energy: Float[Tensor, "directions"],
@@ -309,7 +309,7 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
     for index, layer in enumerate(() if diagnosis is None else diagnosis.layers):
         spectrum, energies = layer.spectrum, _shown_energies(layer)
         for head, energy, used in zip(spectrum.heads, energies, spectrum.used, strict=True):
-            by_key[f"qk-{index}-{head}"] = HeadSpectrum.of(f"Layer {index}, head {head}", energy, used, used)
+            by_key[f"qk-{index}-{head}"] = HeadSpectrum.sorted(f"Layer {index}, head {head}", energy, used, used)
     for index, layer in enumerate(() if prescription is None else prescription.layers):
         diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
         heads = range(len(layer.heads)) if diagnosed is None else diagnosed.heads
@@ -321,7 +321,7 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
             is_linear = name in (*LINEAR_MAPS, HIDDEN)
             for unit, *tensors in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
                 title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
-                by_key[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *tensors)
+                by_key[f"{name}-{index}-{unit}"] = HeadSpectrum.sorted(title, *tensors)
     return by_key
 
 

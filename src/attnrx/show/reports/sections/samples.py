@@ -92,11 +92,12 @@ def tokens(content: ReportContent) -> Section | None:
         Curve("no token reduction", _token_points((samples.tokens[0],) * depth), "style-5"),
         Curve("this model", _token_points(samples.tokens), "style-0", 0),
     )
+    chart = Chart("Tokens in every layer", "layer", "tokens", curves, level=0)
     data = {
         "reducer": str(policy.reducer),
         "stages": stages,
         "patches": samples.left.shape[2],
-        "chart": Figure.of(Chart("Tokens in every layer", "layer", "tokens", curves, level=0), with_legend=True),
+        "chart": Figure.from_chart(chart, with_legend=True),
         "images": [_token_image(samples, index) for index in range(len(samples.images))],
         "gives": samples.given is not None,
         "merges": samples.groups is not None,

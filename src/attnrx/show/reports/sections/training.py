@@ -26,7 +26,7 @@ def training(content: ReportContent) -> Section | None:
         return None
     data = {
         "scalars": scalars,
-        "indicators": [Figure.of(chart) for chart in charts],
+        "indicators": [Figure.from_chart(chart) for chart in charts],
         "legend": charts[0].legend if charts else (),
         "epochs": len(history),
     }

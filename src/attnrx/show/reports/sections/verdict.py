@@ -53,7 +53,7 @@ class BarPair:
 
 
 def verdict(content: ReportContent) -> Section:
-    evidence, answer = content.evidence, summary_parts(content)
+    evidence, answer = content.evidence, summary_parts(content.evidence)
     words = sentence(evidence)
     # A page of a comparison alone has no candidate to verify.
     if evidence is None and content.comparison is not None:
@@ -64,7 +64,7 @@ def verdict(content: ReportContent) -> Section:
         "answer": [tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors))) for part in answer],
         "sentence": words,
         "bars": list(_bars(content)),
-        "conditions": next((speed.conditions for speed in speeds(content)), ""),
+        "conditions": next((speed.conditions for speed in speeds(content.evidence)), ""),
         "notes": _notes(content),
         "failures": list(evidence.failures) if evidence else [],
         "undecided": list(evidence.undecided) if evidence else [],
@@ -113,16 +113,16 @@ def _notes(content: ReportContent) -> list[str]:
 def _bars(content: ReportContent) -> Iterator[BarPair]:
     """Yields latency, accuracy, parameters and MACs, each if it was measured."""
     name = "unchanged" if nothing_removed(content.evidence) else "smaller"
-    if measured := speeds(content):
+    if measured := speeds(content.evidence):
         yield _latency_bars(measured[0], name)
-    if (both_accuracies := accuracies(content)) is not None:
+    if (both_accuracies := accuracies(content.evidence)) is not None:
         measure = str(both_accuracies[1].details.get("measure", TOP_1))
         before, after = (
             Bar(fixed(each.value, 1), each.value / 100, _share(each.low), _share(each.high)) for each in both_accuracies
         )
         yield BarPair(measure[0].upper() + measure[1:], "%", before, after, name)
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
-        if (totals := cost_totals(content, unit)) is not None:
+        if (totals := cost_totals(content.evidence, unit)) is not None:
             old, new = totals
             # One unit for both models, so that the numbers can be compared without converting.
             scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
