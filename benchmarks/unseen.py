@@ -21,7 +21,7 @@ import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model, option
 from attnrx.data import FixedImages, ImageSet, three_parts
-from attnrx.data.fixed_images import content_hashes, fix
+from attnrx.data.fixed_images import content_hashes, read_once
 from attnrx.data.images import RowImages
 from attnrx.data.labels import Relabelled, dataset_labels
 from attnrx.data.splits import StoredImages
@@ -80,7 +80,7 @@ def unseen_training_images(splits: rx.data.Splits, effort: str) -> FixedImages:
     parts = three_parts(splits, max(preset.images, preset.repair_images, DIAGNOSIS_IMAGES), PREDICTION_IMAGES)
     seen = torch.cat([content_hashes(batch.images) for part in parts for batch in part.batches(50)])
     batches = chain.from_iterable(images.batches(50) for images in (splits.train, splits.validation))
-    found = fix(batches, splits.name, normalization=splits.normalization, distinct=True)
+    found = read_once(batches, splits.name, normalization=splits.normalization, distinct=True)
     return found.at((~torch.isin(found.hashes, seen)).nonzero()[:, 0])
 
 

@@ -68,15 +68,15 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         model: A model, or what `load` reads.
         data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
         folder: The folder of the sizes.
-        faster: speed-ups, e.g. 1.3,1.6,2, measured on this machine
-        macs: shares of the MACs that stay, e.g. 0.8,0.6,0.4
-        params: shares of the parameters that stay, e.g. 0.8,0.6
-        batch: images per forward pass whose latency is measured
-        threads: CPU threads of that forward pass (torch's default)
-        effort: how much is measured: quick, normal or thorough, which also distills every size
+        faster: Speed-ups, e.g. 1.3,1.6,2, measured on this machine.
+        macs: Shares of the MACs that stay, e.g. 0.8,0.6,0.4.
+        params: Shares of the parameters that stay, e.g. 0.8,0.6.
+        batch: Images per forward pass whose latency is measured.
+        threads: CPU threads of that forward pass (torch's default).
+        effort: How much is measured: quick, normal or thorough, which also distills every size.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
         columns: The columns of images and labels, for tables.
-        seed: seeds every random draw
+        seed: Seeds every random draw.
         log: Receives a line for every step.
 
     Returns:

@@ -19,7 +19,7 @@ from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
 
 @dataclass(frozen=True)
-class Origin:
+class CandidateOrigin:
     """The prescription that made the candidate of the reference, the recorded settings `how`, and notes."""
 
     prescription: Prescription | None = None
@@ -39,7 +39,7 @@ class Origin:
 
 def origin_of(
     candidate: nn.Module, source: str | Path, reference: nn.Module, prescription: Prescription | None = None
-) -> Origin:
+) -> CandidateOrigin:
     """Returns the origin of a candidate that was loaded from `source`: by the prescription in its folder, or a given
     one.
 
@@ -58,7 +58,7 @@ def origin_of(
         stored = None
     how = {} if stored is None else dict(stored.about.get("realized", {}))
     if prescription is None:
-        return Origin(stored, how, notes)
+        return CandidateOrigin(stored, how, notes)
     if prescription.fingerprint != fingerprint:
         raise InvalidInput(
             f"the prescription {prescription} is for the model {prescription.fingerprint}, and the reference is "
@@ -69,17 +69,17 @@ def origin_of(
             f"the prescription {prescription} is not the one that {source} was made by ({stored}); omit it, or give "
             "the candidate that was made by it."
         )
-    return Origin(prescription, how, notes)
+    return CandidateOrigin(prescription, how, notes)
 
 
-def masked_model(candidate: nn.Module, reference: nn.Module, origin: Origin) -> nn.Module | None:
+def masked_model(candidate: nn.Module, reference: nn.Module, origin: CandidateOrigin) -> nn.Module | None:
     """Returns the reference with the pruned directions set to zero; None for a candidate without prescription."""
     if origin.how.get("by") == "mask":
         return candidate
     return None if origin.prescription is None else realize(reference, origin.prescription, by="mask")
 
 
-def require_mask(masked: nn.Module, source: str | Path, reference: nn.Module, origin: Origin) -> None:
+def require_mask(masked: nn.Module, source: str | Path, reference: nn.Module, origin: CandidateOrigin) -> None:
     """Raises InvalidInput for a masked model, loaded from `source`, that is not the reference with zeros.
 
     By the prescription in its folder, or, without one, by the shapes of its weights and by the patch embedding, which

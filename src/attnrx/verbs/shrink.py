@@ -152,24 +152,24 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     Args:
         model: A model, or what `load` reads.
         data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
-        faster: the speed-up, e.g. 1.6, measured on this machine
-        macs: the share of the MACs that stays, e.g. 0.5
-        params: the share of the parameters that stays, e.g. 0.7
-        max_drop: the points of accuracy that may be lost, e.g. 1pt
-        batch: images per forward pass whose latency is measured
-        threads: CPU threads of that forward pass (torch's default)
-        effort: how much is measured: quick (minutes), normal or thorough, which also distills the model from the
-            original at the end
-        by_image: every image has its own number of tokens, and those of the plan are means over images; no model.onnx,
-            whose shapes are fixed
-        to: the format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
+        faster: The speed-up, e.g. 1.6, measured on this machine.
+        macs: The share of the MACs that stays, e.g. 0.5.
+        params: The share of the parameters that stays, e.g. 0.7.
+        max_drop: The points of accuracy that may be lost, e.g. 1pt.
+        batch: Images per forward pass whose latency is measured.
+        threads: CPU threads of that forward pass (torch's default).
+        effort: How much is measured: quick (minutes), normal or thorough, which also distills the model from the
+            original at the end.
+        by_image: Every image has its own number of tokens, and those of the plan are means over images; no model.onnx,
+            whose shapes are fixed.
+        to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
             is made with the costs of the model in attnrx, corrected by the measured speed of the files of its plans;
-            `Shrunk.save_exported` writes the file
+            `Shrunk.save_exported` writes the file.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
         columns: The columns of images and labels, for tables.
         folder: The intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes the
             results to it. One call at a time uses a folder.
-        seed: seeds every random draw
+        seed: Seeds every random draw.
         log: Receives a line for every step.
 
     Returns:

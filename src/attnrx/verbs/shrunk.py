@@ -59,10 +59,18 @@ from attnrx.vit.outputs import output_kind_of
 class Shrunk:
     """A smaller model with its prescription, its plan, and the evidence of what it cost.
 
-    It unpacks as `model, prescription, evidence`. Without `prescription` and `plan` it is the unchanged model, which
-    meets the target by its kernels alone. For the report there are the `diagnosis` of the original, and in `samples` a
-    few normalized test images with their classes; for the exported file the `class_names` of the data, and in `images`
-    those that it was planned and verified on.
+    It unpacks as `model, prescription, evidence`.
+
+    Attributes:
+        model: The smaller model.
+        prescription: What was pruned, and how; None for the unchanged model, which meets the target by its kernels.
+        evidence: The comparison with the original.
+        plan: The plan with its predictions; None for the unchanged model.
+        target: The target of the call.
+        diagnosis: The diagnosis of the original, for the report.
+        samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
+        class_names: The classes of the data, for exported files.
+        images: The images that it was planned and verified on.
     """
 
     model: nn.Module

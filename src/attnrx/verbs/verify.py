@@ -46,7 +46,7 @@ from attnrx.support.arguments import (
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
-from attnrx.verbs.origin import Origin, masked_model, origin_of, require_mask
+from attnrx.verbs.origin import CandidateOrigin, masked_model, origin_of, require_mask
 from attnrx.vit.models import (
     described_tokens,
     model_fingerprint,
@@ -140,7 +140,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     # Before any measurement, which may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)
-    found = Origin(prescription) if origin is None else origin_of(candidate, origin, reference, prescription)
+    found = CandidateOrigin(prescription) if origin is None else origin_of(candidate, origin, reference, prescription)
     if isinstance(masked, str | Path):
         source, masked = masked, _loaded(masked, device)
         require_mask(masked, source, reference, found)
@@ -198,7 +198,7 @@ def _loaded(source: nn.Module | str | Path, device: torch.device | str | None) -
 
 
 def _instances(
-    checks: Any, comparison: Comparison, origin: Origin, splits: Splits | None, draws: int
+    checks: Any, comparison: Comparison, origin: CandidateOrigin, splits: Splits | None, draws: int
 ) -> tuple[Check, ...]:
     """Returns the checks; those that are given by name get the inputs that they need."""
     if isinstance(checks, str):
@@ -230,7 +230,9 @@ def _instances(
     return tuple(map(instance_of, checks))
 
 
-def _control_inputs(comparison: Comparison, origin: Origin, splits: Splits | None, draws: int) -> dict[str, Any]:
+def _control_inputs(
+    comparison: Comparison, origin: CandidateOrigin, splits: Splits | None, draws: int
+) -> dict[str, Any]:
     """Returns controls with the candidate's ranks, and how they are realized: with its settings and recorded seeds."""
     prescription, diagnosis, how = origin.prescription, comparison.diagnosis, origin.how
     if prescription is None or diagnosis is None or not how or splits is None:
