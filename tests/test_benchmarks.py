@@ -271,7 +271,7 @@ def test_unseen_images_are_neither_used_nor_selected(tmp_path: Path) -> None:
     index = torch.cat([batch.index for batch in left.batches(7)]).tolist()
     assert index == [number + 300 * (number >= 20) for number in range(40) if not selected[number]]
 
-    module["unseen_training_images"].__globals__.update(PREDICTED=4)
+    module["unseen_training_images"].__globals__.update(PREDICTION_IMAGES=4)
     unseen = module["unseen_training_images"](part, "quick")  # repairs on all images to plan on
     assert len(unseen) == len(part.validation) - 4
     taken = module["first_images"]({"training": unseen, "test": left}, len(unseen) + 5)
