@@ -32,7 +32,7 @@ from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import Trial, _Proposals, _sampler, refine_plan, varied, weights_of
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.reference_outputs import Answers
-from attnrx.decide.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, recorded, resumed
+from attnrx.decide.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, resumed
 from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Finding
@@ -49,7 +49,7 @@ from attnrx.support.errors import (
     UnknownName,
 )
 from attnrx.support.storage import read_json
-from attnrx.vit.models import VisionTransformer, chunked_forward, family_of, load_model
+from attnrx.vit.models import VisionTransformer, blocks_of, chunked_forward, family_of, load_model, recording_calls
 from attnrx.vit.outputs import KINDS, divergence, softened_divergence
 from attnrx.vit.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward
 from comparisons import pixels
@@ -151,7 +151,7 @@ def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, mo
         batch = torch.randn(3, 3, 16, 16, dtype=torch.float64)
     family = family_of(whole)
     with torch.no_grad():
-        with recorded(whole, family) as blocks:
+        with recording_calls(blocks_of(whole, family), lambda call: call) as blocks:
             expected = whole(batch)
         depth = len(family.attention(whole))
         assert len(blocks) == depth

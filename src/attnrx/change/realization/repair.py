@@ -2,9 +2,10 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,17 @@ from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import running, track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import InputValidation, LowRankLinear, block_names, evaluating, family_of, require_all_tokens
+from attnrx.vit.models import (
+    InputValidation,
+    LowRankLinear,
+    blocks_of,
+    evaluating,
+    family_of,
+    recording_blocks,
+    recording_calls,
+    replacing_forward,
+    require_all_tokens,
+)
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 
@@ -207,7 +218,7 @@ class _Block:
         attention: nn.Module,
         maps: tuple[Any, Any],
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: Mapping[str, Any],
     ):
         self.module, self.attention, self.maps, self.args, self.kwargs = module, attention, maps, args, kwargs
 
@@ -225,17 +236,14 @@ class _Block:
 
     def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
         """Returns the outputs for all images with zeros for the output of the MLP, and the outputs."""
-        scale, added = self.scale(tokens[:2], _Branch(self.maps[1], *self.maps)), []
-        # One pass: what the MLP adds to the stream is known from its output.
-        hook = self.maps[1].register_forward_hook(lambda _, given, output: added.append(output))
+        scale = self.scale(tokens[:2], _Branch(self.maps[1], *self.maps))
         without_mlp, outputs = [], []
-        try:
+        # One pass: what the MLP adds to the stream is known from its output.
+        with recording_calls(self.maps[1:], lambda call: call.output) as added:
             for part in tokens.split(CHUNK):
                 outputs.append(self.run(part))
                 without_mlp.append(outputs[-1] - added.pop() * scale)
                 running()
-        finally:
-            hook.remove()
         return torch.cat(without_mlp), torch.cat(outputs)
 
     @contextmanager
@@ -244,9 +252,7 @@ class _Block:
         # The block's own code still runs: residuals, norms, LayerScale.
         with ExitStack() as stack:
             for linear in self.maps:
-                # A hook: a block whose parts have none may be computed by one kernel, without calling them.
-                stack.callback(linear.register_forward_hook(_no_hook).remove)
-                stack.enter_context(_skipped(linear, linear.out_features))
+                stack.enter_context(replacing_forward(linear, partial(_zeros, linear.out_features)))
             yield
 
     def run_recorded(self, tokens: Tokens, branch: "_Branch") -> tuple[Tokens, Tensor, Tensor]:
@@ -254,22 +260,12 @@ class _Block:
 
         The outputs are empty for the MLP, which is not computed.
         """
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = [tokens[:0]]
-
-        def keep(_: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs.append(given[0])
-            branch.args, branch.kwargs = given[1:], kwargs
-
-        def record(_: nn.Module, given: object, output: Tensor) -> None:
-            outputs.append(output)
-
-        with ExitStack() as hooks, self.without_mlp():
-            hooks.callback(branch.first.register_forward_pre_hook(keep, with_kwargs=True).remove)
-            if branch.last is self.attention:
-                hooks.callback(branch.last.register_forward_hook(record).remove)
+        is_attention = branch.last is self.attention
+        with self.without_mlp(), recording_calls((branch.first,), lambda call: call) as calls:
             block_outputs = self.run_all(tokens)
-        return block_outputs, torch.cat(inputs), torch.cat(outputs)
+        branch.args, branch.kwargs = calls[-1].args, calls[-1].kwargs
+        outputs = [call.output for call in calls] if is_attention else [tokens[:0]]
+        return block_outputs, torch.cat([call.tokens for call in calls]), torch.cat(outputs)
 
     def scale(self, tokens: Tokens, branch: "_Branch") -> Float[Tensor, "width"]:
         """Returns the factors between the output of a branch and its share of the block's output (LayerScale)."""
@@ -335,41 +331,17 @@ class _Block:
 def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
     """Returns the blocks of a model, with the arguments that it passes to them."""
     # Two images suffice: the arguments (positions, masks) are those of every image.
-    family, arguments = family_of(model), {}
-    names = block_names(model, family)
-
-    def keep(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        arguments[block] = (args[1:], others)
-
-    with _hooked([model.get_submodule(name) for name in names], keep):
+    family, blocks = family_of(model), blocks_of(model, family_of(model))
+    with recording_calls(blocks, lambda call: (call.module, (call.args, call.kwargs))) as calls:
         model(next(iter(images.take(2).batches(2, device=_weight(model).device))).images.to(_weight(model).dtype))
-    for name, attention, maps in zip(names, family.attention(model), family.mlp(model), strict=True):
-        block = model.get_submodule(name)
+    arguments = dict(calls)
+    for block, attention, maps in zip(blocks, family.attention(model), family.mlp(model), strict=True):
         yield _Block(block, attention, maps, *arguments[block])
 
 
-def _no_hook(module: nn.Module, given: Any, output: Any) -> None:
-    pass
-
-
-@contextmanager
-def _skipped(linear: nn.Module, features: int) -> Iterator[None]:
-    """Replaces the output of a linear map by zeros of so many features."""
-    # On the instance, which hides the method of the class; hooks run in `__call__`, which is unchanged.
-    linear.forward = lambda tokens: tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
-    try:
-        yield
-    finally:
-        del linear.forward
-
-
-@contextmanager
-def _hooked(blocks: Sequence[nn.Module], keep: Any) -> Iterator[None]:
-    with ExitStack() as hooks:
-        for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        yield
+def _zeros(features: int, tokens: Tensor) -> Tensor:
+    """Returns zeros of so many features for every token, without memory."""
+    return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
 
 
 def _weight(model: nn.Module) -> nn.Parameter:
@@ -386,7 +358,9 @@ def _first_tokens(model: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]
         tokens.append((args[0] if args else kwargs["hidden_states"]).detach())
         raise _Reached
 
-    with _hooked([model.get_submodule(block_names(model, family)[0])], keep), warnings.catch_warnings():
+    # Before the block, which is not computed: a hook on its input, and not a recorded call.
+    hook = blocks_of(model, family)[0].register_forward_pre_hook(keep, with_kwargs=True)
+    with hook, warnings.catch_warnings():
         warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
         for batch in images.batches(CHUNK, device=_weight(model).device):
             with suppress(_Reached):
@@ -410,19 +384,10 @@ def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "token
     # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
     # labels. Its root fits better than the square (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
-    blocks = [model.get_submodule(name) for name in block_names(model, family)]
-    outputs: list[Tensor] = []
-
-    def keep(block: nn.Module, args: object, output: Any) -> None:
-        outputs.append(output if isinstance(output, Tensor) else output[0])
-
     sums: list[Tensor] = []
     weight, chosen = _weight(model), images.take(min(IMPORTANCE_IMAGES, len(images)))
     for batch in chosen.batches(CHUNK // 2, device=weight.device):
-        outputs.clear()
-        with torch.enable_grad(), ExitStack() as hooks:
-            for block in blocks:
-                hooks.callback(block.register_forward_hook(keep).remove)
+        with torch.enable_grad(), recording_blocks(model, family) as outputs:
             answers = model(batch.images.to(weight.dtype).requires_grad_())  # a graph also for frozen weights
             drawn = output_kind_of(model).drawn(answers, generator)
             slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
@@ -446,7 +411,7 @@ class _Branch:
     def __init__(self, module: nn.Module, first: nn.Module, last: nn.Module):
         self.module, self.first, self.last = module, first, last
         self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
+        self.kwargs: Mapping[str, Any] = {}
 
     def run(self, inputs: Tensor) -> Tensor:
         return self.module(inputs, *self.args, **self.kwargs)

@@ -11,7 +11,7 @@ from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
-from attnrx.vit.models import Family, TokenReduction, attach_tokens_, evaluating, reduction_of
+from attnrx.vit.models import Family, TokenReduction, attach_tokens_, evaluating, observing_calls, reduction_of
 
 # Images on which the thresholds of a policy by image are found; they are in memory at once.
 CALIBRATED = 256
@@ -67,13 +67,9 @@ def _calibrate_(model: nn.Module, reduction: TokenReduction, images: ImageSet) -
     # One batch, because a threshold is a quantile over all images, and later stages see tokens that earlier ones
     # merged.
     batch = torch.cat([part.images.to(weight.dtype) for part in chosen.batches(32, device=weight.device)])
-    # A hook that may need the whole batch disables chunks of images.
-    hook = model.register_forward_hook(lambda *given: None)
-    try:
-        with evaluating((model,)), reduction.calibrating():
-            model(batch)
-    finally:
-        hook.remove()
+    # Observed, which disables chunks of images.
+    with evaluating((model,)), reduction.calibrating(), observing_calls((model,), lambda call: None):
+        model(batch)
 
 
 def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:

@@ -30,7 +30,15 @@ from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, int
 from attnrx.vit.costs.conditions import PRECISIONS
 from attnrx.vit.costs.latency import CLOCKS
 from attnrx.vit.kernels.compilation import kernel_version
-from attnrx.vit.models import TokenReduction, TokenRun, attach_tokens_, block_names, family_of
+from attnrx.vit.models import (
+    ModuleCall,
+    TokenReduction,
+    TokenRun,
+    attach_tokens_,
+    blocks_of,
+    family_of,
+    recording_calls,
+)
 from attnrx.vit.tokens import TokenPolicy
 
 # The shares of the tokens at which blocks are timed; times in between are interpolated linearly.
@@ -245,20 +253,20 @@ class _Called(nn.Module):
     With a `reduction` the block is in its state after a stage: every token has a size and the index of a patch.
     """
 
-    def __init__(self, block: nn.Module, call: "_Call", reduction: TokenReduction | None = None):
+    def __init__(self, block: nn.Module, call: ModuleCall, reduction: TokenReduction | None = None):
         super().__init__()
-        self.block, self.call, self.reduction = block, call, reduction
+        self.block, self.args, self.kwargs, self.reduction = block, call.args, call.kwargs, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Any:
         if self.reduction is None:
-            return self.block(tokens, *self.call.args, **self.call.kwargs)
+            return self.block(tokens, *self.args, **self.kwargs)
         # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
         # whatever their values are.
         run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
         run.sizes = tokens.new_ones(tokens.shape[:2])
         run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
         with self.reduction.continuing(run):
-            return self.block(tokens, *self.call.args, **self.call.kwargs)
+            return self.block(tokens, *self.args, **self.kwargs)
 
 
 class _Timer:
@@ -273,9 +281,10 @@ class _Timer:
         self.prunes_tokens = TOKENS in space.axes
         self.layer = min(AFTER, space.depth - 1) if self.prunes_tokens else 0
         # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
-        self.call = _recorded_call(space, timing)
+        calls = _recorded_calls(space, timing)
+        self.call = calls[-1]
         self.original = self._place(space.model, self.layer)
-        width, images = space.shape.width, self.call.images
+        width, images = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
         # Noise in place of tokens: the operations of a block do not depend on values.
         self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
@@ -284,7 +293,7 @@ class _Timer:
         self.spreads: list[float] = []
 
     def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
-        block = model.get_submodule(block_names(model, self.family)[layer])
+        block = blocks_of(model, self.family)[layer]
         return self.timing.conditions.place(_Called(block, self.call))
 
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
@@ -294,7 +303,7 @@ class _Timer:
         reduction = attach_tokens_(model, self.family, policy)
         # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
         reduction.use_policy_(replace(policy, keep=(1.0,)))
-        block = model.get_submodule(block_names(model, self.family)[layer])
+        block = blocks_of(model, self.family)[layer]
         return self.timing.conditions.place(_Called(block, self.call, reduction))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
@@ -364,8 +373,8 @@ class _Timer:
     def _empty(self) -> nn.Module:
         """Returns the model with identity blocks."""
         empty = copy_module(self.space.model)
-        for name in block_names(empty, self.family):
-            empty.get_submodule(name).forward = _identity
+        for block in blocks_of(empty, self.family):
+            block.forward = _identity
         return empty
 
 
@@ -373,33 +382,14 @@ def _identity(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tokens
 
 
-class _Call:
-    """A forward pre-hook that records the number of images per call of a block, and its arguments beside the tokens.
-
-    `by_image` keeps chunking enabled.
-    """
-
-    by_image = True
-
-    def __init__(self):
-        self.images = 0
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-
-    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> None:
-        self.images = max(self.images, len(args[0] if args else kwargs["hidden_states"]))
-        self.args, self.kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
-
-
-def _recorded_call(space: Space, timing: TimingSettings) -> _Call:
+def _recorded_calls(space: Space, timing: TimingSettings) -> list[ModuleCall]:
+    """Returns the calls of the first block in one pass of a batch, which may be divided into chunks."""
     # Without compilation, whose graphs hooks would break; the arguments are the same.
     family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
-    hook = _Call()
     model = copy_module(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
-    model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(hook, with_kwargs=True)
-    with conditions.held():
+    with recording_calls(blocks_of(model, family)[:1], lambda call: call, by_image=True) as calls, conditions.held():
         model(conditions.place_images(timing.images(space)))
-    return hook
+    return calls
 
 
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:

@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from attnrx.change.predictions import stored
@@ -19,7 +19,15 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.prescription import HiddenDecision, OutputDecision
 from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import Family, attach_tokens_, block_names, evaluating, family_of
+from attnrx.vit.models import (
+    Family,
+    attach_tokens_,
+    blocks_of,
+    evaluating,
+    family_of,
+    recording_calls,
+    replacing_forward,
+)
 from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import ALL_LAYERS, TokenPolicy
 
@@ -32,61 +40,16 @@ def resumed(model: nn.Module, family: Family, given: Any, layer: int) -> Iterato
     """
     # The model itself calls its blocks, so that its code before, between and after them runs as always, e.g. rotary
     # tables and the pooling; the skipped blocks return at once.
-    blocks = [model.get_submodule(name) for name in block_names(model, family)[:layer]]
     with ExitStack() as stack:
-        for index, block in enumerate(blocks):
-            # `given` contains the whole batch: a hook on a block disables chunking.
-            stack.callback(block.register_forward_hook(_no_hook).remove)
-            stack.enter_context(_replaced(block, given if index == layer - 1 else None))
+        for index, block in enumerate(blocks_of(model, family)[:layer]):
+            output = given if index == layer - 1 else None
+            stack.enter_context(replacing_forward(block, partial(_skipped, output)))
         yield
 
 
-def _no_hook(module: nn.Module, given: Any, output: Any) -> None:
-    pass
-
-
-@contextmanager
-def _replaced(block: nn.Module, given: Any) -> Iterator[None]:
-    def forward(tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return tokens if given is None else given
-
-    # On the instance, which hides the method of the class; hooks run in `__call__`, which is unchanged.
-    block.forward = forward
-    try:
-        yield
-    finally:
-        del block.forward  # restores the method of the class
-
-
-class BlockCall(NamedTuple):
-    """One call of a block: its input tokens, the other arguments (e.g. rotations or a bias), and the output."""
-
-    tokens: Tensor
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any
-
-
-@contextmanager
-def recorded(model: nn.Module, family: Family) -> Iterator[list[BlockCall]]:
-    """Yields a list of the calls of every block, filled by forward passes; the caller must clear it."""
-    calls: list[BlockCall] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        others = dict(kwargs)
-        tokens = args[0] if args else others.pop("hidden_states")
-        calls.append(BlockCall(tokens, args[1:], others, output))
-
-    with ExitStack() as stack:
-        for name in block_names(model, family):
-            handle = model.get_submodule(name).register_forward_hook(keep, with_kwargs=True)
-            stack.callback(handle.remove)
-        yield calls
-
-
-def as_output(tokens: Tensor, output: Any) -> Any:
-    """Returns tokens in the format of a block's output: a tensor, or the first element of a tuple."""
-    return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])
+def _skipped(output: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Returns the output in place of that of a block, or its tokens where it is None."""
+    return tokens if output is None else output
 
 
 Weights = Mapping[str, np.ndarray]
@@ -213,16 +176,16 @@ class _BatchProbe:
 
     def take(self, images: Pixels, base: Float[Tensor, "batch classes"]) -> None:
         self.images, self.base = images, base
-        with recorded(self.space.model, self.family) as self.calls:
+        with recording_calls(blocks_of(self.space.model, self.family), lambda call: call) as self.calls:
             self.space.model(images)
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
         """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
         sums = np.zeros((len(self.calls), len(MEASURES)))
-        names = block_names(other, self.family)
+        blocks = blocks_of(other, self.family)
         for layer in self.layers:
             call = self.calls[layer]
-            output = other.get_submodule(names[layer])(call.tokens, *call.args, **call.kwargs)
+            output = blocks[layer](call.tokens, *call.args, **call.kwargs)
             sums[layer] = self._from(self.space.model, output, layer + 1)
         return sums
 
@@ -240,7 +203,7 @@ class _BatchProbe:
             # A reducer that needs captured attention requires running the previous layer, or all of them.
             start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
             call = self.calls[start]
-            sums[layer] = self._from(changed, as_output(call.tokens, call.output), start)
+            sums[layer] = self._from(changed, call.tokens_as_output, start)
         # Row 0 is an end of the interpolation over layers only: no plan has a stage there.
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
         return sums

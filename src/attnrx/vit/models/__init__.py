@@ -20,6 +20,7 @@ from attnrx.vit.models.observation_hooks import (
     parameter_blocks,
     recording_blocks,
     recording_calls,
+    replacing_forward,
 )
 from attnrx.vit.models.reader import Reader
 from attnrx.vit.models.token_hooks import (
@@ -84,6 +85,7 @@ __all__ = [
     "recording_calls",
     "recording_tokens",
     "reduction_of",
+    "replacing_forward",
     "require_all_tokens",
     "require_model_folder",
     "require_ordinary_weights",

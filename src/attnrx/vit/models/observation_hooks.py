@@ -31,6 +31,11 @@ class ModuleCall(NamedTuple):
         """The output, or its first element: some blocks of transformers return a tuple."""
         return self.output[0] if isinstance(self.output, tuple) else self.output
 
+    @property
+    def tokens_as_output(self) -> Any:
+        """The input tokens in the format of the output, as if the module had changed nothing."""
+        return (self.tokens, *self.output[1:]) if isinstance(self.output, tuple) else self.tokens
+
 
 @contextmanager
 def observing_calls(
@@ -103,6 +108,19 @@ def observing_mlp(
     # The hooks make `FusedMLP` call its maps one by one, and a batch pass whole (`chunked_forward`).
     with observing_calls(maps, lambda call: observe(*maps[call.module], call.tokens.detach(), call.output.detach())):
         yield
+
+
+@contextmanager
+def replacing_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replaces what a module computes inside the context; its hooks still run."""
+    # On the instance, which hides the method of the class. Observed, because modules without hooks may be computed by
+    # one kernel, which does not call them, and a batch in chunks.
+    module.forward = forward
+    try:
+        with observing_calls((module,), lambda call: None):
+            yield
+    finally:
+        del module.forward  # restores the method of the class
 
 
 def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager[list[Tensor]]:
