@@ -1,16 +1,22 @@
 """Every code block of the README and of the first page of the docs runs, with the extras that its page names alone."""
 
+import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 import named_extras
+from attnrx.cli.main import parsed
+from attnrx.data.catalogue import DATASETS
 
-pytest.importorskip("timm")
+timm = pytest.importorskip("timm")
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md")
 
@@ -75,6 +81,15 @@ def extras(page: str) -> list[str]:
     return found[1].split(",")
 
 
+def commands(page: str) -> list[str]:
+    """Returns the lines of the blocks for a shell, then the commands with arguments in the text of the page."""
+    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = [line for kind, block in fence.findall(text) if kind in ("", "bash") for line in block.splitlines()]
+    inline = re.findall(r"`((?:attnrx|make|pip)\s[^`]+)`", fence.sub("", text))
+    return [*lines, *(" ".join(each.split()) for each in inline)]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_named_extras_are_those_of_the_package(page: str) -> None:
     names = named_extras.named(extras(page))
@@ -129,3 +144,110 @@ def test_a_block_runs_with_the_extras_that_its_page_names(page: str, number: int
 
 def test_the_first_block_is_short() -> None:
     assert sum(bool(line.strip()) for line in blocks("README.md")[0].splitlines()) <= 10
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
+
+
+def of_attnrx(page: str) -> list[list[str]]:
+    """Returns the words of the page's commands of attnrx that have options; `attnrx report` in a text has none."""
+    return [words for words in map(words_of, commands(page)) if words[0] == "attnrx" and len(words) > 2]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_one_that_a_test_runs(page: str) -> None:
+    """A line for another program would be run by no test."""
+    assert {words_of(command)[0] for command in commands(page)} <= {"attnrx", "make", "pip"}
+    assert of_attnrx(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_extras_that_are_installed_are_in_pyproject(page: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = [words_of(command)[-1] for command in commands(page) if command.startswith("pip")]
+    assert installed
+    for requirement in installed:
+        name, names = re.fullmatch(r"(\w+)\[([\w,]+)\]", requirement).groups()  # type: ignore[union-attr]
+        assert name == project["name"] and set(names.split(",")) <= project["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_targets_of_make_are_in_the_makefile(page: str) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    for command in commands(page):
+        words = words_of(command.partition("&&")[0])
+        if words[0] == "make":
+            done = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_accepted_as_it_is_written(page: str) -> None:
+    """Its options, and the names of what is downloaded, for which the next test has other words."""
+    for _, *words in of_attnrx(page):
+        arguments = parsed(words)[2]
+        library, _, name = (getattr(arguments, "model", None) or "").partition(":")
+        assert library != "timm" or timm.is_model(name)
+        data = getattr(arguments, "data", None)
+        assert data is None or data in DATASETS or data.endswith(".parquet")
+
+
+# What is downloaded, and what is local in its place; no other word of a command is replaced.
+REPLACED = {"timm:vit_tiny_patch16_224": "vit", "cifar10": "images.parquet", "imagenette": "images.parquet"}
+# Options behind those of the page, where it would take hours.
+SHORT = {"train": ("--epochs", "1"), "reproduce": ("--tiny", "--seeds", "7")}
+BUSY = "Measure on an idle machine"  # the answer to a promised speed where other programs run
+SHELL = """
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+import numpy as np, timm, torch
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL.Image import fromarray
+import attnrx as rx
+from attnrx.cli import main
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "num_classes": 10}
+for name, changes in {"vit": {"depth": 10, **size}, "vit-of-few-layers": {"depth": 3}}.items():
+    rx.save(rx.load(timm.create_model("vit_tiny_patch16_224", **changes).eval()), name)
+draw, kinds = np.random.default_rng(0), Features({"image": Image(), "label": ClassLabel(10)})
+pixels = [fromarray(draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(200)]
+Dataset.from_dict({"image": pixels, "label": [*range(10)] * 20}, kinds).to_parquet("images.parquet")
+Path("grid.toml").write_text(
+    'command = "diagnose svda:digits --data digits --images 32 --seed {seed} --out {out}/diagnosis.json"\\n'
+    "[grid]\\nseed = [1, 2]\\n"
+)
+for words in COMMANDS:
+    print("attnrx", *words, flush=True)
+    with redirect_stderr(io.StringIO()) as errors:
+        code = main(words)
+    refused = errors.getvalue().strip().rpartition("\\n")[2]
+    if BUSY in refused and {"--faster", "latency=0.6x"} & {*words}:
+        continue
+    assert code in (0, 1), errors.getvalue()[-3000:]  # 1: done, and a claim fails on images of noise
+    assert "--out" not in words or Path(words[words.index("--out") + 1]).exists()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_run_with_the_extras_that_their_page_names(page: str, tmp_path: Path) -> None:
+    """All of a page in their order and in one folder, because they read each other's files."""
+    lines = []
+    for _, *words in of_attnrx(page):
+        # The scenario of a recipe has the name of a data set, and is none.
+        pairs = zip(["", *words[:-1]], words, strict=True)
+        words = [word if before == "--only" else REPLACED.get(word, word) for before, word in pairs]
+        if {"--faster", "latency=0.6x"} & {*words}:  # a target of speed needs maps that take most of the time
+            words = ["vit-of-few-layers" if word == "vit" else word for word in words]
+        lines.append([*words, *SHORT.get(words[0], ())])
+    file = tmp_path / "commands.py"
+    file.write_text(f"COMMANDS = {json.dumps(lines)}\nBUSY = {BUSY!r}\n{SHELL}", encoding="utf-8")
+    command = [sys.executable, str(Path(named_extras.__file__)), ",".join(extras(page)), str(file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("\nattnrx ") + done.stdout.startswith("attnrx ") == len(lines)

@@ -6,6 +6,9 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 from test_tokens import fits, inputs, original, reduced
 from torch import Tensor, nn
+from torch.nn.parallel import replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import attnrx as rx
@@ -190,6 +194,72 @@ def test_a_model_can_be_called_with_other_parameters_after_a_call(kind: str, lib
     before = held_tensors(model).keys()
     torch.func.functional_call(model, others, (images,))
     assert held_tensors(model).keys() == before
+
+
+@pytest.mark.parametrize(("kind", "library", "grad"), CASES)
+def test_a_model_is_vectorized_before_and_after_a_call(kind: str, library: str, grad: bool) -> None:
+    model, images, logits = called(kind, library, grad)
+    for each in (fresh(kind, library), model):
+        with warnings.catch_warnings(), torch.set_grad_enabled(grad):
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            per_image = torch.func.vmap(lambda image, each=each: each(image[None])[0])(images)
+        torch.testing.assert_close(per_image.detach(), logits, rtol=1e-10, atol=1e-10)
+        assert torch.equal(nn.DataParallel(each)(images), each(images))  # without devices the model itself
+
+
+def replicas(model: nn.Module, factors: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Returns the replicas that DataParallel makes for several GPUs, on the CPU, and with other weights in each.
+
+    Copies on another device would show that a replica reads the original's weights; here their factors do.
+    """
+
+    def copies(tensors: Sequence[Tensor], devices: Sequence[float], detach: bool = False) -> list[list[Tensor]]:
+        return [[each * factor if each.is_floating_point() else each.clone() for each in tensors] for factor in devices]
+
+    module = sys.modules[replicate.__module__]
+    monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
+    return replicate(model, factors, not torch.is_grad_enabled())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "library", "grad"), CASES)
+def test_replicas_have_weights_of_their_own_before_and_after_a_call(
+    kind: str, library: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images, _ = called(kind, library, grad)
+    factors = (1.0, 1.3)
+
+    def output(replica: nn.Module) -> Tensor:
+        with torch.set_grad_enabled(grad):
+            return replica(images)
+
+    for each in (fresh(kind, library), model):
+        before = held_tensors(each).keys()
+        with torch.set_grad_enabled(grad), ThreadPoolExecutor(len(factors)) as threads:
+            # They are called at once, each in a thread of its own.
+            outputs = [*threads.map(output, replicas(each, factors, monkeypatch))]
+        for factor, logits in zip(factors, outputs, strict=True):
+            state = {
+                name: tensor * factor if tensor.is_floating_point() else tensor
+                for name, tensor in each.state_dict().items()
+            }
+            with torch.no_grad():
+                expected = torch.func.functional_call(each, state, (images,))
+            torch.testing.assert_close(logits.detach(), expected, rtol=1e-9, atol=1e-9)
+        assert held_tensors(each).keys() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="DataParallel has devices with CUDA only")
+@pytest.mark.parametrize(("kind", "library", "grad"), CASES)
+def test_a_model_runs_in_data_parallel_on_a_gpu(kind: str, library: str, grad: bool) -> None:
+    model, images, logits = called(kind, library, grad)
+    # As many replicas as there are GPUs; of one, DataParallel calls the model itself.
+    parallel = nn.DataParallel(model.cuda())
+    for _ in range(2):
+        with torch.set_grad_enabled(grad):
+            found = parallel(images.cuda()).detach().cpu()
+        torch.testing.assert_close(found, logits, rtol=1e-6, atol=1e-6)
 
 
 def require_compiled(kind: str, library: str, grad: bool) -> None:

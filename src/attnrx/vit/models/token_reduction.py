@@ -90,12 +90,15 @@ class TokenRun:
 class _ReductionCall(CallState):
     """The run of the forward pass in progress, and the lists that record the runs of passes, innermost last.
 
-    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does.
+    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does. `predictors` are
+    those of the model that is called: hooks refer to the reduction of the model that a replica of `DataParallel` was
+    made of, whose weights are on another device.
     """
 
     def __init__(self) -> None:  # called in every thread
         self.run: TokenRun | None = None
         self.is_inside = False
+        self.predictors: nn.ModuleList | None = None
         self.restored_blocks: Container[int] | None = None
         self.records: list[list[TokenRun]] = []
 
@@ -149,8 +152,8 @@ class TokenReduction(nn.Module):
         """
         call = self.call
         # Restored afterwards, because a hook of a user may run the model inside a forward pass.
-        before = call.run, call.is_inside, call.restored_blocks
-        call.is_inside = True
+        before = call.run, call.is_inside, call.restored_blocks, call.predictors
+        call.is_inside, call.predictors = True, self.stages
         if restored_blocks is not None:
             call.restored_blocks = restored_blocks
         try:
@@ -158,7 +161,7 @@ class TokenReduction(nn.Module):
             if call.run is not before[0]:
                 self._end()
         finally:
-            call.run, call.is_inside, call.restored_blocks = before
+            call.run, call.is_inside, call.restored_blocks, call.predictors = before
 
     @contextmanager
     def continuing(self, run: TokenRun) -> Iterator[None]:
@@ -245,7 +248,8 @@ class TokenReduction(nn.Module):
 
     def predictor(self, stage: int) -> nn.Module:
         """Returns the predictor of a stage, or the one of all stages."""
-        return self.stages[0 if self.policy.reducer.one_predictor else stage]
+        predictors = self.call.predictors or self.stages
+        return predictors[0 if self.policy.reducer.one_predictor else stage]
 
     def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
