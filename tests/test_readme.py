@@ -211,7 +211,7 @@ from attnrx.cli import main
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "num_classes": 10}
+size = {"img_size": 64, "patch_size": 8, "embed_dim": 96, "num_classes": 10}
 for name, changes in {"vit": {"depth": 10, **size}, "vit-of-few-layers": {"depth": 3}}.items():
     rx.save(rx.load(timm.create_model("vit_tiny_patch16_224", **changes).eval()), name)
 draw, kinds = np.random.default_rng(0), Features({"image": Image(), "label": ClassLabel(10)})

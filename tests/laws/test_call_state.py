@@ -98,6 +98,16 @@ def test_no_tensor_of_a_call_survives_it(kind: str, library: str, grad: bool, tr
     assert bool(logits.isfinite().all())
 
 
+@pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_nothing_of_a_diagnosis_survives_it(library: str) -> None:
+    model = fresh("none", library)
+    model(inputs(model))
+    before = held_tensors(model).keys()
+    rx.diagnose(model, inputs(model, 8))
+    assert held_tensors(model).keys() == before
+
+
 @pytest.mark.parametrize("name", ["dinov3", "rotary, mixed", "hf dinov3", "beit, bias per layer", "hf beit, one bias"])
 def test_no_table_of_positions_survives_a_call(name: str) -> None:
     model = copy.deepcopy(adopted_once(name)[2])

@@ -26,13 +26,14 @@ from torch.utils.data import (
 
 import attnrx as rx
 from attnrx.change.realization.repair import Repair
-from attnrx.data import FixedImages, Normalization, fixed_images, from_tensors, three_parts
+from attnrx.data import FixedImages, Normalization, distinct_splits, fixed_images, from_tensors, loading, three_parts
 from attnrx.data.division import read_images
 from attnrx.data.fixed_images import ONE_DRAW, content_hashes
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.support.errors import AttnrxError, DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
 from comparisons import pixels
+from pictures import write_folder
 from planned import CONFIG, original
 
 COUNT = 40
@@ -221,6 +222,25 @@ def test_every_pass_has_the_images_of_one_reading(form: str) -> None:
         torch.manual_seed(7)
         repeated = images_for(original(), make(), seed=5)
         assert repeated.fingerprint == data.fingerprint, "one seed gives one draw"
+
+
+@pytest.mark.parametrize("form", ["decoded", "encoded"])
+def test_commands_use_an_image_of_several_splits_once(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `three_parts` does, without decoding: an image of the test is not calibrated on."""
+    monkeypatch.setattr(loading, "IN_MEMORY", 2**30 if form == "decoded" else 0)
+    folder = write_folder(tmp_path, {"train": 6, "validation": 2, "test": 2})
+    first = sorted((folder / "test").rglob("*.png"))[0]
+    copied = sorted((folder / "train").rglob("*.png"))[0].parent / "copy.png"
+    copied.write_bytes(first.read_bytes())
+    (copied.parent / "again.png").write_bytes(first.read_bytes())
+    splits = rx.load_data(folder)
+    found = distinct_splits(splits)
+    assert len(splits.train) == len(found.train) + 2
+    assert len(splits.test) == len(found.test) and len(splits.validation) == len(found.validation)
+    assert any("train: 2 of" in note and "in validation or in test" in note for note in found.notes)
+    assert distinct_splits(found) is found
 
 
 def test_paths_and_loaders_of_the_same_images_are_the_same_set() -> None:

@@ -127,6 +127,23 @@ def test_a_model_without_strengths_has_no_target_rank() -> None:
         TargetRank(2.0)(given)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_teaches_an_ordinary_model_something_or_is_refused_by_name(kind: type[Loss], losses) -> None:
+    """An ordinary model has no strengths, no shared directions and no token policy."""
+    vit, inputs = model(CONFIGS["dense"]), images(CONFIGS["dense"])
+    given = context(vit, inputs, torch.tensor([0, 1, 2, 1, 0]))
+    loss = next((each for each in losses.values() if type(each) is kind), None) or kind(
+        *["dense:digits"][: kind is TokenSimilarity]
+    )
+    try:
+        value = loss(given)
+    except (NotSupported, InvalidInput) as error:
+        # Halting and sampling losses name themselves; that of another reducer too.
+        assert kind.__name__ in str(error)
+    else:
+        assert gradient(given, value).abs().max() > 0
+
+
 def test_a_teacher_of_another_task_is_refused(tmp_path: Path) -> None:
     vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
     folder = save_model(tmp_path, model(replace(CONFIGS["svda"], classes=4)))

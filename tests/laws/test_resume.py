@@ -15,7 +15,7 @@ from tiny_runs import At, run, same
 SCRIPT = Path(__file__).parents[1] / "tiny_runs.py"
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """Something that nobody expected."""
 
 

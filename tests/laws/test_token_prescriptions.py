@@ -1,6 +1,7 @@
 """Both axes in one prescription: mask == compress, priced == realized == counted, saved == loaded."""
 
 import copy
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import cases
 from attnrx.change.realization import prescribed_tokens, realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.space import Space
 from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
@@ -29,7 +31,7 @@ from attnrx.vit.models import (
     model_fingerprint,
     save_model,
 )
-from attnrx.vit.tokens import TokenPolicy, parse_policy
+from attnrx.vit.tokens import HaltingScores, TokenPolicy, parse_policy
 from cases import PATTERNS, REDUCTIONS, with_heads
 from comparisons import pixels
 from pretrained import TIMM, VIT, inputs, of_timm
@@ -148,6 +150,19 @@ def test_fresh_predictors_are_those_of_their_seed_and_say_so() -> None:
     assert tokens[0].must_be_trained and all("must be trained" in reason for reason in tokens[0].reasons)
     first, second, third = (model_fingerprint(realize(DEEP, replace(ranks, tokens=own))) for own in tokens)
     assert first == second != third
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_a_selection_that_means_nothing_before_a_training_says_so(kind: str) -> None:
+    """Predictors with random weights, and features that nothing has made into halting scores, in any soft reducer."""
+    policy = TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4))
+    prescription = TokenPrescription.of(policy)
+    inner = getattr(policy.reducer, "scores", policy.reducer)
+    assert prescription.must_be_trained == (policy.reducer.learned or isinstance(inner, HaltingScores))
+    assert all(("must be trained" in reason) == prescription.must_be_trained for reason in prescription.reasons)
+    if prescription.must_be_trained:
+        with pytest.raises(NotSupported, match=rf"^{re.escape(str(policy.reducer))} needs training, and planning"):
+            Space(DEEP, diagnose(DEEP, inputs(DEEP, 4)), policy.reducer)
 
 
 def test_predictors_of_another_model_are_refused() -> None:

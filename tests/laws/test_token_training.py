@@ -134,7 +134,7 @@ def test_predictors_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reducer", [Spot(), ClassAttention()], ids=["spot", "class attention"])
 @pytest.mark.slow
 def test_stopped_and_resumed_is_never_stopped(reducer, tmp_path: Path) -> None:
-    class Crash(Exception):
+    class Crash(BaseException):
         pass
 
     def crash() -> None:

@@ -149,7 +149,7 @@ def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> Non
         "promised_agreement",
     }
     with pytest.raises(DataError, match="no labels"):
-        rx.plan(vit, diagnosis, "max-drop=1pt", IMAGES, IMAGES)
+        rx.plan(vit, diagnosis, "max-drop=1pt", IMAGES, -IMAGES)
 
 
 def test_a_single_image_without_a_label_is_refused() -> None:

@@ -4,6 +4,8 @@ import copy
 import json
 import os
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,23 @@ import torch
 from test_exported_trust import planted
 
 import attnrx as rx
+import tiny_runs
 from attnrx.change.exporting import load_exported
 from attnrx.change.realization.elastic import Elastic, Size
 from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial
 from attnrx.nouns.evidence import Estimate
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError
-from attnrx.support.storage import SEAL, read_json, read_json_lines, read_tensors, sealed, write_json
+from attnrx.support.storage import (
+    SEAL,
+    read_json,
+    read_json_lines,
+    read_tensors,
+    read_tensors_of,
+    sealed,
+    write_json,
+    write_with_tensors,
+)
 from attnrx.training.checkpoints import History
 from comparisons import pixels
 from planned import CONFIG, original
@@ -77,7 +89,21 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "model/config.json": lambda path: rx.load(path.parent),
     "model.onnx.json": lambda path: load_exported(path.with_name("model.onnx")),
     "history.jsonl": lambda path: History(path.parent).restore(2, write=False),
+    "run/training.json": lambda path: tiny_runs.run(path.parent),
+    "stopped/checkpoints/step-00000004/state.json": lambda path: tiny_runs.run(path.parents[2], RESUMED),
 }
+
+
+class Resumed(BaseException):
+    """Ends a run that has read its checkpoint."""
+
+
+class _EndsAtOnce(tiny_runs.At):
+    def started(self, outline: Any) -> None:
+        raise Resumed
+
+
+RESUMED = _EndsAtOnce()
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +140,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Elastic(root / "elastic", sizes, {"macs": costs[0].macs, "params": costs[0].params}).write()
     rx.save(small, root / "model")
     planted(root, "onnx")
+    tiny_runs.run(root / "run")
+    with pytest.raises(SystemExit):
+        tiny_runs.run(root / "stopped", tiny_runs.At(5, lambda: sys.exit()))
     (root / "history.jsonl").write_text('{"epoch": 1, "loss": 0.5, "layers": [{"a": [1]}]}\n' * 2)
     return root
 
@@ -134,7 +163,10 @@ def test_an_edited_file_is_read_or_refused(kind: str, quick: bool, files: Path) 
                 KINDS[kind](path)
             except AttnrxError as error:
                 refused += 1
-                assert path.name in str(error) or str(path.parent) in str(error), (edit, error)
+                folder = path.parents[2] if path.name == "state.json" else path.parent  # of the run
+                assert path.name in str(error) or str(folder) in str(error), (edit, error)
+            except Resumed:
+                continue
             except Exception as error:
                 raise AssertionError(f"{kind}: {edit} (number {number}): {error!r}") from error
     finally:
@@ -145,8 +177,8 @@ def test_an_edited_file_is_read_or_refused(kind: str, quick: bool, files: Path) 
 @pytest.mark.parametrize("kind", [*KINDS, "any.json"])
 def test_a_pipe_is_refused_in_place_of_a_file(kind: str, files: Path, tmp_path: Path) -> None:
     name = Path(kind).name
-    if kind in ("model.onnx.json", "elastic/elastic.json"):
-        return  # without a regular file of this name, a path is no export and a folder no elastic model
+    if kind in ("model.onnx.json", "elastic/elastic.json") or name == "state.json":
+        return  # without a regular file of this name, a path is no export, and a folder no elastic model or run
     os.mkfifo(tmp_path / name)
     with pytest.raises(AttnrxError, match="named pipe"):
         KINDS.get(kind, read_json)(tmp_path / name)
@@ -159,6 +191,17 @@ def test_a_list_without_end_is_refused(kind: str, field: str, files: Path, tmp_p
     write_json(tmp_path / "many.json", record)
     with pytest.raises(CheckpointError, match=rf"many\.json: {field} has \d+ values"):
         KINDS[kind](tmp_path / "many.json")
+
+
+@pytest.mark.parametrize("kind", ["prescription.json", "diagnosis.json"])
+@pytest.mark.parametrize("name", ["x", "layers.0.colour", "layers.7.hidden.weight", "tokens.0.weight", "layers.0"])
+def test_a_tensor_that_nothing_refers_to_is_refused(kind: str, name: str, files: Path, tmp_path: Path) -> None:
+    record, path = read_json(files / kind), tmp_path / kind
+    tensors = {**read_tensors_of(files / kind, record), name: torch.zeros(2)}
+    # With the right hash, as somebody who knows the format would write it.
+    write_with_tensors(path, {key: value for key, value in record.items() if key != "tensors_sha256"}, tensors)
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        KINDS[kind](path)
 
 
 @pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"\\uDFFF": 1}', '["a\\udbffb"]'])

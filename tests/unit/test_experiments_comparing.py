@@ -1,5 +1,6 @@
 """Methods as text, and what is measured of them."""
 
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import cases
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.support.storage import read_json
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.maps import LAYER_MAPS
@@ -78,6 +79,12 @@ def test_what_is_no_peer_is_refused() -> None:
 def bench() -> MethodBench:
     model, images = cases.model(DENSE), pixels(DENSE, 24)
     return MethodBench(model, diagnose(model, images, batch_size=8), images, images, batch_size=8)
+
+
+@pytest.mark.parametrize("reducer", ["halting_scores", "spvit(scores=halting_scores)", "spot"])
+def test_tokens_that_need_training_are_refused_by_name(reducer: str) -> None:
+    with pytest.raises(NotSupported, match=re.escape(f"the method own uses {reducer}, which needs training")):
+        compare_methods(bench(), [Method("own", f"tokens={reducer}:0.5@2")], (0.5,))
 
 
 def test_keeping_more_loses_less_and_costs_more(tmp_path: Path) -> None:

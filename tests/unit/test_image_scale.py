@@ -10,7 +10,8 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.cli.main import show_warning
-from attnrx.data import MemoryImages, Normalization
+from attnrx.data import MemoryImages, Normalization, Splits, from_tensors
+from attnrx.data.model_data import adapt_preprocessing
 from attnrx.decide.diagnosing import diagnose, measure_divergence
 from attnrx.decide.rules import ContributionEnergy, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
@@ -128,3 +129,9 @@ def test_an_unknown_normalization_is_called_unknown() -> None:
         notes = diagnose(model, imagenet).about["notes"]
     assert len(caught) == 1 and len(notes) == 1 and "0.5" not in notes[0]
     assert diagnose(model, 2 * torch.rand(16, 3, 16, 16) - 1).about["notes"] == notes
+    # Pixels that attnrx normalizes are on any scale, so there the statistics are named.
+    pixels = from_tensors("a", torch.zeros(4, 3, 16, 16, dtype=torch.uint8), torch.zeros(4).long(), SCALES["half"])
+    splits = Splits("named", pixels, pixels, pixels, ("0",), 3, 16, pixels.normalization, None)
+    with pytest.warns(ScaleWarning, match=r"unknown: pixels are normalized with mean \(0\.5, 0\.5, 0\.5\)") as caught:
+        adapted = adapt_preprocessing(splits, model)
+    assert len(caught) == 1 and adapted.notes == (str(caught[0].message),)

@@ -217,7 +217,7 @@ def test_answers_are_those_of_the_class_token_and_of_every_patch() -> None:
 def test_stopped_and_resumed_is_never_stopped(step: int, tmp_path: Path) -> None:
     """The running statistics of the stem are part of what is resumed."""
 
-    class Crash(Exception):
+    class Crash(BaseException):
         pass
 
     def crash() -> None:

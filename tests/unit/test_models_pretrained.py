@@ -276,11 +276,11 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "head": (
         lambda model: setattr(model, "head", nn.Linear(12, 7).double()),
-        r"num_classes=N.*It has \(head\): Linear\(in_features=12, out_features=7, .* rebuilt one has .*out_features=5",
+        r"num_classes=N.*Its head is Linear\(in_features=12, out_features=7, .* rebuilt one .*out_features=5",
     ),
     "parameter": (
         lambda model: setattr(model, "pos_embed", nn.Parameter(model.pos_embed[0])),
-        r"It has source.pos_embed \(5, 12\), and the rebuilt one has source.pos_embed \(1, 5, 12\)",
+        r"Its pos_embed is of shape \(5, 12\), and that of the rebuilt one of shape \(1, 5, 12\)",
     ),
     "shared block": (
         lambda model: model.blocks.__setitem__(1, model.blocks[0]),

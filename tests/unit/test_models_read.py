@@ -116,13 +116,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "patches": ({"patches": "stages"}, "not the convolution"),
     "tokens": ({"prefix_tokens": 2}, "receive 5 tokens, and prefix_tokens=2"),
     "shape": ({"input_shape": (3, 20, 16)}, "do not tile"),
-    "other size": ({"input_shape": (3, 24, 24)}, r"of shape \(2, 3, 24, 24\) it raises RuntimeError"),
+    "other size": ({"input_shape": (3, 24, 24)}, r"of shape \(2, 3, 24, 24\) the model itself raises RuntimeError"),
     "number of heads": ({"heads": 5}, r"attention with 5 heads and .* shapes \[\(12, 12\)"),
     "no heads": ({"heads": 0}, r"heads=0\): give a number of 1 or more"),
     "zero scale": ({"scale": 0.0}, r"scale=0.0\): give a positive number"),
     "no class token": ({"prefix_tokens": 0}, "prefix_tokens=0 with pooling=.class.: give"),
     "no blocks": ({"blocks": "final"}, "final has no blocks"),
-    "weights": ({"returns_weights": True}, "its attention computes something else.*it raises TypeError"),
+    "weights": ({"returns_weights": True}, "its attention computes something else.*stages.0 raises TypeError"),
 }
 
 

@@ -75,10 +75,10 @@ def test_a_backbone_is_diagnosed_planned_and_verified(name):
     model = copy.deepcopy(adopted_once(name)[2])
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(48, 3, 16, 16, generator=generator, dtype=torch.float64)
-    data = torch.utils.data.TensorDataset(images, torch.arange(48) % 4)
+    data, others = (torch.utils.data.TensorDataset(each, torch.arange(48) % 4) for each in (images, -images))
     diagnosis = rx.diagnose(model, data, moments=True)
     settings = rx.planning.PlanSettings.of("quick", axes=("qk", "vo"))
-    plan = rx.plan(model, diagnosis, "macs=0.93", data, data, settings=settings)
+    plan = rx.plan(model, diagnosis, "macs=0.93", data, others, settings=settings)
     slim = rx.realize(model, plan.prescription)
     evidence = rx.verify(slim, model, data, prescription=plan.with_predictions)
     found = {finding.details.get("quantity"): finding for finding in evidence.findings}

@@ -41,6 +41,7 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Comparison, Promises
 from attnrx.support.errors import (
     AttnrxError,
+    DataError,
     FingerprintMismatch,
     InvalidInput,
     NoOpPrescription,
@@ -243,14 +244,14 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     )
     if target.startswith("latency"):  # a model so small has little to gain; whatever is found must be measured
         try:
-            found = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
+            found = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
         except (NotSupported, NoOpPrescription) as refused:
             assert re.search("cannot be promised|the cheapest|nothing to plan", str(refused))
             return
         assert found.measured is not None and found.measured["faster"] >= 1 / 0.9
         return
-    found = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
-    again = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
+    found = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
+    again = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
     assert found.predictions == again.predictions and found.front == again.front
     slim = realize(model, found.prescription)
     costs, before = (family_of(each).costs(each) for each in (slim, model))
@@ -287,7 +288,7 @@ def test_a_search_goes_on_where_it_stopped(
 
     def sought(trials: int) -> Plan:
         settings = PlanSettings(("qk", "tokens"), search=Search(trials, storage=storage), batch_size=12)
-        return plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10), settings=settings)
+        return plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10, 4), settings=settings)
 
     first, again, more = sought(3), sought(3), sought(5)
     assert len(first.about["trials"]) == 4  # that of the closed form, which is no trial of the study, and three
@@ -314,6 +315,17 @@ def test_a_search_of_other_settings_does_not_resume_stored_trials(
     assert key(replace(diagnosis, about={**diagnosis.about, "data": None})) != key(diagnosis)
     # More trials continue, and a diagnosis that was read from a file is the same.
     assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), search=Search(9)) == key(diagnosis)
+
+
+def test_images_to_predict_on_are_not_planned_on(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
+) -> None:
+    with pytest.raises(DataError, match=r"all 12 images .* are also among those that predictions are measured on"):
+        plan(model, diagnosis, "macs=0.6x", images, images)
+    lines: list[str] = []
+    settings = PlanSettings.of("quick", search=Search(0), axes=("qk",), log=lines.append)
+    plan(model, diagnosis, "macs=0.95x", images, images.take(4), settings=settings)
+    assert "4 of 12 images to plan on are among those to predict on: not used" in lines
 
 
 def test_the_diagnosis_of_another_model_is_refused(diagnosis: Diagnosis, images: ImageSet) -> None:
@@ -382,7 +394,7 @@ def test_a_search_varies_the_best_that_it_knows(
     for trials in (5, 20, 20):  # two even schedules and three sampled knobs
         settings = PlanSettings(search=Search(trials), batch_size=12)
         result.append(
-            plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10), settings=settings).about["trials"]
+            plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10, 4), settings=settings).about["trials"]
         )
     assert result[1] == result[2] and result[1][: len(result[0])] == result[0]
     assert all(trial["price"] <= 0.7 for trial in result[1])

@@ -49,7 +49,7 @@ def plan_of(model: nn.Module, **settings: Any) -> tuple[Plan, list[str]]:
     diagnosis = rx.diagnose(model, images, batch_size=6, moments=True)
     preset = PlanSettings.of("quick", search=Search(0), batch_size=6, log=lines.append)
     given = replace(preset, **settings)
-    return rx.plan(model, diagnosis, "macs=0.9x", images, pretrained.inputs(model, 4), settings=given), lines
+    return rx.plan(model, diagnosis, "macs=0.9x", images, -pretrained.inputs(model, 4), settings=given), lines
 
 
 @pytest.mark.parametrize(

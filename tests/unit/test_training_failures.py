@@ -9,7 +9,7 @@ import torch
 
 import attnrx as rx
 from attnrx.data import Normalization, from_tensors
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged, UserCodeError
 from attnrx.support.storage import read_json, write_json
 from attnrx.training import checkpoints, train
 from attnrx.vit.models import VisionTransformer, initialize_, load_model
@@ -21,7 +21,7 @@ from tiny_runs import MODEL, At, config, model, run, splits
 RGB = Normalization((0.5,) * 3, (0.5,) * 3)
 
 
-class Crash(Exception):
+class Crash(BaseException):
     pass
 
 
@@ -164,6 +164,18 @@ def test_starting_over_never_overwrites(tmp_path: Path) -> None:
     interrupted(tmp_path)
     with pytest.raises(InvalidInput, match="holds a run already"):
         train(model(), splits(), config(), tmp_path, resume=False)
+
+
+@pytest.mark.parametrize("method", ["started", "stepped", "epoch_ended", "ended"])
+def test_a_reporter_that_raises_is_named(method: str, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("of the user")
+
+    reporter = At()
+    setattr(reporter, method, fail)
+    with pytest.raises(UserCodeError, match=rf"{method} of the reporter At raised KeyError: 'of the user'") as caught:
+        run(tmp_path, reporter)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_truncated_checkpoint_is_refused_and_the_one_before_named(tmp_path: Path) -> None:

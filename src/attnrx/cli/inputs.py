@@ -49,13 +49,13 @@ def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
     return rx.load_data(arguments.data, on_corrupt=arguments.on_corrupt, columns=_columns(arguments), **shape)
 
 
-def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
-    """Loads the dataset with the preprocessing of the model."""
+def splits_argument(model: "nn.Module", arguments: Namespace, distinct: bool = False) -> "rx.data.Splits":
+    """Loads the dataset with the preprocessing of the model; `distinct` uses an image of several splits once."""
     from attnrx.data.model_data import input_options  # imports torch
 
     splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
     splits = rx.adapt_preprocessing(splits, model, None if path is None else _label_map(path))
-    return _with_mixed_data(splits, arguments)
+    return _with_mixed_data(rx.data.distinct_splits(splits) if distinct else splits, arguments)
 
 
 def _with_mixed_data(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Splits":

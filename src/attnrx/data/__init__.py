@@ -10,7 +10,7 @@ that do not fit stream. Decoded copies are kept in the user's cache folder and m
 
 from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.digits import object_patches
-from attnrx.data.division import Parts, three_parts
+from attnrx.data.division import Parts, distinct_splits, three_parts, without_images_of
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import (
@@ -47,6 +47,7 @@ __all__ = [
     "Relabelled",
     "Splits",
     "dataset_labels",
+    "distinct_splits",
     "fit_labels",
     "from_tensors",
     "image_set",
@@ -59,5 +60,6 @@ __all__ = [
     "require_labels",
     "three_parts",
     "training_set",
+    "without_images_of",
     "without_second_dataset",
 ]

@@ -1,18 +1,21 @@
 """Division of a dataset into disjoint images: to plan and fit on, to measure predictions on, and to verify on."""
 
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
 
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages, read_once
-from attnrx.data.images import ImageSet, round_robin
+from attnrx.data.images import ImageSet, RowImages, round_robin
 from attnrx.data.mixing import MixedImages
 from attnrx.data.splits import NAMES, Splits
 from attnrx.support.errors import DataError
 from attnrx.support.preprocessing import Normalization
 
+MOST_COMPARED = 200_000  # stored images whose bytes a command reads to find repeated ones, in seconds
 BATCH = 64  # images that are decoded at once
 SECOND = "the second dataset"
 
@@ -104,6 +107,51 @@ def three_parts(
     return Parts(planned_on, predicted_on, parts[2])
 
 
+def distinct_splits(splits: Splits) -> Splits:
+    """Returns the splits without stored images that occur before in the same split, or in a later one, with notes.
+
+    As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
+    compared by the bytes of their files, or of their pixels where they are held decoded; sets that cannot be read by
+    row (a shard) are left as they are, and so are those of more than MOST_COMPARED images in all.
+    """
+    rows = {name: each for name, each in _distinct_sets(splits).items() if isinstance(each, RowImages)}
+    stored = {name: images for name, images in rows.items() if hasattr(images.store, "content")}
+    if sum(map(len, stored.values())) > MOST_COMPARED:
+        return splits
+    hashes = {
+        name: [blake2b(images.store.content(row), digest_size=8).digest() for row in images.rows.tolist()]
+        for name, images in stored.items()
+    }
+    notes: list[str] = []
+    new = {
+        name: stored[name] if len(positions) == len(stored[name]) else _rows(stored[name], positions)
+        for name, positions in _new_positions(hashes, notes).items()
+    }
+    return replace(splits, **new, notes=(*splits.notes, *notes)) if notes else splits
+
+
+def _rows(images: RowImages, positions: list[int]) -> RowImages:
+    return replace(images, rows=images.rows[torch.tensor(positions, dtype=torch.long)])
+
+
+def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
+    """Returns the images that are not among the others, compared by content; the set itself if all are.
+
+    Raises:
+        DataError: All are among the others.
+    """
+    known = set(read_images(others).hashes.tolist())
+    fixed = read_images(images)
+    new = [position for position, each in enumerate(fixed.hashes.tolist()) if each not in known]
+    if not new:
+        raise DataError(
+            f"all {len(fixed):,} images of {fixed.name} are also among those that predictions "
+            "are measured on, and a prediction on images that a plan was chosen by is too good: give others, or call "
+            "attnrx.shrink, which divides the data."
+        )
+    return images if len(new) == len(fixed) else fixed.at(torch.tensor(new, dtype=torch.long))
+
+
 def _mixed(own: FixedImages, composed: FixedImages, skipped: int, times: int) -> ImageSet:
     """Returns the images, each followed by `times` of the second dataset, if it has as many after the skipped ones."""
     count = min(len(own), len(composed) // times - skipped)
@@ -144,16 +192,22 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
 
 def _without_repeats(sets: dict[str, FixedImages], notes: list[str]) -> dict[str, FixedImages]:
     """Returns the sets without images that occur before in the same one, or in a later one; adds notes."""
-    seen = set[int]()
-    different: dict[str, FixedImages] = {}
+    new = _new_positions({name: images.hashes.tolist() for name, images in sets.items()}, notes)
+    return {name: images.at(torch.tensor(new[name], dtype=torch.long)) for name, images in sets.items()}
+
+
+def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -> dict[str, list[int]]:
+    """Returns for each set the positions of images that occur neither before in it nor in a later set; adds notes."""
+    seen = set[Hashable]()
+    new: dict[str, list[int]] = {}
     # From the last: an image of the test is not planned on.
-    for name, images in reversed(sets.items()):
-        new = [position for position, each in enumerate(images.hashes.tolist()) if not (each in seen or seen.add(each))]
-        if len(new) < len(images):
-            where = " or ".join(("occur before", *(f"in {later}" for later in reversed(different))))
-            notes.append(f"{name}: {len(images) - len(new):,} of {len(images):,} images {where}; each is used once")
-        different[name] = images.at(torch.tensor(new, dtype=torch.long))
-    return {name: different[name] for name in sets}
+    for name, own in reversed(hashes.items()):
+        positions = [position for position, each in enumerate(own) if not (each in seen or seen.add(each))]
+        if len(positions) < len(own):
+            where = " or ".join(("occur before", *(f"in {later}" for later in reversed(new))))
+            notes.append(f"{name}: {len(own) - len(positions):,} of {len(own):,} images {where}; each is used once")
+        new[name] = positions
+    return {name: new[name] for name in hashes}
 
 
 def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:

@@ -1,5 +1,6 @@
 """Conversion of user data to the image set or the splits of a model."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.data.user_data import LABEL_KEYS
 from attnrx.support.arguments import MODEL, checked, instance, optional
-from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import ImageGeometry, Preprocessing
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import family_of
@@ -209,6 +210,16 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
             f"image_size={wanted}, or use a model for this size."
         )
     fitted = splits.renormalized(normalization_of(model))
+    if not family.knows_normalization(model):
+        # Pixels that attnrx normalizes fit any scale, so nothing else would show it.
+        scale = fitted.normalization
+        note = (
+            f"the model has no image processor, so its normalization is unknown: pixels are normalized with mean "
+            f"{scale.mean} and std {scale.std}. Save its processor (preprocessor_config.json) with the model, or give "
+            "tensors that are normalized as in its training."
+        )
+        warnings.warn(note, ScaleWarning, stacklevel=2)
+        fitted = replace(fitted, notes=(*fitted.notes, note))
     classes = num_classes(model)
     if not classes:
         if label_map is not None:

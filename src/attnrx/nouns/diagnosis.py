@@ -15,6 +15,7 @@ from attnrx.support.storage import (
     read_record,
     read_tensors_of,
     require_finite_tensors,
+    require_only_tensors,
     write_with_tensors,
 )
 from attnrx.vit.maps import LAYER_MAPS
@@ -182,6 +183,8 @@ class Diagnosis(Displayed):
         # The constructors validate shapes; here the user's mistake is the file, not an argument.
         except InvalidInput as error:
             raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
+        used = (f"layers.{index}.{name}" for index, layer in enumerate(layers) for name in _tensors(layer))
+        require_only_tensors(tensors, used, path)
         return cls(layers, record["fingerprint"], record["about"])
 
     def require(self, fingerprint: str, what: str) -> None:
@@ -203,7 +206,7 @@ class Diagnosis(Displayed):
 
 def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> None:
     """Raises CheckpointError if the layers of the tensors and of the JSON file differ, or a spectrum is not finite."""
-    stored = {name.split(".")[1] for name in tensors}
+    stored = {name.removeprefix("layers.").partition(".")[0] for name in tensors}
     if stored != set(map(str, range(layers))):
         raise CheckpointError(
             f"{path}: layers has {layers} values, and its tensors are of {len(stored)} layers; diagnose again."

@@ -17,6 +17,7 @@ from attnrx.support.storage import (
     read_record,
     read_tensors_of,
     require_finite_tensors,
+    require_only_tensors,
     write_with_tensors,
 )
 from attnrx.support.validation import Invalid
@@ -301,16 +302,18 @@ class TokenPrescription(Displayed):
         Raises:
             InvalidInput: Predictors were given for a token reducer that learns nothing.
         """
-        learned = policy.reducer.learned
         state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
         # The reason states it, because an untrained predictor selects tokens at random.
-        describe = f"; its predictor is {state}" if learned else ""
+        untrained = policy.reducer.untrained_reason
+        describe = "" if untrained is None else f"; must be trained: {untrained}"
+        if policy.reducer.learned:
+            describe = f"; its predictor is {state}"
         return cls(policy, tuple(reason + describe for reason in policy.describe()), predictors, seed)
 
     @property
     def must_be_trained(self) -> bool:
-        """Whether the token reducer is learned and its predictors are untrained."""
-        return self.policy.reducer.learned and self.predictors is None
+        """Whether the selection means nothing until the model is trained with it: fresh predictors, halting scores."""
+        return self.policy.reducer.untrained_reason is not None and self.predictors is None
 
 
 @dataclass(frozen=True, repr=False)
@@ -384,6 +387,10 @@ class Prescription(Displayed):
         }
         if self.tokens is not None:
             record[TOKENS] = _tokens_record(self.tokens)
+        return write_with_tensors(path, record, self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of the file by their names in it."""
         tensors = {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
@@ -393,7 +400,7 @@ class Prescription(Displayed):
             # safetensors stores contiguous tensors only.
             learned = self.tokens.predictors or {}
             tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
-        return write_with_tensors(path, record, tensors)
+        return tensors
 
     @classmethod
     def load(cls, path: Path | str) -> "Prescription":
@@ -431,6 +438,7 @@ class Prescription(Displayed):
                 f"{path}: removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "
                 "was edited or damaged, make it again."
             )
+        require_only_tensors(tensors, loaded._tensors(), path)
         return loaded
 
     def require(self, fingerprint: str) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,16 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
     if not file.exists():
         raise CheckpointError(f"{path} needs {file.name}, which is not in its folder; move or copy both together.")
     return read_tensors(file, sha256)
+
+
+def require_only_tensors(stored: Iterable[str], used: Iterable[str], path: Path | str) -> None:
+    """Raises CheckpointError for a tensor beside a JSON file that no field of the file refers to."""
+    others = sorted({*stored} - {*used})
+    if others:
+        raise CheckpointError(
+            f"{path}: its tensors include {others[0]!r}, which nothing in the file refers to. The files were edited, "
+            "or are of two versions; make them again."
+        )
 
 
 def _tensors_path(path: Path | str, sha256: str) -> Path:

@@ -26,6 +26,7 @@ from attnrx.support.storage import (
     write_tensors,
     write_text,
 )
+from attnrx.support.validation import Integer, Number, Record, Text, validated
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
 from attnrx.training.optimization import load_optimizer_, optimizer_tensors
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 
 KIND, SCHEMA = "attnrx training state", 1
+# The settings are compared with those of the run, field by field (`require_same_run`).
+IDENTITY = Record({"weights": Text()}, open=True)
+STATE = Record({"identity": IDENTITY, "step": Integer(0, 2**40), "seconds": Number(0.0), "sha256": Text()}, open=True)
 NUM_KEPT = 2  # one more than needed to resume, in case the last one is damaged
 
 
@@ -88,7 +92,10 @@ class Checkpoints:
         try:
             record = read_json(path / "state.json")
             check_schema(record, KIND, SCHEMA, path / "state.json")
-            return record, read_tensors(path / "state.safetensors", record.get("sha256"))
+            validated(record, STATE, path / "state.json")
+            if self.path(record["step"]) != path:
+                raise CheckpointError(f"{path / 'state.json'}: step is {record['step']}, and its folder {path.name}.")
+            return record, read_tensors(path / "state.safetensors", record["sha256"])
         except CheckpointError as error:
             before = f"from {checkpoints[-2].name}" if len(checkpoints) > 1 else "from the beginning"
             raise CheckpointError(f"{error} Delete the folder {path} to resume {before}.") from error

@@ -3,10 +3,12 @@
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnrx.support.arguments import user_code
 from attnrx.support.optional import required_module
 from attnrx.support.progress import duration
 
@@ -38,6 +40,32 @@ class Reporter:
 
     def ended(self) -> None:
         """Called at the end of the run, finished or not."""
+
+
+class Guarded(Reporter):
+    """The reporter of a user, whose exceptions become UserCodeError, named after the method that raised them."""
+
+    def __init__(self, reporter: Reporter):
+        self._reporter = reporter
+
+    def _calling(self, method: str) -> AbstractContextManager[None]:
+        return user_code(f"{method} of the reporter {type(self._reporter).__name__}")
+
+    def started(self, outline: Outline) -> None:
+        with self._calling("started"):
+            self._reporter.started(outline)
+
+    def stepped(self, step: int, loss: float) -> None:
+        with self._calling("stepped"):
+            self._reporter.stepped(step, loss)
+
+    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+        with self._calling("epoch_ended"):
+            self._reporter.epoch_ended(record)
+
+    def ended(self) -> None:
+        with self._calling("ended"):
+            self._reporter.ended()
 
 
 class Silent(Reporter):

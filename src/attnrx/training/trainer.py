@@ -17,7 +17,9 @@ from attnrx.support.arguments import ANY, FLAG, MODEL, PATH, checked, instance, 
 from attnrx.support.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import check_schema, fingerprint, read_json, write_json
+from attnrx.support.validation import Record, validated
 from attnrx.training.checkpoints import (
+    IDENTITY,
     Checkpoints,
     History,
     identity,
@@ -40,7 +42,7 @@ from attnrx.training.preparation import (
     prepare,
     with_labels,
 )
-from attnrx.training.reporters import Console, Outline, Reporter, Silent
+from attnrx.training.reporters import Console, Guarded, Outline, Reporter, Silent
 from attnrx.training.sharding import gather_tensors
 from attnrx.training.step import EPOCH, Learner, derived_seed
 from attnrx.vit.models import family_of, load_model, recording_blocks, require_model_folder, save_model
@@ -119,7 +121,7 @@ def train(
     trained_model = copy.deepcopy(model) if sharded else model
     needs_features = any(loss.reads_features for loss in config.losses)
     recording = recording_blocks(trained_model, family_of(trained_model)) if needs_features else nullcontext()
-    reporter = (reporter or Console()) if accelerator.is_main_process else Silent()
+    reporter = Guarded(reporter or Console()) if accelerator.is_main_process else Silent()
     with deterministic(), recording as features, interruptible() as interruption:
         learner = prepare(model, trained_model, splits, config, accelerator, features, teachers)
         return _Run(learner, splits, folder, requested, reporter).complete(interruption)
@@ -131,6 +133,7 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
         return None
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)
+    validated(record, Record({"identity": IDENTITY}, open=True), path)
     trained = load_model(folder).state_dict()
     require_same_run(record["identity"], requested, folder, fingerprint(trained))
     # Into the caller's model, which a run that trains changes in place too.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         formats=() if to is None else (parse_format(to),),
         plans=True,
     )
+    _note_missing_extras(log)
     if to is not None and by_image:
         raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
@@ -358,6 +359,15 @@ def predicted_classes(model: nn.Module, images: ImageSet) -> list[int]:
     """Returns the classes that the model puts the images into, in their order."""
     predictions = predict({"original": model}, images, 32, task="classes of the images")
     return predictions.decisions("original").unique().tolist()
+
+
+def _note_missing_extras(log: Log) -> None:
+    """Logs what `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved."""
+    for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
+        try:
+            check()
+        except NotSupported as missing:
+            log(f"for Shrunk.save: {missing}")
 
 
 def _by_image(prescription: Prescription) -> Prescription:

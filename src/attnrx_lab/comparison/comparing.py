@@ -23,12 +23,14 @@ from attnrx.show.checks.statistics import (
     paired_change,
     proportion,
 )
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import Log, no_log
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.costs import ModelCosts
+from attnrx.vit.maps import TOKENS
 from attnrx.vit.models import costs_by_image, family_of, reduction_of
 from attnrx.vit.outputs import Logits, output_kind_of
+from attnrx.vit.tokens import parse_policy
 from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, points, require_points
 
 FLIPS = 9999  # random swaps of a permutation test
@@ -69,6 +71,7 @@ def compare_methods(
         raise InvalidInput("a comparison needs at least one method; give NAME=RULES.")
     for method in methods:
         bench.compressor(method)  # invalid methods are refused before anything is measured
+        _require_meaning(method)
     original = _Original.measured(bench)
     kind, labels = original.predictions.kind, original.predictions.labels
     notes = chance_notes(original.accuracy, labels) if isinstance(kind, Logits) else []
@@ -98,6 +101,20 @@ def compare_methods(
             if out is not None:
                 trials.save(out)
     return trials
+
+
+def _require_meaning(method: Method) -> None:
+    """Raises NotSupported for tokens selected by what only a training makes meaningful, and no training follows."""
+    tokens = method.template.at(1.0).get(TOKENS) if method.baseline is None else None
+    if tokens is None or method.distilled:
+        return
+    reducer = parse_policy(tokens).reducer
+    if reducer.untrained_reason is not None:
+        raise NotSupported(
+            f"the method {method.name} uses {reducer}, which needs training, and a comparison trains nothing: "
+            f"{reducer.untrained_reason}. Train a model with it (attnrx train --tokens), or use a reducer without "
+            "training, e.g. ward."
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,7 +70,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     preflight(folder=arguments.out, plans=settings.search.trials > 0 or target.spend == "latency")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    splits = splits_argument(model, arguments)
+    splits = splits_argument(model, arguments, distinct=True)
+    for note in splits.notes:
+        log(f"{splits.name}: {note}")
     # Training images for the plan and others for its predictions, which would be too good on images it was chosen by.
     images = splits.train.take(arguments.images or min(settings.effort.images, len(splits.train)))
     others = splits.validation.take(min(arguments.other_images, len(splits.validation)))

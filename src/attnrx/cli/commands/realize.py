@@ -99,7 +99,7 @@ def _converted(arguments: Namespace) -> Outcome:
             "--form removes nothing: omit --by, --norms and --refine; --repair and --distill fit the new form."
         )
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    train = splits_argument(model, arguments).train
+    train = splits_argument(model, arguments, distinct=True).train
     images = train.take(min(arguments.calibration_images, len(train)))
     from attnrx.change.realization.fits import fits_of, fitted  # imports torch
 
@@ -122,5 +122,5 @@ def _calibration(
     if arguments.data is None:
         requested = " and ".join(fits)
         raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
-    train = splits_argument(model, arguments).train
+    train = splits_argument(model, arguments, distinct=True).train
     return train.take(min(arguments.calibration_images, len(train)))

@@ -71,7 +71,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if backend is not None:
         rx.use_backend(candidate, backend)
     reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
-    splits = splits_argument(reference, arguments)
+    splits = splits_argument(reference, arguments, distinct=True)
+    for note in splits.notes:
+        log(f"{splits.name}: {note}")
     images = chosen_images(splits, arguments)
     log(f"verifying {arguments.candidate} on {len(images):,} images")
     evidence = rx.verify(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.data import ImageData, require_labels
+from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
+from attnrx.data.mixing import MixedImages
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Step, filled, require_reachable
 from attnrx.decide.planning.budget import prescribed_costs
@@ -24,7 +25,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
 from attnrx.support.arguments import ANY, MODEL, checked, instance, optional
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
-from attnrx.support.progress import begin, phases, track
+from attnrx.support.progress import Log, begin, phases, track
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import OutputKind
@@ -107,6 +108,7 @@ def plan_each(
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
+    plan_images = _distinct(plan_images, other_images, settings.log)
     measurements = None
     for target in parsed:
         if target.of == DROP:
@@ -121,6 +123,16 @@ def plan_each(
         best, cost = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
         begin("predicting on other images")
         yield planner.finished(best, cost, Answers.of(model, other_images, settings.batch_size))
+
+
+def _distinct(images: ImageSet, others: ImageSet, log: Log) -> ImageSet:
+    """Returns the images that predictions are not measured on."""
+    if isinstance(images, MixedImages):  # composed of two datasets, which are divided before (`three_parts`)
+        return images
+    new = without_images_of(images, others)
+    if len(new) < len(images):
+        log(f"{len(images) - len(new):,} of {len(images):,} images to plan on are among those to predict on: not used")
+    return new
 
 
 class Planner:

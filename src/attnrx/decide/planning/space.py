@@ -99,10 +99,10 @@ class Space(Displayed):
         require_axes(self.axes)
         if TOKENS in self.axes and self.reducer is None:
             raise InvalidInput("a plan over tokens needs a reducer, e.g. ward; give one, or omit the axis.")
-        if self.reducer is not None and self.reducer.learned:
+        if self.reducer is not None and self.reducer.untrained_reason is not None:
             raise NotSupported(
-                f"{self.reducer} needs training, and planning trains nothing; use a reducer without training, e.g. "
-                "ward, tome or class_attention."
+                f"{self.reducer} needs training, and planning trains nothing: {self.reducer.untrained_reason}. Use a "
+                "reducer without training, e.g. ward, tome or class_attention."
             )
 
     def require_choices(self, axis: str) -> None:

@@ -250,11 +250,12 @@ def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[
     """Runs the layers on other backends inside the context, one each, and restores theirs afterwards."""
     # Materialized: iterators would be exhausted when the backends are restored.
     layers = tuple(layers)
-    before = [layer.backend for layer in layers]
+    # With their plans: those of another backend would keep it, and what it observes, in the layer.
+    before = [(layer.backend, layer._plans_of, layer._plans) for layer in layers]
     try:
         for layer, backend in zip(layers, backends, strict=True):
             layer.backend = backend
         yield
     finally:
-        for layer, backend in zip(layers, before, strict=True):
-            layer.backend = backend
+        for layer, state in zip(layers, before, strict=True):
+            layer.backend, layer._plans_of, layer._plans = state

@@ -1,8 +1,10 @@
 """The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import from_dict, to_dict
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.storage import require_finite_tensors
@@ -22,7 +25,7 @@ from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache
 from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
 from attnrx.vit.models.checkpoint import read_weight_file
-from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_weights
+from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_tensors, require_ordinary_weights
 from attnrx.vit.models.foreign_code import (
     plain_copy,
     reparametrized,
@@ -36,6 +39,24 @@ from attnrx.vit.models.token_hooks import costs_of_tokens
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout, TokenPolicy
+
+
+@contextmanager
+def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
+    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class."""
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
+        named = re.match(r"'(\w+)' object has no attribute", str(error))
+        parts = [name for name, part in model.named_modules() if named and type(part).__name__ == named[1]]
+        where = f" of {parts[0]}" if len(parts) == 1 and parts[0] else ""
+        raise NotSupported(
+            f"{model_name(model)} is not supported: reading {what}{where} raised {type(error).__name__}: "
+            f"{described_error(error)}. A part was replaced or removed after the model was created, or has weights of "
+            "another shape. Undo the change, or state the parts in a reader (attnrx.Reader)."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -174,6 +195,7 @@ class AdoptedFamily(Family):
         plain = plain_copy(model) if any(reparametrized(model)) else model
         self.require_supported(plain)
         require_uncompiled(model)
+        require_ordinary_tensors(model)
         weights = model.state_dict()
         without = next(
             (name for name, tensor in weights.items() if isinstance(tensor, Tensor) and tensor.is_meta), None

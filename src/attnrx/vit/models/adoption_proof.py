@@ -1,6 +1,8 @@
 """The proof of an adoption: two models have the same parts, and the same outputs for random images."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -14,11 +16,21 @@ from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
     """Returns which part of a model differs from the rebuilt one, in its text or the shape of a tensor; "" for none."""
-    # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
-    pairs = list(zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue="nothing"))
-    shapes = [{name: tuple(tensor.shape) for name, tensor in each.state_dict().items()} for each in (model, rebuilt)]
-    pairs += [tuple(f"{name} {each.get(name, 'nothing')}" for each in shapes) for name in {**shapes[0], **shapes[1]}]
-    differing = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    found, expected = (
+        {
+            # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
+            **{name: f"{type(part).__name__}({part.extra_repr()})" for name, part in each.named_modules()},
+            **{name: f"of shape {tuple(tensor.shape)}" for name, tensor in each.state_dict().items()},
+        }
+        for each in (model, rebuilt)
+    )
+    for name in {**found, **expected}:
+        own, other = found.get(name, "nothing"), expected.get(name, "nothing")
+        if own != other:
+            return f"Its {name.removeprefix('source.')} is {own}, and that of the rebuilt one {other}."
+    # A module may describe itself in a way of its own.
+    lines = zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue="nothing")
+    differing = next((pair for pair in lines if pair[0] != pair[1]), None)
     return f"It has {differing[0].strip()}, and the rebuilt one has {differing[1].strip()}." if differing else ""
 
 
@@ -66,8 +78,27 @@ def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "ima
     except Exception as error:  # the code of a model raises errors of any type
         raise NotSupported(
             f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
-            f"{tuple(images.shape)} it raises {type(error).__name__}: {error}"
+            f"{tuple(images.shape)} {_raising_part(model, images)} raises {type(error).__name__}: {error}"
         ) from error
+
+
+def _raising_part(model: Adopted, images: Tensor) -> str:
+    """Returns the path of the innermost part whose forward pass raises an error."""
+    active: list[str] = []
+
+    def enter(name: str, *_: object) -> None:
+        active.append(name)
+
+    def leave(*_: object) -> None:
+        active.pop()
+
+    with ExitStack() as hooks:
+        for name, part in model.source.named_modules():
+            hooks.enter_context(part.register_forward_pre_hook(partial(enter, name)))
+            hooks.enter_context(part.register_forward_hook(leave))
+        with suppress(Exception):  # the error that is reported
+            model(images)
+    return (active and active[-1]) or "the model itself"
 
 
 def _outputs_of_blocks(

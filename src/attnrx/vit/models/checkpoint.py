@@ -51,7 +51,7 @@ MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
-TOKENS = Record({"policy": JSON_OBJECT, "by": Choice(REALIZATIONS), "heads": Integer(1, MAX_HEADS)})
+TOKENS = Record({"policy": Bounded(MOST_NUMBER), "by": Choice(REALIZATIONS), "heads": Integer(1, MAX_HEADS)})
 RECORD = Record(
     {
         "kind": Choice((KIND,)),

@@ -10,7 +10,7 @@ from torch import nn
 from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
-from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.checkpoint import (
     is_model_folder,
     load_weights,
@@ -140,7 +140,8 @@ def load_model(
         InvalidInput: `weights` or `pretrained` for a source that takes none.
     """
     if isinstance(source, nn.Module):
-        return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
+        with reading_parts(source, "its parts"):
+            return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
     # Without a colon it is a folder, also one that is called like a library.
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     if library in LIBRARIES and LIBRARIES[library].takes_weights:

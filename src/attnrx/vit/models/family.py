@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.preprocessing import ImageGeometry
@@ -149,13 +150,39 @@ def model_fingerprint(model: nn.Module) -> str:
     return fingerprint(model.state_dict())
 
 
+def require_ordinary_tensors(model: nn.Module) -> None:
+    """Raises NotSupported for a parameter or a buffer that is sparse, quantized, complex or not initialized, and for a
+    parameter of integers or of 8-bit floating-point numbers.
+    """
+    buffers = ((name, tensor, False) for name, tensor in model.named_buffers())
+    for name, tensor, is_parameter in (*((*named, True) for named in model.named_parameters()), *buffers):
+        if is_lazy(tensor):
+            found = "not initialized"
+        elif tensor.layout is not torch.strided:
+            found = f"of the layout {tensor.layout}"
+        elif tensor.is_quantized or tensor.is_complex() or (is_parameter and not _is_real(tensor)):
+            found = f"of the type {tensor.dtype}"
+        else:
+            continue
+        raise NotSupported(
+            f"{name} of {type(model).__name__} is {found}: give a model with dense weights of real floating-point "
+            "numbers, e.g. the one before quantization or pruning."
+        )
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
 def require_ordinary_weights(model: nn.Module) -> None:
     """Raises an error for models whose weights cannot be read, compared and stored one by one.
 
     Raises:
-        NotSupported: Quantized modules, whose weights are packed, or two names that share one tensor.
+        NotSupported: Quantized modules, whose weights are packed, two names that share one tensor, or a tensor that is
+            not a dense one of real numbers.
         InvalidInput: Weights on the meta device, or of several floating-point types.
     """
+    require_ordinary_tensors(model)
     # keep_vars, because a state dict holds detached tensors: only the parameters themselves show which are shared.
     name, first = type(model).__name__, {}
     for key, value in model.state_dict(keep_vars=True).items():

@@ -57,8 +57,9 @@ def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refus
         # The exact class: a subclass may compute something else, and quantized or adapted ones do.
         kind = type(module.get_submodule(name))
         if kind is not nn.Linear:
+            shown = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
             yield Refusal(
-                f"the projection {name} is a {kind.__name__}, not a plain Linear",
+                f"the projection {name} is a {shown}, not a plain Linear",
                 "Merge adapters, undo quantization or parametrizations before adoption.",
             )
 

@@ -42,6 +42,10 @@ class Soft(Reducer):
         for name in ("needs", "learned", "one_predictor"):  # what the scores need is measured and trained
             object.__setattr__(self, name, getattr(self.scores, name))
 
+    @property
+    def untrained_reason(self) -> str | None:
+        return self.scores.untrained_reason
+
     def predictor(self, shape: Shape) -> nn.Module:
         return self.scores.predictor(shape)
 

@@ -77,7 +77,8 @@ class Reducer(ABC):
     A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
     of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A reducer that `has_costs`
     can reduce every image by a threshold (`reduce_by_cost`). A `learned` reducer has a
-    predictor at every stage, or `one_predictor` for all of them.
+    predictor at every stage, or `one_predictor` for all of them. A reducer with `untrained_reason` selects by what only
+    a training with it makes meaningful.
     """
 
     name: ClassVar[str] = ""  # the name in text, set by REDUCERS
@@ -88,6 +89,11 @@ class Reducer(ABC):
     needs: tuple[str, ...] = ()
     learned: bool = False
     one_predictor: bool = False
+
+    @property
+    def untrained_reason(self) -> str | None:
+        """Why its selection means nothing in a model that was not trained with it; None where it always does."""
+        return "its predictors select at random until they are trained" if self.learned else None
 
     @abstractmethod
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:

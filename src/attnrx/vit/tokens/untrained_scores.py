@@ -131,6 +131,10 @@ class HaltingScores(Selecting):
         if not (math.isfinite(self.gamma) and math.isfinite(self.beta)) or self.gamma == 0:
             raise InvalidInput(f"{self}: gamma scales a feature and beta shifts it; give finite numbers, gamma not 0.")
 
+    @property
+    def untrained_reason(self) -> str:
+        return "the first feature of a token is no halting score until the losses Ponder and HaltingPrior train it"
+
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
 
