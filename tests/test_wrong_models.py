@@ -12,6 +12,7 @@ import jaxtyping
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError
@@ -108,7 +109,7 @@ TENSORS: dict[str, Of] = {
     "expanded": lambda tensor: tensor.flatten()[0].expand(tensor.shape),
     "not contiguous": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
 }
-PLACES: dict[str, Callable[[nn.Module, nn.Module, str, nn.Parameter, str], None]] = {
+PLACES: dict[str, Callable[[nn.Module, nn.Module, str, nn.Parameter, str], object]] = {
     "none": lambda model, owner, name, parameter, path: setattr(owner, name, None),
     "deleted": lambda model, owner, name, parameter, path: delattr(owner, name),
     "a buffer": lambda model, owner, name, parameter, path: (
@@ -227,7 +228,7 @@ def spectral(part: nn.Module) -> nn.Module:
 
 def pruned(part: nn.Module) -> nn.Module:
     if isinstance(part, nn.Linear):
-        nn.utils.prune.random_unstructured(part, "weight", 0.5)
+        prune.random_unstructured(part, "weight", 0.5)
     return part
 
 

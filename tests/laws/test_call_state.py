@@ -98,7 +98,7 @@ def test_no_tensor_of_a_call_survives_it(kind: str, library: str, grad: bool, tr
     assert bool(logits.isfinite().all())
 
 
-@pytest.mark.filterwarnings("ignore::attnrx.errors.ScaleWarning")
+@pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_nothing_of_a_diagnosis_survives_it(library: str) -> None:
     model = fresh("none", library)

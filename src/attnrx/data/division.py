@@ -201,7 +201,7 @@ def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -
     seen = set[Hashable]()
     new: dict[str, list[int]] = {}
     # From the last: an image of the test is not planned on.
-    for name, own in reversed(hashes.items()):
+    for name, own in reversed(list(hashes.items())):
         positions = [position for position, each in enumerate(own) if not (each in seen or seen.add(each))]
         if len(positions) < len(own):
             where = " or ".join(("occur before", *(f"in {later}" for later in reversed(new))))

@@ -294,8 +294,11 @@ class AdoptedFamily(Family):
         return adopted
 
     def _converted_attention(self, source: nn.Module) -> list[Attention]:
-        path = self.parts(source).attention
-        return [self.convert_attention(source, block.get_submodule(path)) for block in self.blocks(source)]
+        path, attention = self.parts(source).attention, []
+        for number, block in enumerate(self.blocks(source), 1):
+            with reading_parts(source, f"{path} of block {number}"):
+                attention.append(self.convert_attention(source, block.get_submodule(path)))
+        return attention
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Sets the attention of every block, removes dropout of rate 0, packs linear maps, and enables the shortcut of

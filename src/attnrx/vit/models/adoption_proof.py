@@ -98,7 +98,7 @@ def _raising_part(model: Adopted, images: Tensor) -> str:
             hooks.enter_context(part.register_forward_hook(leave))
         with suppress(Exception):  # the error that is reported
             model(images)
-    return (active and active[-1]) or "the model itself"
+    return (active[-1] if active else "") or "the model itself"
 
 
 def _outputs_of_blocks(
