@@ -104,7 +104,7 @@ def test_a_target_below_every_plan_is_refused_by_the_cost_table_alone(monkeypatc
 
     monkeypatch.setattr(plan_measurements, "measure_sensitivities", measure)
     with pytest.raises(NotSupported, match=r"macs=0.001 is out of reach.*keep at least 0\.\d+ of the macs"):
-        rx.plan(model, diagnosis, "macs=0.001x", images, -images)
+        rx.plan(model, diagnosis, "macs=0.001x", images, cases.pixels(config, 24, 4))
     assert torch.is_grad_enabled()
 
 
