@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import attnrx as rx
+import cases
 import planned
 import pretrained
 from attnrx.decide.planning.cost_correction import (
@@ -31,7 +32,8 @@ from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.decide.planning.target import Target
 from attnrx.vit.attention import Attention, AttentionCapture
-from attnrx.vit.models import family_of
+from attnrx.vit.costs import Conditions
+from attnrx.vit.models import ViTConfig, family_of
 from planned import CLOCK, made
 
 
@@ -96,6 +98,26 @@ def test_blocks_of_two_layers_with_positions_are_timed_after_a_stage(name: str) 
     table = measured_cost_table(space, clock)
     assert table.total(Choices.nothing(2)) == pytest.approx(1.0)
     assert table.attention[0, 0, 0, 1] > 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "device", "target", "multiple"),
+    [(64, "cuda", "macs=0.6x", 8), (96, "cuda", "macs=0.6x", 8), (32, "cuda", "macs=0.6x", 4),
+     (96, "cuda", "faster=1.1", 8), (96, "cpu", "faster=1.1", 12), (96, "cpu", "macs=0.6x", 1)],
+)  # fmt: skip
+def test_ranks_are_multiples_of_8_on_cuda(
+    head_dim: int, device: str, target: str, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Conditions, "on_cuda", device == "cuda")  # "cuda" is refused where there is none
+    config = ViTConfig.uniform("dense", width=2 * head_dim, depth=1, heads=2, **cases.TINY)
+    model = cases.model(config)
+    diagnosis = rx.diagnose(model, cases.pixels(config, 8), moments=True)
+    settings = PlanSettings(axes=("qk", "vo"), timing=CLOCK)
+    space = settings.space(model, diagnosis, Target.parse(target))
+    assert space.multiple == multiple
+    for level in range(1, len(space.levels)):
+        ranks = rx.prescribe(diagnosis, {"qk": space.rule(level)}).ranks
+        assert all(rank % multiple == 0 and rank for layer in ranks for rank in layer)
 
 
 def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -> None:

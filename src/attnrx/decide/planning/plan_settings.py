@@ -19,6 +19,9 @@ from attnrx.vit.models import family_of
 from attnrx.vit.tokens import Reducer, Ward, parse_reducer
 
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
+# On CUDA they are multiples of at most 8 for every target: products of half precision with other sizes are slow
+# (docs/results/gpu.md: 0.43x to 0.78x of timm's speed in place of 0.80x to 1.00x, batches of 64 and 256).
+CUDA_MULTIPLE = 8
 EIGHTHS = 8
 # The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
 # ImageNet ViT-Tiny in two policies (docs/results/plan.md).
@@ -78,7 +81,8 @@ class PlanSettings:
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
         """Returns the search space; ranks vary between heads, except where heads are padded to the largest rank (for
-        latency on CUDA) or cannot be reordered by their ranks (under a norm over the outputs of all heads).
+        latency on CUDA) or cannot be reordered by their ranks (under a norm over the outputs of all heads). On CUDA,
+        that of the model or of the timing, ranks are multiples of 8, of fewer in heads of fewer than 64 directions.
 
         Raises:
             NotSupported: The model lacks an axis that was named, or all of them.
@@ -86,11 +90,13 @@ class PlanSettings:
         # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
         # have no such steps, and every rank is allowed.
         is_latency = target.spend == "latency"
+        on_cuda = self.timing.conditions.on_cuda or next(model.parameters()).device.type == "cuda"
         specs = [layer.spec for layer in family_of(model).attention(model)]
         uniform = (is_latency and self.timing.conditions.on_cuda) or any(spec.fixes_values for spec in specs)
         form = "uniform_rank" if uniform else "total_rank"
         least = min(spec.head_dim for spec in specs)
-        multiple = max(least // EIGHTHS, 1) if is_latency else 1
+        multiple = max(least // EIGHTHS, 1) if is_latency or on_cuda else 1
+        multiple = min(multiple, CUDA_MULTIPLE) if on_cuda else multiple
         # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result.
         space, present, reasons = Space(model, diagnosis, None, RANKS, form, multiple), [], {}
         for axis in self.axes or AXES:
