@@ -9,7 +9,7 @@ from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
 from attnrx.show.reports.page import render, write_report
 from attnrx.show.reports.ranks import PathwayRanks, model_ranks
-from attnrx.show.reports.samples import AttentionSamples, TokenSamples, sample_attention, sample_tokens
+from attnrx.show.reports.sampling import AttentionSamples, TokenSamples, sample_attention, sample_tokens
 
 __all__ = [
     "AttentionSamples",

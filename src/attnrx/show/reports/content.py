@@ -10,7 +10,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.ranks import PathwayRanks
-from attnrx.show.reports.samples import AttentionSamples, TokenSamples
+from attnrx.show.reports.sampling import AttentionSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
 

@@ -8,7 +8,7 @@ from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
 from attnrx.show.reports.figures import Chart, Curve, CurvePoint, Figure, patch_picture
 from attnrx.show.reports.numbers import TIMES, number, percent, short
-from attnrx.show.reports.samples import AttentionSamples, TokenSamples
+from attnrx.show.reports.sampling import AttentionSamples, TokenSamples
 from attnrx.support.shapes import Float, Int, Tensor
 
 # In powers of two: the colour scale of attention ends between 1.04 and 8 times uniform attention, that of relevance
