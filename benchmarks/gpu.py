@@ -271,7 +271,7 @@ def images_of(run: Run, batch: int) -> torch.Tensor:
     side = 32 if run.tiny else 224
     generator = torch.Generator().manual_seed(1)
     count = min(batch, 4) if run.tiny else batch
-    return run.conditions.place_images(torch.rand(count, 3, side, side, generator=generator))
+    return run.conditions.prepare_images(torch.rand(count, 3, side, side, generator=generator))
 
 
 def synchronize(run: Run) -> None:
@@ -375,7 +375,7 @@ def eager_section(run: Run, result: dict[str, Any]) -> None:
         with run.conditions.held():
             batch = images_of(run, cell.batch)
             placed = {
-                name: run.conditions.place(model)
+                name: run.conditions.prepare(model)
                 for name, model in {"timm": models.reference, **models.variants}.items()
             }
             runs: dict[str, Callable[[], object]] = {name: partial(model, batch) for name, model in placed.items()}
@@ -423,14 +423,14 @@ def compiled_section(run: Run, result: dict[str, Any]) -> None:
         compiled = replace(eager, compiled=True, graphs=mode != "compiled" and run.on_cuda)
         with compiled.held():
             batch, runs = images_of(run, cell.batch), {}
-            plain = eager.place(found.reference)
+            plain = eager.prepare(found.reference)
             runs["timm, eager"] = partial(plain, batch)
             for name, model in models.items():
                 if runs.keys() > {"timm, eager"} and run.left < 1.3 * longest + 3:
                     row["failures"][name] = "no time left to compile it"
                     continue
                 begin = time.monotonic()
-                forward = compiled.place(model)
+                forward = compiled.prepare(model)
                 try:
                     for _ in range(3):  # compiles; as a graph: warms up, records, replays
                         forward(batch)
@@ -515,7 +515,7 @@ def content_section(run: Run, result: dict[str, Any]) -> None:
     }
     result["differences"] = {}
     for precision in ("float32", run.precision):
-        placed: Any = Conditions(run.device, precision).place(small)
+        placed: Any = Conditions(run.device, precision).prepare(small)
         images = images_of(run, 4).to(PRECISIONS[precision])
         with torch.no_grad():
             for name, change in changes.items():
@@ -641,7 +641,7 @@ def shrink_part(run: Run, result: dict[str, Any], model: nn.Module, splits: Mapp
         for count in (256, 64, 1):
             batch = images_of(run, count)
             placed = {
-                name: run.conditions.place(each)
+                name: run.conditions.prepare(each)
                 for name, each in {"timm": reference, "unchanged": model, "shrunk": shrunk.model}.items()
             }
             runs = {name: partial(each, batch) for name, each in placed.items()}

@@ -33,9 +33,9 @@ def test_compressed_models_are_one_graph() -> None:
 def test_cuda_graphs_give_what_the_model_gives(precision: str) -> None:
     small = realize(model(CONFIGS["dense"]), prescription(model(CONFIGS["dense"]), PATTERNS["ragged"]))
     eager, graphs = (Conditions("cuda", precision, graphs=on) for on in (False, True))
-    inputs = eager.place_images(images(CONFIGS["dense"]))
+    inputs = eager.prepare_images(images(CONFIGS["dense"]))
     with graphs.held():
-        captured, plain = graphs.place(small), eager.place(small)
+        captured, plain = graphs.prepare(small), eager.prepare(small)
         for _ in range(3):  # recorded, then replayed
             captured(inputs)
         torch.testing.assert_close(captured(inputs), plain(inputs), rtol=2e-2, atol=2e-2)

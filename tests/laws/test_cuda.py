@@ -208,9 +208,9 @@ def test_latency_and_memory_are_measured(precision: str) -> None:
 def test_compiled_merging_gives_what_the_model_gives(precision: str) -> None:
     small = with_tokens(small_of("dense", "ragged"), parse_policy("ward:0.5@2"))
     eager, compiled = (Conditions(DEVICE, precision, compiled=on) for on in (False, True))
-    inputs = eager.place_images(images(CONFIGS["dense"]))
+    inputs = eager.prepare_images(images(CONFIGS["dense"]))
     with compiled.held():
-        expected = eager.place(small)(inputs)
-        found = compiled.place(small)(inputs)
+        expected = eager.prepare(small)(inputs)
+        found = compiled.prepare(small)(inputs)
     close = 60 * torch.finfo(inputs.dtype).eps * float(expected.abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=close)

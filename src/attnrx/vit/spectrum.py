@@ -64,7 +64,7 @@ class Spectrum(Displayed):
 
     @property
     def energy(self) -> Float[Tensor, "heads directions"]:
-        """Squared strengths, normalized per head (Eq. 22); all zero for a head whose strengths are zero."""
+        """Squared strengths, normalized per head (SVDA, Eq. 22); all zero for a head whose strengths are zero."""
         square = self.strength.square() * self.used
         total = square.sum(-1, keepdim=True)
         return torch.where(total > 0, square / total, torch.zeros_like(square))  # no NaN for a head without energy

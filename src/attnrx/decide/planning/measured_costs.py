@@ -294,7 +294,7 @@ class _Timer:
 
     def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         block = blocks_of(model, self.family)[layer]
-        return self.timing.conditions.place(_Called(block, self.call))
+        return self.timing.conditions.prepare(_Called(block, self.call))
 
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
@@ -304,7 +304,7 @@ class _Timer:
         # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
         reduction.use_policy_(replace(policy, keep=(1.0,)))
         block = blocks_of(model, self.family)[layer]
-        return self.timing.conditions.place(_Called(block, self.call, reduction))
+        return self.timing.conditions.prepare(_Called(block, self.call, reduction))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
@@ -317,7 +317,7 @@ class _Timer:
         shortened: Any = getattr(model, "last", None)
         # A model sets it during its own forward pass, and here the block is called without the model.
         if shortened is not None:
-            shortened.at_work = True
+            shortened.call.at_work = True
         return self._times(model, self.space.depth - 1)
 
     def _times(self, model: nn.Module, layer: int) -> np.ndarray:
@@ -354,10 +354,10 @@ class _Timer:
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
         """Times the whole model and the model without blocks, and returns the cost table."""
         space, conditions = self.space, self.timing.conditions
-        images = conditions.place_images(self.timing.images(space))
+        images = conditions.prepare_images(self.timing.images(space))
         # What blocks cost together is the time of the model less that of the model without blocks.
         models = {"own": space.model, "empty": self._empty()}
-        runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
+        runs = {name: partial(conditions.prepare(model), images) for name, model in models.items()}
         rows = self._placed(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
         # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
@@ -388,7 +388,7 @@ def _recorded_calls(space: Space, timing: TimingSettings) -> list[ModuleCall]:
     family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
     model = copy_module(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
     with recording_calls(blocks_of(model, family)[:1], lambda call: call, by_image=True) as calls, conditions.held():
-        model(conditions.place_images(timing.images(space)))
+        model(conditions.prepare_images(timing.images(space)))
     return calls
 
 

@@ -145,8 +145,8 @@ class Attention(nn.Module):
         if positions is not None and query.shape[1] < key.shape[1]:
             of_queries = positions.of_first(query.shape[1])
         # Norms before rotations, as in timm: their weights are per direction, and a rotation mixes two directions.
-        query = self.scores.placed(sides[0], rows, of_queries)
-        key = self.scores.placed(sides[1], rows, positions)
+        query = self.scores.at_positions(sides[0], rows, of_queries)
+        key = self.scores.at_positions(sides[1], rows, positions)
         factors = self.scores(query, key, buckets)
         bias = self._bias(positions, query.shape[1])
         if bias is None:

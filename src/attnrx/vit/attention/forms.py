@@ -38,7 +38,7 @@ class ScoreForm(nn.Module, ABC):
         `query` and `key` are the outputs of the two projections, padded to `rows`.
         """
 
-    def placed(
+    def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
         """Returns projected rows, padded to `rows`, at the positions of their tokens."""
@@ -96,7 +96,7 @@ class RotaryForm(DenseForm):
     the differences of positions. Rows before the pairs of a head are not rotated.
     """
 
-    def placed(
+    def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
         positions = required_rotation(positions)
@@ -147,7 +147,7 @@ class RotaryForm(DenseForm):
 
 
 class SharedForm(ScoreForm):
-    """CP SlimAtt (Eqs. 3-4): all heads share their directions, and each has its own strengths (the fusion matrix)."""
+    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share their directions, and each has its strengths (the fusion matrix)."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
@@ -175,7 +175,7 @@ class SharedForm(ScoreForm):
 
 
 class MixedForm(ScoreForm):
-    """IrrAtt (Eq. 6): the shared directions are in blocks, and every head mixes the score maps of the blocks.
+    """IrrAtt (its Eq. 6): the shared directions are in blocks, and every head mixes the score maps of the blocks.
 
     It equals the shared form in which a head has one strength for all directions of a block, `mix[head, block]`.
     """
@@ -223,7 +223,7 @@ class MixedForm(ScoreForm):
 
 
 class SvdaForm(ScoreForm):
-    """SVDA (Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
+    """SVDA (its Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
 
     With `norms="original"` the rows are divided by the norm over all original directions before the kept ones, which
     are stored first, enter the scores; that is exact, and saves no projection.
@@ -281,7 +281,7 @@ def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
 
 
 def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
-    """Divides every row by its Euclidean norm (Eq. 4); with a `width`, zeros follow up to it.
+    """Divides every row by its Euclidean norm (SVDA, Eq. 4); with a `width`, zeros follow up to it.
 
     A zero row stays zero and has zero gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in
     float32 or better, so float16 rows cannot overflow.

@@ -44,7 +44,7 @@ class Conditions:
         if self.graphs and not self.on_cuda:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
-    def place(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged."""
         # A copy made in inference mode has inference tensors, for which no derived value can be cached.
         with torch.inference_mode(mode=False):
@@ -55,7 +55,7 @@ class Conditions:
         compiled = self.compiled or self.graphs
         return torch.compile(clone, fullgraph=True, dynamic=False, mode=mode) if compiled else clone
 
-    def place_images(
+    def prepare_images(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch channels height width"]:
         return images.to(self.device, PRECISIONS[self.precision])

@@ -363,9 +363,9 @@ def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProt
 def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> _Run:
     conditions = protocol.conditions
     with conditions.held():
-        batch = conditions.place_images(images)
+        batch = conditions.prepare_images(images)
         runs: dict[str, Callable[[], object]] = {
-            name: partial(conditions.place(model), batch) for name, model in models.items()
+            name: partial(conditions.prepare(model), batch) for name, model in models.items()
         }
         clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
         seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)

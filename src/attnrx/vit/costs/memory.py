@@ -97,13 +97,13 @@ def compare_memory(
         raise InvalidInput("measuring memory needs at least one image; the batch is empty.")
     conditions = conditions or Conditions()
     with conditions.held():
-        batch = conditions.place_images(images)
+        batch = conditions.prepare_images(images)
         candidate_peak, reference_peak = (_peak(model, batch, conditions) for model in (candidate, reference))
     return MemoryComparison(candidate_peak, reference_peak, len(images), conditions, conditions.hardware)
 
 
 def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory:
-    run = partial(conditions.place(model), batch)
+    run = partial(conditions.prepare(model), batch)
     run()  # the first pass also fills caches and compiles
     if conditions.on_cuda:
         # Kernels still running would free or allocate memory inside the measurement.
@@ -115,6 +115,6 @@ def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory
         activations = torch.cuda.max_memory_allocated(conditions.device) - baseline
     else:
         activations = profiled(run).peak_bytes
-    # `place` casts all weights, so they have one size.
+    # `prepare` casts all weights, so they have one size.
     size = PRECISIONS[conditions.precision].itemsize
     return PeakMemory(size * sum(parameter.numel() for parameter in model.parameters()), activations)

@@ -1,6 +1,6 @@
 """The costs of the parts of a model, as exact integers that add up to the whole.
 
-The convention is the paper's (A.6): parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
+The convention is that of SVDA, A.6: parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
 counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
 LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Other
 conventions (`conventions.py`) follow from the same parts. Every layer counts all its tokens, although a model

@@ -90,28 +90,20 @@ class LastLayer:
         norm after the block, `prefix` the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
-        self._call = _LastLayerCall()
+        self.call = _LastLayerCall()
         block.register_forward_pre_hook(self, with_kwargs=True)
-
-    @property
-    def at_work(self) -> bool:
-        return self._call.at_work
-
-    @at_work.setter
-    def at_work(self, at_work: bool) -> None:
-        self._call.at_work = at_work
 
     @contextmanager
     def forward_pass(self, at_work: bool) -> Iterator[None]:
         """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
         # Restored afterwards, because a hook of a user may run the model inside a forward pass.
-        before, adapter.call.key_value_tokens = (self.at_work, adapter.call.key_value_tokens), None
-        self.at_work = at_work
+        before, adapter.call.key_value_tokens = (self.call.at_work, adapter.call.key_value_tokens), None
+        self.call.at_work = at_work
         try:
             yield
         finally:
-            self.at_work, adapter.call.key_value_tokens = before
+            self.call.at_work, adapter.call.key_value_tokens = before
 
     @property
     def watched(self) -> bool:
@@ -130,7 +122,7 @@ class LastLayer:
         attention: Attention = adapter.attention
         # A head of rank 0 has no backend, and not every backend takes fewer queries than keys.
         ranks = attention.spec.ranks or (0,)
-        if not (self.at_work and all(ranks) and attention.plan(tokens).backend.takes_few_queries):
+        if not (self.call.at_work and all(ranks) and attention.plan(tokens).backend.takes_few_queries):
             return args, kwargs
         # The block will normalize the queries that it receives; keys and values need the norm of all tokens.
         adapter.call.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)

@@ -199,8 +199,8 @@ class Transformer(nn.Module, Generic[Config]):
 def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
     """Initializes the weights: truncated normal of standard deviation 0.02, biases zero, every strength `strength`.
 
-    A score is bounded by max|strength| / sqrt(head_dim) (Theorem 1), so at strength 1 attention is almost uniform at
-    first.
+    A score is bounded by max|strength| / sqrt(head_dim) (SVDA, Theorem 1), so at strength 1 attention is almost uniform
+    at first.
 
     Raises:
         InvalidInput: The strength is not positive and finite.

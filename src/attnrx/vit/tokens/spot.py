@@ -11,7 +11,7 @@ from attnrx.vit.tokens.learned_scores import KeepScores, TokenFeatures
 from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
 from attnrx.vit.tokens.state import TokenState, chunks_of, images_of
 
-SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
+SCALARS = 6  # of every patch, head and map: SPOT, Eqs. 3 to 9
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Spot(Predicting):
     """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics (SPOT, Section
     3.2).
 
-    For every head and patch, six scalars (Eqs. 3 to 9) of the attention of the previous layer, of its `mean` over all
-    previous layers, and of its `variance` over them; in addition `projected` token features (None: as many as the
+    For every head and patch, six scalars (SPOT, Eqs. 3 to 9) of the attention of the previous layer, of its `mean` over
+    all previous layers, and of its `variance` over them; in addition `projected` token features (None: as many as the
     width, 0: none), half local, half global. `head_averaged` uses the scalars of the mean over the heads; with `shared`
     all stages share one predictor. Changed one at a time, the switches are the ablations of Table 2, Figure 5 and Table
     8. With `standardized`, which is not the paper's, every attention feature has mean 0 and variance 1 over the
@@ -58,7 +58,7 @@ class Spot(Predicting):
 
 
 class SpotPredictor(nn.Module):
-    """The log-probabilities of keep and drop from token and attention features (Eq. 10)."""
+    """The log-probabilities of keep and drop from token and attention features (SPOT, Eq. 10)."""
 
     def __init__(self, spot: Spot, shape: Shape):
         super().__init__()
@@ -97,7 +97,7 @@ def attention_features(
     present_mask: PerPatch | None = None,
     standardized: bool = False,
 ) -> Float[Tensor, "batch patches features"]:
-    """Returns the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, over the remaining patches.
+    """Returns the six scalars of every patch and head: SPOT, Eqs. 3 and 4, then 5 to 8, over the remaining patches.
 
     The attention from and to the class token; mean and variance of the attention to the patches, and of that received
     from them. Heads are concatenated.

@@ -96,12 +96,12 @@ class Eager(Backend):
         return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
-        """Computes scores (Eq. 2), attention (Eq. 3) and the weighted sum of the values."""
+        """Computes scores (SVDA, Eq. 2), attention (SVDA, Eq. 3) and the weighted sum of the values."""
         return torch.softmax(scores(factors), dim=-1) @ value
 
 
 def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the scores of one bucket, before the softmax (Eq. 2)."""
+    """Returns the scores of one bucket, before the softmax (SVDA, Eq. 2)."""
     if factors.mixture is not None:
         products = factors.mixture.scores(factors.scale)
     else:
