@@ -147,9 +147,9 @@ def trade_off() -> tuple[TradeOffPoint, ...]:
     for kind, factor in factors.items():
         for rho, share in removed.items():
             size, loss = 0.02 * factor * share * 5, -4 * factor * share**1.5
-            points.append(
-                TradeOffPoint(rho, kind, share, size, loss, (loss - 0.3, loss + 0.28), (0.94 * size, 1.07 * size))
-            )
+            moved = Finding("fidelity", "discrepancy", size, low=0.94 * size, high=1.07 * size)
+            change = Finding("accuracy", "change", loss, "points", low=loss - 0.3, high=loss + 0.28)
+            points.append(TradeOffPoint(rho, kind, share, moved, change))
     return tuple(points)
 
 

@@ -71,7 +71,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         prescription=prescription,
         diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
         evidence=evidence,
-        trade_off=tuple(_point(path) for path in arguments.trade_off),
+        trade_off=tuple(
+            rx.reports.TradeOffPoint.from_evidence(rx.Evidence.load(path), f"--trade-off {path}")
+            for path in arguments.trade_off
+        ),
         attention=attention,
         tokens=tokens,
         history=_history(arguments.training) if arguments.training else (),
@@ -107,42 +110,6 @@ def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
         return tuple(read_json_lines(Path(folder) / "history.jsonl"))
     except CheckpointError as error:
         raise CheckpointError(f"--training {folder}: {error} Give the --out folder of `attnrx train`.") from error
-
-
-def _point(path: str) -> "rx.reports.TradeOffPoint":
-    evidence = rx.Evidence.load(path)
-    text, kind = (evidence.about.get("rules") or {}).get("qk"), evidence.about.get("realization")
-    # Only some rules have rho, which distinguishes the points; the share, the axis of the chart, is of `attnrx verify`.
-    rho = None if text is None else getattr(rx.rules.parse_rule(text), "rho", None)
-    removed_share = evidence.about.get("removed_share")
-    if rho is None or kind is None or removed_share is None:
-        raise InvalidInput(
-            f"--trade-off {path}: evidence of the rule {text} as {kind!r} is no point over rho; "
-            "give that of candidates which `attnrx realize` made by a rule with rho, such as energy_retention:0.9."
-        )
-    change = _finding(evidence, path, "accuracy", "accuracy change")
-    discrepancy = _finding(evidence, path, "fidelity", "discrepancy")
-    return rx.reports.TradeOffPoint(
-        rho=rho,
-        kind=kind,
-        removed_share=removed_share,
-        discrepancy=discrepancy.value,
-        accuracy_change=change.value,
-        accuracy_interval=_interval(change),
-        discrepancy_interval=_interval(discrepancy),
-    )
-
-
-def _finding(evidence: "rx.Evidence", path: str, check: str, quantity: str) -> "rx.Finding":
-    """Returns the first finding of a quantity, which is the candidate against the reference in every check."""
-    findings = [finding for finding in evidence.of(check) if finding.details.get("quantity") == quantity]
-    if not findings:
-        raise InvalidInput(f"--trade-off {path}: there is no {quantity} in it; verify with the check {check} too.")
-    return findings[0]
-
-
-def _interval(finding: "rx.Finding") -> tuple[float, float] | None:
-    return None if finding.low is None or finding.high is None else (finding.low, finding.high)
 
 
 Samples = tuple["rx.reports.AttentionSamples | None", "rx.reports.TokenSamples | None"]

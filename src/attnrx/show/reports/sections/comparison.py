@@ -99,7 +99,7 @@ def trade_off(content: ReportContent) -> Section | None:
     across = "% of directions removed"
     changes, discrepancies = _trade_off_curves(points, "accuracy_change"), _trade_off_curves(points, "discrepancy")
     # At rho = 1 nothing is removed and the discrepancy may be 0, which has no logarithm.
-    positive = all(point.discrepancy > 0 for point in points)
+    positive = all(point.discrepancy.value > 0 for point in points)
     charts = (
         Chart("Change of accuracy over removed directions", across, "accuracy change in points", changes, level=0.0),
         Chart(
@@ -118,8 +118,8 @@ def _trade_off_curves(points: tuple[TradeOffPoint, ...], field: str) -> tuple[Cu
     """Returns a curve per kind of realization; `field` is "accuracy_change" or "discrepancy"."""
     by_kind: dict[str, list[CurvePoint]] = {point.kind: [] for point in points}
     for point in sorted(points, key=lambda point: point.removed_share):
-        value = getattr(point, field)
-        low, high = getattr(point, f"{field.removesuffix('_change')}_interval") or (None, None)
+        finding = getattr(point, field)
+        value, low, high = finding.value, known(finding.low), known(finding.high)
         words = f"{percent(point.removed_share)} removed, {number(value)} {interval(low, high)}".rstrip()
         tip = f"{point.kind}, rho {short(point.rho)}: {words}"
         by_kind[point.kind].append(CurvePoint(100 * point.removed_share, value, low, high, tip))
