@@ -79,10 +79,6 @@ class Pass:
         if self.start < 0 or (self.seed is not None and self.seed < 0):
             raise InvalidInput(f"start={self.start}, seed={self.seed}: neither may be negative.")
 
-    @property
-    def local_size(self) -> int:
-        return self.batch_size // self.shard[1]
-
     def length(self, count: int) -> int:
         """Returns the number of steps over `count` images; a shuffled pass drops the last incomplete batch.
 

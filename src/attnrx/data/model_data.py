@@ -122,7 +122,8 @@ def splits_for(
     # Without names of its classes a model has their numbers; one of embeddings has none. One logit distinguishes two
     # classes, of which a configuration may name one.
     classes = tuple(map(str, range(num_classes(model))))
-    names = family.class_names(model) or _fitting(dataset_classes(*by_split.values()), len(classes))
+    of_data = dataset_classes(*by_split.values())
+    names = family.class_names(model) or (of_data if len(of_data) == len(classes) else ())
     return Splits(
         name=argument,
         **{**missing, **sets},
@@ -152,10 +153,6 @@ def dataset_classes(*data: Any) -> tuple[str, ...]:
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
             return tuple(names)
     return ()
-
-
-def _fitting(names: tuple[str, ...], classes: int) -> tuple[str, ...]:
-    return names if len(names) == classes else ()
 
 
 def input_options(model: nn.Module) -> dict[str, Any]:

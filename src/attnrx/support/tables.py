@@ -6,7 +6,7 @@ Names of classes, methods and models come from data sets and files of other peop
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attnrx.support.optional import required_module
@@ -137,10 +137,9 @@ class Tabular:
         return latex_table(*self._table())
 
     def to_pandas(self) -> Any:
-        """Returns the rows as a DataFrame of the optional library pandas."""
-        return dataframe(self.to_rows())
+        """Returns the rows as a DataFrame of the optional library pandas.
 
-
-def dataframe(rows: Sequence[Mapping[str, Cell]]) -> Any:
-    """Returns a DataFrame of pandas; raises NotSupported without it."""
-    return required_module("pandas", "data", "a DataFrame").DataFrame(list(rows))
+        Raises:
+            NotSupported: pandas is not installed.
+        """
+        return required_module("pandas", "data", "a DataFrame").DataFrame(self.to_rows())
