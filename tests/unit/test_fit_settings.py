@@ -47,12 +47,12 @@ def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> No
     assert recorded_fits({"repair": 300}) == (Repair(300),) and recorded_fits({}) == ()
 
 
-def test_every_fit_is_repeated_with_its_fits_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
 
     def fit(found: torch.nn.Module, model: torch.nn.Module, images: Any, settings: Any) -> SimpleNamespace:
         used.append(settings)
-        return SimpleNamespace(model=found, before=0.0, after=0.0, learning_rate=None)
+        return SimpleNamespace(model=found, before=0.0, after=0.0, learning_rate=None, notes=[])
 
     for name, (kind, count, _) in KINDS.items():
         monkeypatch.setitem(KINDS, name, (kind, count, fit))

@@ -110,30 +110,31 @@ def realize_and_fit(
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model))
         realized = copy_module(model)
-    realized = fitted(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)], log)
+    realized = apply_fits(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)], log)
     if tokens is not None:
         heads = shape_of(model, family_of(model)).heads
         realize_tokens_(realized, family_of(realized), tokens, "compress", heads, images)
-    return fitted(realized, model, images, [fit for fit in fits if isinstance(fit, Distill)], log)
+    return apply_fits(realized, model, images, [fit for fit in fits if isinstance(fit, Distill)], log)
 
 
-def fitted(
+def apply_fits(
     candidate: nn.Module, model: nn.Module, images: ImageSet, fits: Sequence[Fit], log: Log = no_log
 ) -> nn.Module:
     """Returns the candidate after the fits of its weights to the model, in their order."""
     for settings in sorted(fits, key=lambda fit: FITS.index(_name_of(fit))):
-        some = images.take(min(MAX_REFINEMENT_IMAGES, len(images))) if isinstance(settings, Refinement) else images
-        if isinstance(settings, Distill):
+        name, some = _name_of(settings), images
+        if name == "refine":
+            some = images.take(min(MAX_REFINEMENT_IMAGES, len(images)))
+        elif name == "distill":
             begin("distilling")
-        found = KINDS[_name_of(settings)][2](candidate, model, some, settings)
-        if isinstance(settings, Distill):
-            reached = f"{found.before:.4f} to {found.after:.4f} on images it was not fitted to"
-            log(f"distilled at the rate {found.learning_rate}: {reached}")
-        if isinstance(settings, Repair):
-            for note in found.notes:
-                if note not in images.notes:
-                    log(note)
-        candidate = found.model
+        result = KINDS[name][2](candidate, model, some, settings)
+        if name == "repair":
+            for note in (each for each in result.notes if each not in images.notes):
+                log(note)
+        elif name == "distill":
+            reached = f"{result.before:.4f} to {result.after:.4f} on images it was not fitted to"
+            log(f"distilled at the rate {result.learning_rate}: {reached}")
+        candidate = result.model
     return candidate
 
 

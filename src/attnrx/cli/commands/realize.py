@@ -101,10 +101,10 @@ def _converted(arguments: Namespace) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     train = splits_argument(model, arguments, distinct=True).train
     images = train.take(min(arguments.calibration_images, len(train)))
-    from attnrx.change.realization.fits import fits_of, fitted  # imports torch
+    from attnrx.change.realization.fits import apply_fits, fits_of  # imports torch
 
     steps = {"repair": arguments.repair, "distill": arguments.distill}
-    converted = fitted(rx.to_svda(model, images), model, images, fits_of(steps, arguments.seed))
+    converted = apply_fits(rx.to_svda(model, images), model, images, fits_of(steps, arguments.seed))
     folder = rx.save(converted, arguments.out)
     return Outcome({"model": str(folder), "form": arguments.form, **steps}, (f"model: {folder}",))
 
