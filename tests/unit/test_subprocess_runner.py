@@ -56,7 +56,7 @@ def test_what_is_printed_is_heard() -> None:
 
 
 def test_an_error_comes_back() -> None:
-    with pytest.raises(NotSupported, match="choose from latency"):
+    with pytest.raises(NotSupported, match="give one of latency"):
         run_in_subprocess(Target.parse, "speed=2x")
 
 
