@@ -49,7 +49,8 @@ run = rx.train(model, splits, config, "runs/svda", reporter=rx.training.Silent()
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
-# The run can be stopped at any step: the same call continues it, bit for bit on a CPU.
+# The run can be stopped at any step: the same call continues it, bit for bit on a CPU. On a GPU the backward pass of
+# fused attention is deterministic only after `torch.use_deterministic_algorithms(True)`.
 #
 # ## Diagnose
 #

@@ -12,6 +12,7 @@ from attnrx.data import Normalization, from_tensors
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged, UserCodeError
 from attnrx.support.storage import read_json, write_json
 from attnrx.training import checkpoints, train
+from attnrx.training.preparation import deterministic
 from attnrx.vit.models import VisionTransformer, initialize_, load_model
 from cases import CONFIGS
 from pictures import write_folder
@@ -239,3 +240,17 @@ def test_the_folder_is_a_model_with_the_mean_of_its_weights(tmp_path: Path) -> N
     assert torch.equal(last[1]["mean/classifier.weight"], saved["classifier.weight"])
     assert not torch.equal(last[1]["model/classifier.weight"], saved["classifier.weight"])
     assert made.record["accuracy"]["best_validation"] >= made.record["accuracy"]["validation"]
+
+
+@pytest.mark.parametrize(("required", "warn_only"), [(False, True), (True, True), (True, False)])
+def test_determinism_that_the_caller_requires_is_not_weakened(required: bool, warn_only: bool) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.use_deterministic_algorithms(required, warn_only=warn_only)
+        with deterministic():
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+        assert torch.are_deterministic_algorithms_enabled() == required
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

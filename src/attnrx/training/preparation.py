@@ -78,7 +78,12 @@ def interruptible() -> Iterator[Interruption]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end."""
+    """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end.
+
+    The backward pass of fused attention on CUDA is deterministic only where nothing else is allowed, which fails for
+    operations that have no deterministic algorithm. So that is left to the caller, who requires it by
+    `torch.use_deterministic_algorithms(True)`; without it, PyTorch warns once of that pass.
+    """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -87,7 +92,7 @@ def deterministic() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True, warn_only=warn_only or not was_deterministic)
             debugging.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
             yield
         finally:

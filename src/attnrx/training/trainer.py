@@ -84,6 +84,10 @@ def train(
     bit-identical to that of an uninterrupted run. A finished run is read from the folder. With several processes
     (`accelerate launch`) every process calls this.
 
+    The same call gives the same weights, bit for bit on a CPU. On CUDA the backward pass of fused attention adds in any
+    order, so that runs differ by rounding; `torch.use_deterministic_algorithms(True)` before the call makes it
+    deterministic too, and an error of operations that cannot be.
+
     Args:
         model: The model, of any family that `load` reads.
         data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
