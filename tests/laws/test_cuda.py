@@ -126,10 +126,12 @@ def test_outputs_are_those_of_the_present_weights(config: str, pattern: str) -> 
             torch.testing.assert_close(after, copy.deepcopy(placed)(inputs), rtol=0, atol=0)
 
 
-def test_a_pass_does_not_wait_for_the_device() -> None:
+@pytest.mark.parametrize("policy", ["ward:0.5@2", "ward(relevance=0.3):0.5@2", "class_attention:0.5@2"])
+def test_a_pass_does_not_wait_for_the_device(policy: str) -> None:
     """Kernels are launched ahead of the device; a wait would cost its latency at every layer."""
-    placed = with_tokens(small_of("dense", "ragged-falling"), parse_policy("ward:0.5@2")).float().to(DEVICE)
-    inputs = images(CONFIGS["dense"]).float().to(DEVICE)
+    small = copy.deepcopy(deep()) if "ward:" not in policy else small_of("dense", "ragged-falling")
+    inputs = inputs_of(small) if "ward:" not in policy else images(CONFIGS["dense"])
+    placed, inputs = with_tokens(small, parse_policy(policy)).float().to(DEVICE), inputs.float().to(DEVICE)
     with torch.no_grad():
         placed(inputs)
         torch.cuda.set_sync_debug_mode("error")

@@ -63,7 +63,11 @@ class Positions:
         if self.bias is None:
             return None
         # Indexing copies, so all heads and all queries are returned as they are.
-        bias = self.bias if heads == tuple(range(self.bias.shape[1])) else self.bias[:, list(heads)]
+        bias = (
+            self.bias
+            if heads == tuple(range(self.bias.shape[1]))
+            else torch.cat([self.bias[:, head : head + 1] for head in heads], 1)
+        )
         return bias if queries == bias.shape[2] else bias[:, :, :queries]
 
 

@@ -537,15 +537,17 @@ def _at_all_heads(
     """Returns the statistic of all `count` heads: `values` of `heads` at their indices; the others are zero, or
     attend uniformly over the keys.
     """
-    if values is None:
-        return None
+    if values is None or heads == tuple(range(count)):
+        return values
     statistic = values.new_zeros(values.shape[0], count, *values.shape[2:])
     if attends:
         # Scores of zero: every key has a weight in proportion to its size, in rows of class attention and in full maps.
         weights = values.new_ones(values.shape[0], values.shape[-1]) if sizes is None else sizes.to(values.dtype)
         shares = weights / weights.sum(-1, keepdim=True)
         statistic = statistic + shares.view(values.shape[0], *(1,) * (values.ndim - 2), -1)
-    statistic[:, list(heads)] = values
+    # Head by head: a list as an index is copied to the device, which waits for it, and a CUDA graph cannot record that.
+    for position, head in enumerate(heads):
+        statistic[:, head] = values[:, position]
     return statistic
 
 
