@@ -24,7 +24,8 @@ from attnrx.change.exporting.exported import SCHEMA
 from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
-from attnrx.decide.planning.plan_search import Search, _study
+from attnrx.decide.planning import PlanSettings
+from attnrx.decide.planning.plan_search import _study
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
@@ -888,11 +889,11 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "TrainingConfig(epochs=1.5): give a whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
-    "search without a seed": (lambda: Search(seed=None), "seed=None"),  # type: ignore[arg-type]
-    "search without variations": (lambda: Search(variations=0), "variations=0"),
-    "storage in no folder": (lambda: Search(storage="missing/trials.db"), "the folder of the file does not exist"),
-    "storage of no database": (lambda: _study(Search(storage=__file__), "name"), "cannot be opened as a storage"),
-    "storage of an unknown kind": (lambda: _study(Search(storage="mine://trials"), "name"), "cannot be opened"),
+    "search without a seed": (lambda: PlanSettings(seed=None), "seed=None"),  # type: ignore[arg-type]
+    "search without variations": (lambda: PlanSettings(variations=0), "variations=0"),
+    "storage in no folder": (lambda: PlanSettings(storage="missing/a.db"), "the folder of the file does not exist"),
+    "storage of no database": (lambda: _study(__file__, "name"), "cannot be opened as a storage"),
+    "storage of an unknown kind": (lambda: _study("mine://trials", "name"), "cannot be opened"),
     "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ else:
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)
 diagnosis = rx.diagnose(model, images)
-settings = rx.planning.PlanSettings(search=rx.planning.Search(trials=6))
+settings = rx.planning.PlanSettings(trials=6)
 plan = rx.plan(model, diagnosis, TARGET, images, others, settings=settings)
 slim = rx.realize(model, plan.with_predictions)
 family = rx.models.family_of(model)

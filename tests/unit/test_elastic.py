@@ -53,7 +53,7 @@ def test_a_budget_that_the_original_meets_needs_no_size(tmp_path: Path, monkeypa
     plan_each = shrink_module.plan_each
 
     def met(*given: Any, **settings: Any) -> Iterator[Plan]:
-        if any(target.most > 0.8 for target in given[2]):
+        if any(target.limit > 0.8 for target in given[2]):
             raise TargetMet("macs=0.9x is met by the unchanged model")
         yield from plan_each(*given, **settings)
 

@@ -23,8 +23,8 @@ import planned
 import pretrained
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning import AXES, Plan, PlanSettings, PredictedQuantity, Search, Target, plan
-from attnrx.decide.planning.allocation import Frontier, Step, even_weights, filled
+from attnrx.decide.planning import AXES, Plan, PlanSettings, PredictedQuantity, Target, plan
+from attnrx.decide.planning.allocation import Frontier, Step, even_weights, greedy_to_budget
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.effort import EFFORTS
 from attnrx.decide.planning.measured_costs import cached_cost_table
@@ -214,13 +214,13 @@ def test_the_budget_is_met_from_any_plan(space: Space, sensitivities: Sensitivit
     cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
     best = Frontier(space, cost_table, sensitivities, even).at(most)
     for start in (Choices.nothing(3), Choices((6, 0, 0), (6, 0, 0), (6, 6, 6), (0, 8, 0)), best.choices):
-        met = filled(space, cost_table, sensitivities, most, even, start)
+        met = greedy_to_budget(space, cost_table, sensitivities, most, even, start)
         assert met.cost == cost_table.total(met.choices) <= most and met.sensitivity >= best.sensitivity - 1e-3
         for last in (met, best):  # and what was saved too much is given back
-            for choices in space.ways_back(last.choices):
+            for choices in space.relaxations(last.choices):
                 assert cost_table.total(choices) > most or sensitivities.total(choices, even) >= last.sensitivity
     with pytest.raises(NotSupported, match="no plan near this one"):
-        filled(space, cost_table, sensitivities, 0.01, even, best.choices)
+        greedy_to_budget(space, cost_table, sensitivities, 0.01, even, best.choices)
 
 
 def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivities: Sensitivities) -> None:
@@ -239,9 +239,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, target: str, tmp_path: Path
 ) -> None:
     # In a process of its own, as users time it.
-    settings = PlanSettings(
-        search=Search(4), timing=replace(CLOCK, in_subprocess=target == "latency=0.9x"), batch_size=12
-    )
+    settings = PlanSettings(trials=4, timing=replace(CLOCK, in_subprocess=target == "latency=0.9x"), batch_size=12)
     if target.startswith("latency"):  # a model so small has little to gain; whatever is found must be measured
         try:
             found = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
@@ -257,7 +255,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     costs, before = (family_of(each).costs(each) for each in (slim, model))
     if not target.startswith("max-drop"):
         spent = getattr(costs, found.spend) / getattr(before, found.spend)
-        assert spent == pytest.approx(found.cost) and spent <= Target.parse(target).most
+        assert spent == pytest.approx(found.cost) and spent <= Target.parse(target).limit
     assert found.explained and found.front[-1].cost == found.cost
     for point in found.front:
         assert point.description and None not in (point.agreement, point.macs, point.change)
@@ -287,7 +285,7 @@ def test_a_search_goes_on_where_it_stopped(
     storage = str(tmp_path / "trials.db")
 
     def sought(trials: int) -> Plan:
-        settings = PlanSettings(("qk", "tokens"), search=Search(trials, storage=storage), batch_size=12)
+        settings = PlanSettings(("qk", "tokens"), trials=trials, storage=storage, batch_size=12)
         return plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10, 4), settings=settings)
 
     first, again, more = sought(3), sought(3), sought(5)
@@ -299,14 +297,14 @@ def test_a_search_goes_on_where_it_stopped(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"search": Search(3, seed=1)}, {"search": Search(3, variations=2)}, {"effort": EFFORTS["quick"]}],
+    [{"seed": 1}, {"variations": 2}, {"effort": EFFORTS["quick"]}],
     ids=str,
 )
 def test_a_search_of_other_settings_does_not_resume_stored_trials(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     def key(diagnosis: Diagnosis, **given: Any) -> str:
-        settings = PlanSettings(**{"axes": ("qk", "tokens"), "search": Search(3), "batch_size": 12, **given})
+        settings = PlanSettings(**{"axes": ("qk", "tokens"), "trials": 3, "batch_size": 12, **given})
         target = Target.parse("macs=0.6x")
         measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
         return Planner(measurements, settings, target)._key(0.6)
@@ -314,7 +312,7 @@ def test_a_search_of_other_settings_does_not_resume_stored_trials(
     assert key(diagnosis, **changes) != key(diagnosis)
     assert key(replace(diagnosis, about={**diagnosis.about, "data": None})) != key(diagnosis)
     # More trials continue, and a diagnosis that was read from a file is the same.
-    assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), search=Search(9)) == key(diagnosis)
+    assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), trials=9) == key(diagnosis)
 
 
 def test_images_to_predict_on_are_not_planned_on(
@@ -323,7 +321,7 @@ def test_images_to_predict_on_are_not_planned_on(
     with pytest.raises(DataError, match=r"all 12 images .* are also among those that predictions are measured on"):
         plan(model, diagnosis, "macs=0.6x", images, images)
     lines: list[str] = []
-    settings = PlanSettings.of("quick", search=Search(0), axes=("qk",), log=lines.append)
+    settings = PlanSettings.of("quick", trials=0, axes=("qk",), log=lines.append)
     plan(model, diagnosis, "macs=0.95x", images, images.take(4), settings=settings)
     assert "4 of 12 images to plan on are among those to predict on: not used" in lines
 
@@ -367,7 +365,7 @@ def test_an_interrupted_search_has_the_trials_of_an_uninterrupted_one(
     first = builder.tried(knobs, builder.step(knobs))
 
     def found(storage: str | None, count: int = 0, dies: bool = False) -> tuple[Trial, ...]:
-        return refine_plan(space, Search(7, storage=storage), "name", AddedUp(planner, count, dies), first)
+        return refine_plan(space, PlanSettings(trials=7, storage=storage), "name", AddedUp(planner, count, dies), first)
 
     storage = str(tmp_path / "trials.db")
     if dies:
@@ -392,7 +390,7 @@ def test_a_search_varies_the_best_that_it_knows(
     assert min(map(cost_table.total, seen)) < cost_table.total(before) < max(map(cost_table.total, seen))
     result = []
     for trials in (5, 20, 20):  # two even schedules and three sampled knobs
-        settings = PlanSettings(search=Search(trials), batch_size=12)
+        settings = PlanSettings(trials=trials, batch_size=12)
         result.append(
             plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10, 4), settings=settings).about["trials"]
         )
@@ -423,9 +421,9 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     start = budget.tried({}, budget.step({}, before))
     budget.made.clear()
     study = optuna.create_study()
-    knobs, step = _Proposals(space, budget, start, even=(), broad=0, search=Search()).next(study.ask())
+    knobs, step = _Proposals(space, budget, start, even=(), broad=0, settings=PlanSettings()).next(study.ask())
     new = [own for own in budget.made if own.choices != before]
-    assert len(new) >= Search().variations and len({own.sensitivity for own in new}) > 1
+    assert len(new) >= PlanSettings().variations and len({own.sensitivity for own in new}) > 1
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}
 
 
@@ -449,7 +447,7 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
             requested.append(family_of(timed).costs(timed).macs / whole)
             return {"faster": 1 / (slower * requested[-1])}
 
-    settings = PlanSettings(search=Search(8), batch_size=12)
+    settings = PlanSettings(trials=8, batch_size=12)
     target, whole = Target.parse(f"latency={most}x"), family_of(model).costs(model).macs
     measurements = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
     measurements.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -468,7 +466,7 @@ def test_no_output_of_a_plan_is_computed_twice(
     model: VisionTransformer, diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     effort = replace(EFFORTS["quick"], trial_images=4, images=16, finalists=2)
-    settings = PlanSettings(search=Search(6), batch_size=4, effort=effort)
+    settings = PlanSettings(trials=6, batch_size=4, effort=effort)
     images, target = pixels(CONFIG, 16), Target.parse("macs=0.8x")
     measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
     computed, outputs_of = [], Answers.outputs_of
@@ -497,7 +495,7 @@ def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
             table = exact_cost_table(self.space, "macs")
             return replace(table, whole=table.whole / 0.4)
 
-    settings, target = PlanSettings(search=Search(0), batch_size=12), Target.parse("max-drop=100", "latency")
+    settings, target = PlanSettings(trials=0, batch_size=12), Target.parse("max-drop=100", "latency")
     measurements = FastKernels(settings.space(model, diagnosis, target), settings, "latency", images)
     trial, most = Planner(measurements, settings, target).for_drop()
     assert trial.step.cost <= most < 0.4
@@ -516,7 +514,7 @@ def test_the_plan_of_a_search_that_loses_more_accuracy_is_not_taken(
             return Trial({}, Step(lossy, 0.0, 0.0), 0.0, 0.0)
 
     lossy = Choices((6, 6, 6), (6, 6, 6), (6, 6, 6), (0, 8, 4))
-    settings, target = PlanSettings(search=Search(0), batch_size=12), Target.parse("max-drop=100")
+    settings, target = PlanSettings(trials=0, batch_size=12), Target.parse("max-drop=100")
     measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
     trial, most = Divergent(measurements, settings, target).for_drop()
     assert trial.step.choices != lossy and trial.step.cost <= most
@@ -557,19 +555,19 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
         def of_model(self, timed: nn.Module) -> dict[str, Any]:
             return {"faster": whole / family_of(timed).costs(timed).macs}
 
-    settings = PlanSettings(search=Search(4), batch_size=12, to="openvino(precision=bf16)")
+    settings = PlanSettings(trials=4, batch_size=12, to="openvino(precision=bf16)")
     target = Target.parse("faster=4")
     measurements = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
     measurements.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
     made = Planner(measurements, settings, target)
-    trial, _ = made.for_cost(target.most)
+    trial, _ = made.for_cost(target.limit)
     # A first plan at 3/4 of the MACs is too slow as a file; the last one is fast enough, and little faster.
     assert files[0] == pytest.approx(0.75, abs=0.03) and 4 <= 3.0 / (0.2 + 0.8 * files[-1]) <= 4.12
     # The plan promises the speed of the model in attnrx, not that of the file.
     assert made.latency == {"faster": pytest.approx(1 / trial.step.cost)}
     easy = Target.parse("faster=2.9")
     with pytest.raises(TargetMet, match="unchanged model as openvino"):
-        Planner(measurements, settings, easy).for_cost(easy.most)
+        Planner(measurements, settings, easy).for_cost(easy.limit)
     with pytest.raises(UnknownName):
         PlanSettings(to="openvina")
 
@@ -637,7 +635,7 @@ def test_targets_as_text() -> None:
     for text in ("faster=1.6", "1.6x", "1.6x faster", "faster = 1.6x", "latency=62.5%"):
         assert Target.parse(text) == Target("latency", 0.625)
     assert Target.parse("macs=50%") == Target("macs", 0.5)
-    assert Target.parse("max-drop=1", "latency").spend == "latency"
+    assert Target.parse("max-drop=1", "latency").minimized == "latency"
     with pytest.raises(InvalidInput, match="spend"):
         Target.parse("macs=0.5x", "latency")
 

@@ -11,7 +11,7 @@ import attnrx as rx
 import planned
 import pretrained
 from attnrx.change.realization import realize
-from attnrx.decide.planning import Plan, PlanSettings, Search, Target
+from attnrx.decide.planning import Plan, PlanSettings, Target
 from attnrx.decide.planning.measured_costs import measured_cost_table
 from attnrx.decide.planning.space import Choices
 from attnrx.support.errors import InvalidRule, NotSupported
@@ -47,7 +47,7 @@ def plan_of(model: nn.Module, **settings: Any) -> tuple[Plan, list[str]]:
     lines: list[str] = []
     images = pretrained.inputs(model, 6)
     diagnosis = rx.diagnose(model, images, batch_size=6, moments=True)
-    preset = PlanSettings.of("quick", search=Search(0), batch_size=6, log=lines.append)
+    preset = PlanSettings.of("quick", trials=0, batch_size=6, log=lines.append)
     given = replace(preset, **settings)
     return rx.plan(model, diagnosis, "macs=0.9x", images, -pretrained.inputs(model, 4), settings=given), lines
 

@@ -116,7 +116,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         model = load_exported(source, trust)
     elif (found := _elastic_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
         elastic, target = found
-        model = elastic.load(target.of, target.most, factory=factory)
+        model = elastic.load(target.quantity, target.limit, factory=factory)
     else:
         model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
     if outputs is not None:
@@ -144,7 +144,7 @@ def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[
             source, target = folder, Target.parse(text)
         if is_elastic(source):
             elastic = Elastic.read(source)
-            if target is None or target.of == DROP:
+            if target is None or target.quantity == DROP:
                 raise InvalidInput(f"{elastic}\nGive macs=0.6, params=0.7 or faster=1.4, or the folder of one size.")
             return elastic, target
     if target is not None:

@@ -33,7 +33,7 @@ from attnrx.data import (
 )
 from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan_each
+from attnrx.decide.planning import Plan, PlanSettings, Target, TimingSettings, plan_each
 from attnrx.decide.planning.effort import EFFORTS, effort_of
 from attnrx.decide.planning.plan_timing import final_protocol, rounds_of
 from attnrx.decide.planning.target import DROP, target_of
@@ -193,16 +193,16 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     if to is not None and by_image:
         raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
-    one_process = shared_subprocess() if target.spend == "latency" else nullcontext()
+    one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
-    with one_call, phases(phase_shares(target.spend, effort), log), one_process:
+    with one_call, phases(phase_shares(target.minimized, effort), log), one_process:
         original = load_original(model, weights)
         form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, not by_image, form)
         timing = timing_settings(original, batch, threads, form)
         run = ShrinkRun.start(original, data, columns, folder, effort=effort, timing=timing, to=to, seed=seed, log=log)
-        if target.of == DROP:
+        if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
             (result,) = run.results((target,), by_image)
@@ -270,8 +270,7 @@ class ShrinkRun:
             except OSError as error:
                 raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
         trials = None if state is None else str(state / "trials.db")
-        search = Search(preset.trials, seed, trials, preset.variations)
-        settings = PlanSettings.of(effort, timing, search=search, log=log, to=to)
+        settings = PlanSettings.of(effort, timing, seed=seed, storage=trials, log=log, to=to)
         begin("reading the images")
         # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
         fitted = max(preset.repair_images, preset.images)
@@ -293,7 +292,7 @@ class ShrinkRun:
     @property
     def seed(self) -> int:
         """The seed of every random draw of the call."""
-        return self.settings.search.seed
+        return self.settings.seed
 
     def results(self, targets: Sequence[Target], by_image: bool = False) -> Iterator[Shrunk]:
         """Yields the smaller model of every target: plans, realizes, fits and verifies it."""

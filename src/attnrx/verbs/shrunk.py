@@ -229,7 +229,7 @@ class Shrunk:
         file = export(self.model, path, to=form, precision=precision, calibration=calibration, class_names=names)
         conditions = Conditions(file.images.device, file.images.precision, threads)
         protocol = final_protocol(conditions, batch)
-        speed = 1 / self.target.most if self.target.of == "latency" else None
+        speed = 1 / self.target.limit if self.target.quantity == "latency" else None
         checks = with_accuracy(tested, original, Fidelity(), Latency(batch, protocol, speed, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}
         try:

@@ -68,7 +68,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     settings = replace(_settings(arguments), log=log)
     from attnrx.verbs.preflight import preflight  # imports torch
 
-    preflight(folder=arguments.out, plans=settings.search.trials > 0 or target.spend == "latency")
+    preflight(folder=arguments.out, plans=settings.trials > 0 or target.minimized == "latency")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments, distinct=True)
     for note in splits.notes:
@@ -92,10 +92,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 def _require_latency(arguments: Namespace, target: "rx.planning.Target") -> None:
     """Raises InvalidInput for options of a measurement that this target does not need."""
     given = [name for name in ("batch", "threads", "precision", "clock", "rounds") if getattr(arguments, name)]
-    if given and target.spend != "latency":
+    if given and target.minimized != "latency":
         raise InvalidInput(
-            f"--{given[0]} belongs to the measurement of latency, and the target {target} spends {target.spend}; omit "
-            "it, or give a target of latency."
+            f"--{given[0]} belongs to the measurement of latency, and the target {target} spends "
+            f"{target.minimized}; omit it, or give a target of latency."
         )
     require_clock(arguments.clock, arguments.device or default_device())
 
@@ -112,9 +112,14 @@ def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
         arguments.effort, timing, axes=axes, reducer=arguments.reducer, batch_size=arguments.batch_size
     )
     trials = preset.effort.trials if arguments.trials is None else arguments.trials
-    search = replace(preset.search, trials=trials, seed=arguments.seed, storage=arguments.storage)
     rounds = preset.timing.rounds if arguments.rounds is None else arguments.rounds
-    return replace(preset, search=search, timing=replace(preset.timing, rounds=rounds))
+    return replace(
+        preset,
+        trials=trials,
+        seed=arguments.seed,
+        storage=arguments.storage,
+        timing=replace(preset.timing, rounds=rounds),
+    )
 
 
 def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageSet") -> "rx.Diagnosis":

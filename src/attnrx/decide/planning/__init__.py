@@ -2,7 +2,6 @@
 
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.planning.measured_costs import TimingSettings
-from attnrx.decide.planning.plan_search import Search
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.planner import plan, plan_each
 from attnrx.decide.planning.space import AXES
@@ -15,7 +14,6 @@ __all__ = [
     "PlanPoint",
     "PlanSettings",
     "PredictedQuantity",
-    "Search",
     "Target",
     "TimingSettings",
     "plan",

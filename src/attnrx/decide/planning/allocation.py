@@ -14,9 +14,10 @@ from attnrx.support.errors import NotSupported
 
 # Savings and sensitivities below it are rounding; also the smallest divisor of the greedy gain.
 NOTHING = 1e-12
-# Savings are rounded to 1 / PARTS of the original's cost. Up to OWED parts of negative savings are allowed, because a
-# stage has a cost. Plans that miss the target by up to HIDDEN parts are checked too, because of the rounding.
-PARTS, OWED, HIDDEN = 2000, 200, 10
+# Savings are rounded to 1 / GRID of the original's cost. Up to MAX_DEFICIT parts of negative savings are allowed,
+# because a stage has a cost. Plans that miss the target by up to ROUNDING_SLACK parts are checked too, because of
+# the rounding.
+GRID, MAX_DEFICIT, ROUNDING_SLACK = 2000, 200, 10
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Frontier:
 
     A multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the number of
     pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. Per state
-    the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `PARTS`, the only approximation.
+    the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `GRID`, the only approximation.
     """
 
     space: Space
@@ -59,15 +60,15 @@ class Frontier:
             cost = self.cost_table.total(choices)
             if cost <= most:
                 step = Step(choices, cost, self.sensitivities.total(choices, self.weights))
-                return given_back(self.space, self.cost_table, self.sensitivities, most, self.weights, step)
+                return undo_surplus(self.space, self.cost_table, self.sensitivities, most, self.weights, step)
         raise _out_of_reach(self.space, self.cost_table.of, most, self.cheapest)
 
     @property
     def cheapest(self) -> float:
         """The smallest cost of any plan as a share, up to rounding."""
         # The last column that any final state reaches.
-        saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - OWED
-        return self.nothing - float(saved) / PARTS
+        saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - MAX_DEFICIT
+        return self.nothing - float(saved) / GRID
 
     @cached_property
     def nothing(self) -> float:
@@ -88,12 +89,12 @@ class Frontier:
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
         """Returns the minimal sensitivity [gone, saved] after all layers, and the backpointers of every layer.
 
-        Index OWED of `saved` means no savings.
+        Index MAX_DEFICIT of `saved` means no savings.
         """
         # [gone, saved], infinite for states that no plan reaches. Before the first layer there is one: nothing is
         # saved.
-        least = np.full((len(self._gone), OWED + PARTS + 1), np.inf)
-        least[0, OWED] = 0.0
+        least = np.full((len(self._gone), MAX_DEFICIT + GRID + 1), np.inf)
+        least[0, MAX_DEFICIT] = 0.0
         backpointers = []
         for layer in range(self.space.depth):
             # The order of a forward pass: the stage is before the layer, whose cost depends on the tokens that remain.
@@ -140,7 +141,7 @@ class Frontier:
         return updated, chosen, options
 
     def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the savings (in units of 1 / PARTS), sensitivities and levels of all Pareto-optimal rank choices of a
+        """Returns the savings (in units of 1 / GRID), sensitivities and levels of all Pareto-optimal rank choices of a
         layer."""
         # Dominated options are removed, so that the loop in `_choose_ranks` has few: an option stays if it saves more
         # than every one of lower sensitivity.
@@ -157,8 +158,8 @@ class Frontier:
         )
         saved = np.array([self._parts(float(cost)) for cost in full - costs])
         order = np.lexsort((-saved, sensitivity))  # by increasing sensitivity, then by decreasing savings
-        # The first option has no predecessor: any saving of a layer exceeds -OWED - PARTS.
-        optimal = saved[order] > np.maximum.accumulate(np.concatenate([[-OWED - PARTS], saved[order][:-1]]))
+        # The first option has no predecessor: any saving of a layer exceeds -MAX_DEFICIT - GRID.
+        optimal = saved[order] > np.maximum.accumulate(np.concatenate([[-MAX_DEFICIT - GRID], saved[order][:-1]]))
         return saved[order][optimal], sensitivity[order][optimal], levels[order][optimal]
 
     @cached_property
@@ -167,18 +168,18 @@ class Frontier:
         return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
 
     def _saved_by_stage(self, layer: int, before: int) -> int:
-        """Returns the savings of a stage itself in units of 1 / PARTS, which are negative or zero."""
+        """Returns the savings of a stage itself in units of 1 / GRID, which are negative or zero."""
         tokens = self.cost_table.prefix + self.space.patches - int(self._gone[before])
         return self._parts(-self.cost_table.stages[layer, tokens])
 
     def _parts(self, saved: float) -> int:
-        return round(saved / self.cost_table.whole * PARTS)
+        return round(saved / self.cost_table.whole * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
-        """Yields the plans that save at least this share minus HIDDEN parts, by increasing sensitivity."""
+        """Yields the plans that save at least this share minus ROUNDING_SLACK parts, by increasing sensitivity."""
         # [gone, saved] flattened: the final number of pruned patches is free, so all states with enough savings
         # compete.
-        first = OWED + max(round(saved * PARTS) - HIDDEN, -OWED)
+        first = MAX_DEFICIT + max(round(saved * GRID) - ROUNDING_SLACK, -MAX_DEFICIT)
         least = self._least[:, first:]
         for index in least.argsort(None, kind="stable"):
             gone, over = divmod(int(index), least.shape[1])
@@ -231,13 +232,13 @@ def _out_of_reach(space: Space, of: str, most: float, least: float) -> NotSuppor
 
 
 def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
-    """Shifts the sensitivities [saved] by `parts`, filled with infinity."""
+    """Shifts the sensitivities [saved] by `parts`, greedy_to_budget with infinity."""
     shifted = np.full_like(least, np.inf)
     shifted[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
     return shifted
 
 
-def filled(
+def greedy_to_budget(
     space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, start: Choices
 ) -> Step:
     """Meets a budget greedily from any plan: repeats the move with the largest savings per added sensitivity, then
@@ -261,10 +262,10 @@ def filled(
         if best is None:
             raise NotSupported(f"no plan near this one reaches {most:g} of the original's {cost_table.of}.")
         now = best
-    return given_back(space, cost_table, sensitivities, most, weights, now)
+    return undo_surplus(space, cost_table, sensitivities, most, weights, now)
 
 
-def given_back(
+def undo_surplus(
     space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, last: Step
 ) -> Step:
     """Undoes choices within the budget: repeats the change that keeps more and reduces the sensitivity most."""
@@ -273,7 +274,7 @@ def given_back(
     now = last
     while True:
         best = now
-        for choices in space.ways_back(now.choices):
+        for choices in space.relaxations(now.choices):
             cost = cost_table.total(choices)
             if cost <= most and (sensitivity := sensitivities.total(choices, weights)) < best.sensitivity:
                 best = Step(choices, cost, sensitivity)

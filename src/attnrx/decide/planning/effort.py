@@ -13,13 +13,14 @@ class Effort:
     """The amount of measurement for a plan.
 
     Sensitivities of single choices are measured on `sensitivity_images`, at the levels `probed` (indices into
-    `space.LEVELS`) and at the shares `pruned_shares` of the patches, in every `every`-th layer; in between they are
-    interpolated. Blocks are timed at the levels `timed`, for `rounds` rounds, and whole models for `whole_rounds`.
+    `space.LEVELS`) and at the shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between
+    they are interpolated. Blocks are timed at the levels `timed`, for `rounds` rounds, and whole models for
+    `whole_rounds`.
 
     `trials` plans, each the best predicted of some `variations`, are measured on `trial_images`, the best `finalists`
     of them on all `images`. A plan for latency is repeated up to `attempts` times, until its measured latency is
-    between `near` and `far` times the target; the first attempt is not searched, and with `adjusts` those after the
-    second correct the cost without a new search. `front` is the number of plans from the original to
+    between `min_ratio` and `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those
+    after the second correct the cost without a new search. `num_front` is the number of plans from the original to
     the target that are measured for comparison.
 
     The realized plan is repaired on `repair_images` images by `repair_steps` steps per block, or fewer of both, within
@@ -38,10 +39,10 @@ class Effort:
     rounds: int
     whole_rounds: int
     attempts: int
-    near: float
-    far: float
-    every: int
-    front: int
+    min_ratio: float
+    max_ratio: float
+    layer_stride: int
+    num_front: int
     adjusts: bool
     repair_images: int
     repair_steps: int
@@ -65,10 +66,10 @@ EFFORTS: Mapping[str, Effort] = {
         rounds=5,
         whole_rounds=4,
         attempts=4,
-        near=0.93,
-        far=1.01,
-        every=2,
-        front=2,
+        min_ratio=0.93,
+        max_ratio=1.01,
+        layer_stride=2,
+        num_front=2,
         # Every search measures many plans; an adjustment of the cost measures a few.
         adjusts=True,
         repair_images=512,
@@ -90,10 +91,10 @@ EFFORTS: Mapping[str, Effort] = {
         rounds=5,
         whole_rounds=12,
         attempts=3,
-        near=0.98,
-        far=1.0,
-        every=1,
-        front=5,
+        min_ratio=0.98,
+        max_ratio=1.0,
+        layer_stride=1,
+        num_front=5,
         adjusts=False,
         repair_images=1024,
         repair_steps=300,
@@ -114,10 +115,10 @@ EFFORTS: Mapping[str, Effort] = {
         rounds=7,
         whole_rounds=28,
         attempts=4,
-        near=0.98,
-        far=1.0,
-        every=1,
-        front=5,
+        min_ratio=0.98,
+        max_ratio=1.0,
+        layer_stride=1,
+        num_front=5,
         adjusts=False,
         # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md).
         repair_images=3072,

@@ -44,7 +44,7 @@ from attnrx.vit.tokens import TokenPolicy
 # The shares of the tokens at which blocks are timed; times in between are interpolated linearly.
 TIMED = (0.25, 0.5, 0.75, 1.0)
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
-AFTER, SOME = 2, 0.75
+STAGE_LAYER, STAGE_KEEP = 2, 0.75
 WARMUP = 2
 # Tables that are measured before a plan gives up, and the largest spread of timings of a table that is kept.
 ATTEMPTS, STEADY = 3, 0.3
@@ -64,7 +64,7 @@ class TimingSettings:
 
     batch: int = 32
     conditions: Conditions = field(default_factory=Conditions)
-    name: str = "wall"
+    clock: str = "wall"
     rounds: int = EFFORTS["thorough"].rounds
     in_subprocess: bool = True
     timed: tuple[int, ...] = ALL_LEVELS
@@ -74,7 +74,7 @@ class TimingSettings:
             self,
             batch=BATCH,
             conditions=instance("attnrx.costs.Conditions", Conditions),
-            name=one_of(*CLOCKS),
+            clock=one_of(*CLOCKS),
             rounds=whole(2),
             in_subprocess=FLAG,
             timed=each(whole(0, max(ALL_LEVELS)), f"indices of levels from 0 to {max(ALL_LEVELS)}", least=1),
@@ -82,7 +82,7 @@ class TimingSettings:
 
     def protocol(self, rounds: int) -> LatencyProtocol:
         """Returns the protocol for whole models."""
-        return LatencyProtocol(self.conditions, rounds, min(WARMUP, rounds), self.name, kernels=False)
+        return LatencyProtocol(self.conditions, rounds, min(WARMUP, rounds), self.clock, kernels=False)
 
     def images(self, space: Space) -> torch.Tensor:
         """Returns a batch of noise: latency depends on the number of images, not on their content."""
@@ -279,7 +279,7 @@ class _Timer:
         self.space, self.timing, self.grid = space, timing, grid
         self.family = family_of(space.model)
         self.prunes_tokens = TOKENS in space.axes
-        self.layer = min(AFTER, space.depth - 1) if self.prunes_tokens else 0
+        self.layer = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
         # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
         calls = _recorded_calls(space, timing)
         self.call = calls[-1]
@@ -299,7 +299,7 @@ class _Timer:
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
         assert reducer is not None
-        policy = TokenPolicy(reducer, (AFTER,), (SOME,))
+        policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
         reduction = attach_tokens_(model, self.family, policy)
         # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
         reduction.use_policy_(replace(policy, keep=(1.0,)))
@@ -343,7 +343,7 @@ class _Timer:
     def _turns(self, runs: Mapping[str, Callable[[], object]], rounds: int | None = None) -> dict[str, float]:
         """Returns the median over rounds of every time divided by the reference's of the same round."""
         with self.timing.conditions.held():
-            seconds = interleave(runs, rounds=rounds or self.timing.rounds, warmup=WARMUP, clock=self.timing.name)
+            seconds = interleave(runs, rounds=rounds or self.timing.rounds, warmup=WARMUP, clock=self.timing.clock)
         ratios = {name: times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
             if name != REFERENCE:

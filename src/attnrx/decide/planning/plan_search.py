@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from attnrx.decide.planning.allocation import Step, even_weights
+from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.sensitivity import Weights
 from attnrx.decide.planning.space import AXES, TOKENS, Choices, Space
-from attnrx.support.arguments import COUNT, NATURAL, SEED, TEXT, optional, require_fields
 from attnrx.support.atomic_writes import process_runs
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.optional import required_module
@@ -27,7 +27,8 @@ from attnrx.support.validation import require_regular
 
 # The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others,
 # at least BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of several
-# new variations (`Search.variations`), from at most ATTEMPTS, the one with the lowest predicted divergence is measured.
+# new variations (`PlanSettings.variations`), from at most ATTEMPTS, the one with the lowest predicted divergence is
+# measured.
 EVEN, BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 6, 1 / 4, 3, 3, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
@@ -46,26 +47,6 @@ class Trial:
     step: Step
     divergence: float
     softened: float
-
-
-@dataclass(frozen=True)
-class Search:
-    """The settings of the search: the number of trials, the seed, and the variations of which one is measured.
-
-    With `storage`, a file or an Optuna URL, trials are stored under a name derived from the request: an interrupted
-    search is resumed, and several machines can share it.
-    """
-
-    trials: int = 32
-    seed: int = 0
-    storage: str | None = None
-    variations: int = 8
-
-    def __post_init__(self):
-        require_fields(self, trials=NATURAL, seed=SEED, storage=optional(TEXT), variations=COUNT)
-        # Before the measurements, which take longer than the search.
-        if self.storage is not None and "://" not in self.storage and not Path(self.storage).absolute().parent.is_dir():
-            raise InvalidInput(f"storage={self.storage!r}: the folder of the file does not exist; make it, or omit it.")
 
 
 def weights_of(space: Space, knobs: Mapping[str, float]) -> Weights:
@@ -95,7 +76,7 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
     """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
         # Both directions: what the change costs or saves is balanced by the greedy rule, which meets the budget again.
-        variations = list((space.ways_back if random.integers(2) else space.moves)(choices))
+        variations = list((space.relaxations if random.integers(2) else space.moves)(choices))
         if variations:
             choices = variations[int(random.integers(len(variations)))]
     return choices
@@ -114,17 +95,19 @@ class PlanBuilder(Protocol):
         ...
 
 
-def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuilder, first: Trial) -> tuple[Trial, ...]:
+def refine_plan(
+    space: Space, settings: PlanSettings, requested: str, builder: PlanBuilder, first: Trial
+) -> tuple[Trial, ...]:
     """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`)."""
-    if search.trials < 2:
+    if settings.trials < 2:
         return (first,)
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
     # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-    study = _study(search, f"attnrx 8 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
+    study = _study(settings.storage, f"attnrx 8 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
     even = space.even_schedules()[:EVEN]
-    broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
-    proposals = _Proposals(space, builder, first, even, broad, search)
+    broad = max(BROAD_LEAST, round(BROAD * (settings.trials - len(even))))
+    proposals = _Proposals(space, builder, first, even, broad, settings)
 
     def objective(trial: Any) -> float:
         trial.set_user_attr(OWNER, [platform.node(), os.getpid()])
@@ -137,13 +120,13 @@ def refine_plan(space: Space, search: Search, requested: str, builder: PlanBuild
         return measured.softened
 
     # A resumed study has trials of an earlier run, or of another machine.
-    _require_readable(study, space, search)
+    _require_readable(study, space, settings.storage)
     _fail_abandoned(study)
     num_measured = sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
-    if num_measured < search.trials:
-        for _ in track(range(search.trials - num_measured), "searching plans"):
+    if num_measured < settings.trials:
+        for _ in track(range(settings.trials - num_measured), "searching plans"):
             # A sampler per trial: a resumed search draws the same knobs as one without interruption.
-            study.sampler = _sampler(search.seed, _num_valid(study))
+            study.sampler = _sampler(settings.seed, _num_valid(study))
             study.optimize(objective, n_trials=1)  # one by one, for the progress
     # All trials of the study, so that a resumed search has the finalists of one without interruption.
     return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
@@ -153,28 +136,28 @@ def _optuna() -> Any:
     return required_module("optuna", "plan", "refining a plan (with trials above 0)")
 
 
-def _study(search: Search, name: str) -> Any:
+def _study(storage: str | None, name: str) -> Any:
     """Returns the study of this name in the storage, with the trials that it has; raises InvalidInput if that cannot be
     opened.
     """
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
-    if search.storage is not None and "://" not in search.storage and Path(search.storage).exists():
-        require_regular(search.storage)  # SQLite would wait for a pipe
+    if storage is not None and "://" not in storage and Path(storage).exists():
+        require_regular(storage)  # SQLite would wait for a pipe
     try:
-        return optuna.create_study(storage=_address(search.storage), study_name=name, load_if_exists=True)
+        return optuna.create_study(storage=_address(storage), study_name=name, load_if_exists=True)
     # ImportError: the driver of the database is missing. RuntimeError: its tables are those of another version.
     except (sqlalchemy.exc.SQLAlchemyError, ImportError, RuntimeError) as error:
         cause = str(error).partition("\n")[0]
         raise InvalidInput(
-            f"storage={search.storage!r} cannot be opened as a storage of trials ({cause}); give another, or omit it."
+            f"storage={storage!r} cannot be opened as a storage of trials ({cause}); give another, or omit it."
         ) from error
 
 
-def _require_readable(study: Any, space: Space, search: Search) -> None:
+def _require_readable(study: Any, space: Space, storage: str | None) -> None:
     """Raises CheckpointError if a stored trial was damaged or edited."""
-    problem = f"{search.storage} holds trials of a search that cannot be read"
+    problem = f"{storage} holds trials of a search that cannot be read"
     sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
     try:
         for trial in study.get_trials(deepcopy=False):
@@ -228,7 +211,7 @@ class _Proposals:
     start: Trial
     even: tuple[Choices, ...]
     broad: int
-    search: Search
+    settings: PlanSettings
 
     def next(self, trial: Any) -> tuple[dict[str, float], Step]:
         start = self.start.knobs
@@ -247,7 +230,7 @@ class _Proposals:
 
     def _near(self, trial: Any, number: int) -> tuple[dict[str, float], Step]:
         # A generator per proposal: a resumed search draws the same variations as one without interruption.
-        random = np.random.default_rng((self.search.seed, number))
+        random = np.random.default_rng((self.settings.seed, number))
         finished = [past for past in trial.study.get_trials(deepcopy=False) if past.value is not None]
         measured = [self.start.step.choices, *(_known(past)[1] for past in finished)]
         best = min(finished, key=lambda past: past.value, default=None)
@@ -260,7 +243,7 @@ class _Proposals:
             with suppress(NotSupported):  # the varied plan may not reach the budget
                 step = self.builder.step(knobs, varied(self.space, choices, random))
                 steps += [step] * (step.choices not in measured)  # a plan is measured once
-            if len(steps) == self.search.variations:
+            if len(steps) == self.settings.variations:
                 break
         if not steps:
             return knobs, self.builder.step(knobs, choices)

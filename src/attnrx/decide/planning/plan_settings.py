@@ -1,6 +1,7 @@
 """The settings of a plan, and the search space that they leave of a model."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -8,12 +9,22 @@ from torch import nn
 from attnrx.change.exporting import parse_format
 from attnrx.decide.planning.effort import EFFORTS, Effort, effort_of
 from attnrx.decide.planning.measured_costs import TimingSettings
-from attnrx.decide.planning.plan_search import Search
 from attnrx.decide.planning.space import AXES, RANKS, TOKENS, Space, require_axes, step_for
 from attnrx.decide.planning.target import Target
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.support.arguments import BATCH, CALLBACK, TEXT, each, instance, optional, require_fields
-from attnrx.support.errors import InvalidRule, MissingMoments, NotSupported
+from attnrx.support.arguments import (
+    BATCH,
+    CALLBACK,
+    COUNT,
+    NATURAL,
+    SEED,
+    TEXT,
+    each,
+    instance,
+    optional,
+    require_fields,
+)
+from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, NotSupported
 from attnrx.support.progress import Log, no_log
 from attnrx.vit.models import family_of
 from attnrx.vit.tokens import Reducer, Ward, parse_reducer
@@ -32,6 +43,10 @@ RELEVANCE = 0.3
 class PlanSettings:
     """The settings of a plan: axes, token reducer, search, timing and the amount of measurement.
 
+    The search measures `trials` plans, by the `seed`; each is the one of lowest predicted divergence of some
+    `variations`. With `storage`, a file or an Optuna URL, trials are stored under a name derived from the request: an
+    interrupted search is resumed, and several machines can share it.
+
     Without `axes` they are all that the model has; those left out are logged with the reason. Without a `reducer` it is
     `ward`; with a relevance where the outputs are those of a class token.
 
@@ -44,7 +59,10 @@ class PlanSettings:
 
     axes: tuple[str, ...] | None = None
     reducer: str | None = None
-    search: Search = field(default_factory=Search)
+    trials: int = 32
+    seed: int = 0
+    storage: str | None = None
+    variations: int = 8
     timing: TimingSettings = field(default_factory=TimingSettings)
     batch_size: int = 32
     log: Log = no_log
@@ -56,7 +74,10 @@ class PlanSettings:
             self,
             axes=optional(each(TEXT, f"some of {', '.join(AXES)}")),
             reducer=optional(TEXT),
-            search=instance("a Search, e.g. attnrx.planning.Search(trials=32)", Search),
+            trials=NATURAL,
+            seed=SEED,
+            storage=optional(TEXT),
+            variations=COUNT,
             timing=instance("TimingSettings, e.g. attnrx.planning.TimingSettings(batch=32)", TimingSettings),
             batch_size=BATCH,
             log=CALLBACK,
@@ -70,14 +91,17 @@ class PlanSettings:
             require_axes(self.axes)
         if self.to is not None:
             parse_format(self.to)
+        if self.storage is not None and "://" not in self.storage and not Path(self.storage).absolute().parent.is_dir():
+            raise InvalidInput(f"storage={self.storage!r}: the folder of the file does not exist; make it, or omit it.")
 
     @classmethod
     def of(cls, effort: str, timing: TimingSettings | None = None, **changes: Any) -> "PlanSettings":
         """Returns the settings of a preset of `EFFORTS`: "quick", "normal" or "thorough"."""
         preset, timing = effort_of(effort), timing or TimingSettings()
         timing = replace(timing, rounds=preset.rounds, timed=preset.timed)
-        search = Search(preset.trials, variations=preset.variations)
-        return cls(timing=timing, effort=preset, **{"search": search, **changes})
+        return cls(
+            timing=timing, effort=preset, **{"trials": preset.trials, "variations": preset.variations, **changes}
+        )
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
         """Returns the search space; ranks vary between heads, except where heads are padded to the largest rank (for
@@ -89,7 +113,7 @@ class PlanSettings:
         """
         # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
         # have no such steps, and every rank is allowed.
-        is_latency = target.spend == "latency"
+        is_latency = target.minimized == "latency"
         on_cuda = self.timing.conditions.on_cuda or next(model.parameters()).device.type == "cuda"
         specs = [layer.spec for layer in family_of(model).attention(model)]
         uniform = (is_latency and self.timing.conditions.on_cuda) or any(spec.fixes_values for spec in specs)

@@ -24,16 +24,16 @@ from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, com
 from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
 
-# Plans that are adjusted to their latency are timed on a part of the batch, in MORE times the rounds: at least CHUNK
-# images, and as many as take WORK multiply-accumulates, because below that calls of operations dominate.
-CHUNK, WORK, MORE = 8, 1e10, 4
-# The rounds of a final measurement, as many times more as a batch is smaller than CHUNK.
+# Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
+# MIN_IMAGES images, and as many as take MIN_MACS multiply-accumulates, because below that calls of operations dominate.
+MIN_IMAGES, MIN_MACS, ROUND_FACTOR = 8, 1e10, 4
+# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES.
 ROUNDS = 16
 
 
 def rounds_of(batch: int) -> int:
     """Returns the rounds of a final latency measurement, more for few images."""
-    return ROUNDS * max(CHUNK // batch, 1)
+    return ROUNDS * max(MIN_IMAGES // batch, 1)
 
 
 def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
@@ -72,10 +72,10 @@ class PlanTimer:
             return timing
         # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
         # one thread the CPU time is the latency, without the load of other processes.
-        enough = ceil(WORK / family_of(self.space.model).costs(self.space.model).macs)
-        batch, alone = min(timing.batch, max(CHUNK, enough)), timing.conditions.threads == 1
-        clock = "cpu" if alone and timing.name == "wall" else timing.name
-        return replace(timing, batch=batch, name=clock, rounds=timing.rounds * max(CHUNK // batch, 1))
+        enough = ceil(MIN_MACS / family_of(self.space.model).costs(self.space.model).macs)
+        batch, alone = min(timing.batch, max(MIN_IMAGES, enough)), timing.conditions.threads == 1
+        clock = "cpu" if alone and timing.clock == "wall" else timing.clock
+        return replace(timing, batch=batch, clock=clock, rounds=timing.rounds * max(MIN_IMAGES // batch, 1))
 
     @property
     def _rounds(self) -> int:
@@ -100,7 +100,7 @@ class PlanTimer:
         """Returns the speed of a model relative to the library's, with its interval and the conditions."""
         timing = self.settings
         # Shorter rounds cost less, so there are more of them: their median is more precise.
-        rounds = self._rounds * (MORE if timing is not self.requested else 1)
+        rounds = self._rounds * (ROUND_FACTOR if timing is not self.requested else 1)
         sides = model, self.library_model, timing.images(self.space), timing.protocol(rounds)
         speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
         return {
@@ -112,7 +112,7 @@ class PlanTimer:
             "threads": speed.threads,
             "hardware": speed.hardware,
             "precision": timing.conditions.precision,
-            "clock": self.requested.name,
+            "clock": self.requested.clock,
             "rounds": speed.rounds,
             "in_subprocess": timing.in_subprocess,
             "torch": speed.torch_version,

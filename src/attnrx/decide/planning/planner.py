@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
 from attnrx.data.mixing import MixedImages
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning.allocation import Step, filled, require_reachable
+from attnrx.decide.planning.allocation import Step, greedy_to_budget, require_reachable
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
@@ -33,8 +33,9 @@ from attnrx.vit.outputs import OutputKind
 # The phases of a plan and their usual shares of the time (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
 PHASES["predicting on other images"] = 5.0
-# Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
-CARE, MARGIN = 0.993, 0.98
+# Every attempt of a plan for latency aims at RETRY_FACTOR times the target; a first one that is not corrected,
+# at FIRST_FACTOR times.
+RETRY_FACTOR, FIRST_FACTOR = 0.993, 0.98
 # A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
 # more than TOLERATED nats and twice as far; machines vary by as much.
 MISSED, TOLERATED = 1.05, 0.01
@@ -111,16 +112,16 @@ def plan_each(
     plan_images = _distinct(plan_images, other_images, settings.log)
     measurements = None
     for target in parsed:
-        if target.of == DROP:
+        if target.quantity == DROP:
             require_labels(plan_images)
         # What was measured depends on the cost and not on its limit.
-        if measurements is None or measurements.spend != target.spend:
+        if measurements is None or measurements.spend != target.minimized:
             space = settings.space(model, diagnosis, target)
-            measurements = PlanMeasurements(space, settings, target.spend, plan_images)
+            measurements = PlanMeasurements(space, settings, target.minimized, plan_images)
         planner = Planner(measurements, settings, target)
         # Outputs of the original on the other images are computed per target, after the plan: they need memory only
         # then.
-        best, cost = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
+        best, cost = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
         begin("predicting on other images")
         yield planner.finished(best, cost, Answers.of(model, other_images, settings.batch_size))
 
@@ -150,7 +151,7 @@ class Planner:
         """Returns the optimal plan for these knobs, or the greedy one from the plan `start`."""
         if start is not None:
             found, weights = self.measurements, weights_of(self.space, knobs)
-            return filled(self.space, found.cost_table, found.sensitivities, most, weights, start)
+            return greedy_to_budget(self.space, found.cost_table, found.sensitivities, most, weights, start)
         frontier = self.measurements.frontier(knobs)
         # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
         if frontier.nothing <= most:
@@ -166,7 +167,7 @@ class Planner:
         """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement."""
         if self.settings.to is None:  # a file gains as well, which is measured later
             require_reachable(self.space, self.measurements.cost_table, most)
-        return self._by_timing(most) if self.target.spend == "latency" else (self._searched(most), most)
+        return self._by_timing(most) if self.target.minimized == "latency" else (self._searched(most), most)
 
     def _by_timing(self, most: float) -> tuple[Trial, float]:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
@@ -178,10 +179,10 @@ class Planner:
         # Costs are those of models in attnrx; a plan for a file may cost as much more as the format gains.
         largest = LARGEST * self.measurements.cost_table.total(Choices.nothing(self.space.depth))
         allowed = most if self.settings.to is None else min(most * self._gain_of_format(), largest)
-        allowed *= MARGIN if self.effort.adjusts else 1.0  # few attempts follow to correct a miss
+        allowed *= FIRST_FACTOR if self.effort.adjusts else 1.0  # few attempts follow to correct a miss
         best, trial = None, None
         timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
-        limit = most * self.effort.far
+        limit = most * self.effort.max_ratio
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
         for attempt in track(range(self.effort.attempts), "searching plans"):
@@ -193,11 +194,11 @@ class Planner:
             if ratio <= limit and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
             # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
-            searched = attempt or self.settings.search.trials < 2
-            if self.effort.near * most <= ratio <= limit and searched:
+            searched = attempt or self.settings.trials < 2
+            if self.effort.min_ratio * most <= ratio <= limit and searched:
                 break
             # From the predicted cost of the plan itself, which may be below the allowed one.
-            allowed = min(trial.step.cost * CARE * most / ratio, largest)
+            allowed = min(trial.step.cost * RETRY_FACTOR * most / ratio, largest)
         near = [timed for timed in timings if timed[2] <= MISSED * most]
         if self.effort.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
@@ -218,7 +219,7 @@ class Planner:
         """Returns how much faster the unchanged model is as a file of the requested format than in attnrx."""
         # Measured on the unchanged model; what a format gains on a smaller one differs, which the attempts correct.
         model, file = self.measurements.timer.unchanged()
-        if self.target.most * file >= 1:
+        if self.target.limit * file >= 1:
             raise TargetMet(
                 f"{self.target} is met by the unchanged model as {self.settings.to}, which is {file:.2f}x as fast: "
                 "there is nothing to plan."
@@ -253,7 +254,7 @@ class Planner:
         plans = _PlansAtCost(self, most)
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
-        self.trials = refine_plan(self.space, self.settings.search, self._key(most), plans, self._first(most))
+        self.trials = refine_plan(self.space, self.settings, self._key(most), plans, self._first(most))
         return self._best(self.trials)
 
     def _key(self, most: float) -> str:
@@ -261,11 +262,11 @@ class Planner:
 
         The number of trials is not part of it, because more of them continue the search.
         """
-        space, found, search = self.space, self.measurements, self.settings.search
+        space, found, settings = self.space, self.measurements, self.settings
         diagnosis = space.diagnosis.fingerprint, json.dumps(space.diagnosis.about, sort_keys=True)
         choices = space.axes, space.reducer, space.form, space.multiple, space.step
         measured = found.fingerprint, len(found.trial_answers), self.effort
-        return f"{self.target} {most:.6f} {diagnosis} {choices} {measured} {search.seed} {search.variations}"
+        return f"{self.target} {most:.6f} {diagnosis} {choices} {measured} {settings.seed} {settings.variations}"
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
@@ -300,7 +301,7 @@ class Planner:
             else:
                 low = middle
         if cheapest is None:
-            raise NotSupported(f"no plan keeps the drop within {self.target.most:g} points; allow more.")
+            raise NotSupported(f"no plan keeps the drop within {self.target.limit:g} points; allow more.")
         found = self._searched(high)
         # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
         if not self._keeps_accuracy(found.step):
@@ -313,9 +314,9 @@ class Planner:
         assert changes is not None  # `plan` has required labels
         change = changes.mean().item()
         self.log(
-            f"a plan of {100 * step.cost:.1f} % of the {self.target.spend}: {100 * change:+.1f} points of accuracy"
+            f"a plan of {100 * step.cost:.1f} % of the {self.target.minimized}: {100 * change:+.1f} points of accuracy"
         )
-        return -100 * change <= self.target.most
+        return -100 * change <= self.target.limit
 
     def finished(self, best: Trial, most: float, others: Answers) -> Plan:
         """Builds the plan: measures its predictions on held-out images and explains its choices."""
@@ -323,7 +324,7 @@ class Planner:
         begin("predicting on other images")
         deviation = others.measure(found.realized(choices))
         # Other plans for latency are timed while planning, this one is not.
-        if self.target.of == DROP and self.target.spend == "latency":
+        if self.target.quantity == DROP and self.target.minimized == "latency":
             self.latency = found.latency(choices)
         about = {
             "axes": list(space.axes),
@@ -348,7 +349,7 @@ class Planner:
         return Plan(
             space.prescription(choices),
             str(self.target),
-            self.target.spend,
+            self.target.minimized,
             best.step.cost,
             expected_of(deviation, others.kind),
             explained(space, found.cost_table, found.divergences, choices, found.answers.kind.unit),
@@ -360,7 +361,7 @@ class Planner:
     def _front(self, best: Trial, most: float) -> tuple[PlanPoint, ...]:
         """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
         frontier = self.measurements.frontier(best.knobs)
-        plans = self.effort.front
+        plans = self.effort.num_front
         shares = [1 - (1 - most) * part / plans for part in range(1, plans)]
         # Without repetitions: close costs may have the same plan. A share that the unchanged model meets has none.
         steps = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
@@ -396,7 +397,7 @@ class _PlansAtCost:
         found = self.planner.measurements
         trial = found.trial(knobs, step, found.trial_answers)
         unit = f" {found.answers.kind.unit}".rstrip()
-        spend = self.planner.target.spend
+        spend = self.planner.target.minimized
         self.planner.log(f"a plan of {100 * step.cost:.1f} % of the {spend}: divergence {trial.divergence:.3g}{unit}")
         return trial
 

@@ -110,7 +110,8 @@ def measure_sensitivities(
 
     The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
     energy of the pruned directions in the metric of the data, as recorded in the prescriptions. Of layers that are not
-    measured (`Effort.every`), the divergence per removed energy, or per pruned patch, is interpolated over the layers.
+    measured (`Effort.layer_stride`), the divergence per removed energy, or per pruned patch, is interpolated over the
+    layers.
     """
     probes = {
         (axis, level): realize(space.model, piece)
@@ -124,7 +125,7 @@ def measure_sensitivities(
     counts = _pruned_counts(space, effort) if TOKENS in space.axes else []
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
-    layers = measured_layers(space.depth, effort.every)
+    layers = measured_layers(space.depth, effort.layer_stride)
     # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):

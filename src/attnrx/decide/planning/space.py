@@ -228,7 +228,7 @@ class Space(Displayed):
         counts = range(largest, 0, -self.step)
         return tuple(self._fitted(replace(nothing, num_pruned=(0, *(count,) * (self.depth - 1)))) for count in counts)
 
-    def ways_back(self, choices: Choices) -> Iterator[Choices]:
+    def relaxations(self, choices: Choices) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank or fewer pruned patches in one layer."""
         for axis in RANKS:
             levels, current = (0, *self.available(axis)), getattr(choices, axis)

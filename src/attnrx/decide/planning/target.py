@@ -15,34 +15,34 @@ EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
 class Target:
     """An upper limit: a share of the original's latency, MACs or parameters, or a drop of top-1 accuracy in points.
 
-    For a drop, `of` is "max-drop" and `spend` the cost to minimize; otherwise both are the same.
+    For a drop, `quantity` is "max-drop" and `minimized` the cost to minimize; otherwise both are the same.
     """
 
-    of: str
-    most: float
-    spend: str = ""
+    quantity: str
+    limit: float
+    minimized: str = ""
 
     def __post_init__(self):
-        require_fields(self, of=one_of(*COSTS, DROP), most=NOT_NEGATIVE, spend=one_of("", *COSTS))
-        if self.of in COSTS and not 0 < self.most < 1:
+        require_fields(self, quantity=one_of(*COSTS, DROP), limit=NOT_NEGATIVE, minimized=one_of("", *COSTS))
+        if self.quantity in COSTS and not 0 < self.limit < 1:
             raise InvalidInput(
-                f"{self.of}={self.most:g}x: give a share of the original's below 1, e.g. {self.of}=0.6x."
+                f"{self.quantity}={self.limit:g}x: give a share of the original's below 1, e.g. {self.quantity}=0.6x."
             )
-        if self.of == DROP and not 0 <= self.most <= 100:
-            raise InvalidInput(f"max-drop={self.most:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
+        if self.quantity == DROP and not 0 <= self.limit <= 100:
+            raise InvalidInput(f"max-drop={self.limit:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
         # The class is frozen, and the default depends on another field.
-        object.__setattr__(self, "spend", self.spend or ("macs" if self.of == DROP else self.of))
-        if self.spend not in COSTS or (self.of in COSTS and self.spend != self.of):
+        object.__setattr__(self, "minimized", self.minimized or ("macs" if self.quantity == DROP else self.quantity))
+        if self.minimized not in COSTS or (self.quantity in COSTS and self.minimized != self.quantity):
             raise InvalidInput(
-                f"spend={self.spend!r} with a target for {self.of}: it goes with max-drop, and is one of "
-                f"{', '.join(COSTS)}."
+                f"minimized={self.minimized!r} (--spend) with a target for {self.quantity}: it goes with "
+                f"max-drop, and is one of {', '.join(COSTS)}."
             )
 
     def __str__(self) -> str:
-        return f"{self.of}={self.most:g}{'pt' if self.of == DROP else 'x'}"
+        return f"{self.quantity}={self.limit:g}{'pt' if self.quantity == DROP else 'x'}"
 
     @classmethod
-    def parse(cls, text: str, spend: str | None = None) -> "Target":
+    def parse(cls, text: str, minimized: str | None = None) -> "Target":
         """Parses a target: `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` are 1 / 1.6 of the latency.
 
         Raises:
@@ -64,8 +64,8 @@ class Target:
         if is_speed and number <= 1:
             raise reader.problem(start, "a speed is a number above 1, and a share needs its quantity, as in macs=50%")
         if is_speed:
-            return cls("latency", 1 / number, spend or "")
-        return cls(quantity, number / 100 if unit == "%" else number, spend or "")
+            return cls("latency", 1 / number, minimized or "")
+        return cls(quantity, number / 100 if unit == "%" else number, minimized or "")
 
 
 class _Reader(TextReader):
