@@ -624,16 +624,32 @@ class AdoptedFamily(Family):
         require_equal_logits(models, because, lambda model: self.blocks(model.source), path)
 
 
+def unsaved_buffers(model: nn.Module, meta: bool = False) -> dict[str, dict[str, Tensor]]:
+    """Returns the buffers that are not saved with the weights, by the path of their module and their name.
+
+    Args:
+        model: The model.
+        meta: Whether only those on the meta device are returned, which have no values yet.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers[name]
+            if buffer is not None and (buffer.is_meta or not meta):
+                found.setdefault(path, {})[name] = buffer
+    return found
+
+
 def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:
     """Returns the floating-point types of the buffers that are not saved with the weights, by their names.
 
     A model creates such buffers anew when it is loaded, in its default type, which `model.half()` may have changed.
     """
-    unsaved = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     return {
-        name: str(buffer.dtype).removeprefix("torch.")
-        for name, buffer in unsaved.items()
-        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
+        f"{path}.{name}".lstrip("."): str(buffer.dtype).removeprefix("torch.")
+        for path, buffers in unsaved_buffers(model).items()
+        for name, buffer in buffers.items()
+        if buffer.is_floating_point()
     }
 
 

@@ -29,7 +29,7 @@ from attnrx.vit.models.adopted import (
     attention_from_projections,
     image_shape,
 )
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.vit.models.token_hooks import reduction_of
@@ -349,14 +349,13 @@ class HuggingFaceFamily(AdoptedFamily):
         return kind(kind.config_class.from_dict(dict(origin.arguments)))
 
     def restore_buffers_(self, source: nn.Module) -> None:
-        for module in source.modules():
-            unsaved = [name for name in module._non_persistent_buffers_set if module.get_buffer(name).is_meta]
-            if unsaved:
-                # Modules of transformers compute such buffers in __init__, from the configuration alone.
-                with torch.device("cpu"):
-                    computed = type(module)(module.config)
-                for name in unsaved:
-                    module._buffers[name] = computed.get_buffer(name)
+        for path, buffers in unsaved_buffers(source, meta=True).items():
+            module: Any = source.get_submodule(path)
+            # Modules of transformers compute such buffers in __init__, from the configuration alone.
+            with torch.device("cpu"):
+                computed = type(module)(module.config)
+            for name in buffers:
+                module._buffers[name] = computed.get_buffer(name)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         reader = reader_of(source)

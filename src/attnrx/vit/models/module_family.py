@@ -3,7 +3,7 @@
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from attnrx.support.arguments import described, described_error
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
+from attnrx.vit.models.adopted_family import unsaved_buffers
 from attnrx.vit.models.reader import Reader, ReaderFamily
 
 Factory = Callable[..., nn.Module]
@@ -103,13 +104,13 @@ class ModuleFamily(ReaderFamily):
             raise InvalidInput(
                 f"the factory of {origin.architecture} returned {described(model)}: give one that returns the model."
             )
-        unsaved = list(_unsaved(model))
-        # On the meta device nothing is computed, so the module is created once more, on the CPU.
-        if unsaved:  # buffers that are not in the weights are computed by the module itself
+        unsaved = unsaved_buffers(model, meta=True)
+        if unsaved:  # the module itself computes their values: it is created once more, on the CPU
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
                 computed = factory(**arguments)
-            for owner, name in unsaved:
-                model.get_submodule(owner)._buffers[name] = computed.get_submodule(owner)._buffers[name]
+            for path, buffers in unsaved.items():
+                for name in buffers:
+                    model.get_submodule(path)._buffers[name] = computed.get_submodule(path)._buffers[name]
         return _with_blueprint(model, Blueprint(reader, factory, origin.architecture))
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -140,12 +141,3 @@ def _imported(name: str) -> Factory:
             "it, attnrx.load(folder, factory=...)."
         )
     return target
-
-
-def _unsaved(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields the buffers on the meta device that are not saved with the weights: their module's path and name."""
-    for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.is_meta:
-                yield path, name

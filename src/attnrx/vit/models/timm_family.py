@@ -31,7 +31,7 @@ from attnrx.vit.models.adopted import (
     attention_from_projections,
     image_shape,
 )
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.unsupported_features import (
     ATTENTION_FEATURES,
     NOT_PLAIN,
@@ -293,17 +293,17 @@ class TimmFamily(AdoptedFamily):
         return _create(origin.architecture, {key: _layer(value) for key, value in origin.arguments.items()})
 
     def restore_buffers_(self, source: nn.Module) -> None:
-        for module in source.modules():
-            # Tables of rotary embeddings and indices of biases: timm recomputes them by a method of the module. It runs
-            # on a copy, because the parameters of the module itself stay on the meta device until the weights are
-            # assigned.
-            unsaved = [name for name in module._non_persistent_buffers_set if _is_meta(module._buffers[name])]
-            if unsaved and hasattr(module, "init_non_persistent_buffers"):
-                with torch.device("cpu"):
-                    copied: Any = copy.deepcopy(module).to_empty(device="cpu")
-                    copied.init_non_persistent_buffers()
-                for name in unsaved:
-                    module._buffers[name] = copied._buffers[name]
+        # Tables of rotary embeddings and indices of biases: timm recomputes them by a method of the module. It runs on
+        # a copy, because the parameters of the module itself stay on the meta device until the weights are assigned.
+        for path, buffers in unsaved_buffers(source, meta=True).items():
+            module = source.get_submodule(path)
+            if not hasattr(module, "init_non_persistent_buffers"):
+                continue
+            with torch.device("cpu"):
+                computed: Any = copy.deepcopy(module).to_empty(device="cpu")
+                computed.init_non_persistent_buffers()
+            for name in buffers:
+                module._buffers[name] = computed._buffers[name]
 
     def parts(self, source: nn.Module) -> ModelParts:
         model: Any = source
@@ -408,10 +408,6 @@ def _layer(value: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InvalidInput(f"{LAYER} {value[LAYER]!r:.80} is no class of layers of {' or '.join(LAYER_MODULES)}.")
     return partial(kind, **value["keywords"]) if value["keywords"] else kind
-
-
-def _is_meta(buffer: Tensor | None) -> bool:
-    return buffer is not None and buffer.is_meta
 
 
 def _layout(attention: nn.Module) -> str:
