@@ -25,7 +25,7 @@ from attnrx.data.fixed_images import content_hashes, read_once
 from attnrx.data.images import RowImages
 from attnrx.data.labels import Relabelled, dataset_labels
 from attnrx.data.splits import StoredImages
-from attnrx.decide.planning.effort import EFFORTS, effort_of
+from attnrx.decide.planning.plan_settings import EFFORTS, effort_of
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, PREDICTION_IMAGES
 

@@ -20,7 +20,7 @@ from attnrx.cli.commands import command_modules, costs
 from attnrx.cli.commands.shrink import failures
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
-from attnrx.decide.planning.effort import EFFORTS
+from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.nouns.evidence import Finding
 from attnrx.training.losses import Distillation, TargetRank, Task
 from pictures import write_folder

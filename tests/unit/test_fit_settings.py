@@ -13,7 +13,7 @@ from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.fits import KINDS, fits_record, realize_and_fit, recorded_fits
 from attnrx.change.realization.refinement import Refinement
 from attnrx.change.realization.repair import Repair
-from attnrx.decide.planning.effort import EFFORTS
+from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.vit.models import model_fingerprint
 from comparisons import pixels
 from pictures import write_folder

@@ -26,10 +26,10 @@ from attnrx.data import ImageSet
 from attnrx.decide.planning import AXES, Plan, PlanSettings, PredictedQuantity, Target, plan
 from attnrx.decide.planning.allocation import Frontier, Step, even_weights, greedy_to_budget
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.effort import EFFORTS
 from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import Trial, _Proposals, _sampler, refine_plan, varied, weights_of
+from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.decide.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, resumed

@@ -16,7 +16,7 @@ from attnrx.change.exporting import load_exported, parse_format
 from attnrx.data import three_parts
 from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Plan, PlanPoint, Target
-from attnrx.decide.planning.effort import EFFORTS
+from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.target import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of

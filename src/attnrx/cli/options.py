@@ -28,7 +28,7 @@ SHARE = Number(float, lambda kinds: kinds.SHARE, "SHARE")
 SHARES = Number(float, lambda kinds: kinds.each(kinds.SHARE, "shares above 0, at most 1, e.g. 0.8,0.6"), "S,S", True)
 SHARE_REMOVED = Number(float, lambda kinds: kinds.number(0.0, 1.0, above=False), "SHARE")
 POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POINTS", unit="pt")
-EFFORTS = ("quick", "normal", "thorough")  # `planning.effort.EFFORTS`, whose import would load torch for --help
+EFFORTS = ("quick", "normal", "thorough")  # `planning.plan_settings.EFFORTS`, whose import would load torch for --help
 
 
 def device(text: str) -> str:

@@ -34,7 +34,7 @@ from attnrx.data import (
 from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, TimingSettings, plan_each
-from attnrx.decide.planning.effort import EFFORTS, effort_of
+from attnrx.decide.planning.plan_settings import EFFORTS, effort_of
 from attnrx.decide.planning.plan_timing import final_protocol, rounds_of
 from attnrx.decide.planning.target import DROP, target_of
 from attnrx.nouns.diagnosis import Diagnosis

@@ -1,8 +1,7 @@
 """Planning: allocates one budget to ranks and tokens."""
 
 from attnrx.decide.planning.budget import prescribed_costs
-from attnrx.decide.planning.measured_costs import TimingSettings
-from attnrx.decide.planning.plan_settings import PlanSettings
+from attnrx.decide.planning.plan_settings import PlanSettings, TimingSettings
 from attnrx.decide.planning.planner import plan, plan_each
 from attnrx.decide.planning.space import AXES
 from attnrx.decide.planning.target import Target

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -15,9 +15,8 @@ from torch import nn
 from attnrx.change.realization import realize
 from attnrx.decide.planning.cost_correction import corrected, never_slower, never_slower_mlp
 from attnrx.decide.planning.cost_table import CostTable
-from attnrx.decide.planning.effort import ALL_LEVELS, EFFORTS
+from attnrx.decide.planning.plan_settings import WARMUP, TimingSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.support.arguments import BATCH, FLAG, each, instance, one_of, require_fields, whole
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module
@@ -26,9 +25,8 @@ from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import call_in_subprocess_if
-from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, interleave
+from attnrx.vit.costs import compare_latencies, interleave
 from attnrx.vit.costs.conditions import PRECISIONS
-from attnrx.vit.costs.latency import CLOCKS
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,
@@ -45,49 +43,9 @@ from attnrx.vit.tokens import TokenPolicy
 TIMED = (0.25, 0.5, 0.75, 1.0)
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
-WARMUP = 2
 # Tables that are measured before a plan gives up, and the largest spread of timings of a table that is kept.
 ATTEMPTS, STEADY = 3, 0.3
 REFERENCE, ALL = "original", "all"
-
-
-@dataclass(frozen=True)
-class TimingSettings:
-    """The batch size, the conditions and a clock of `costs.CLOCKS` for latency measurements.
-
-    Blocks are timed at the levels `timed` (indices into `space.LEVELS`), for `rounds` rounds; the times of other levels
-    are interpolated.
-
-    `in_subprocess` measures in a new process that keeps freed memory (`subprocess_runner`), because the
-    speed of memory allocation depends on the history of the process.
-    """
-
-    batch: int = 32
-    conditions: Conditions = field(default_factory=Conditions)
-    clock: str = "wall"
-    rounds: int = EFFORTS["thorough"].rounds
-    in_subprocess: bool = True
-    timed: tuple[int, ...] = ALL_LEVELS
-
-    def __post_init__(self):
-        require_fields(
-            self,
-            batch=BATCH,
-            conditions=instance("attnrx.costs.Conditions", Conditions),
-            clock=one_of(*CLOCKS),
-            rounds=whole(2),
-            in_subprocess=FLAG,
-            timed=each(whole(0, max(ALL_LEVELS)), f"indices of levels from 0 to {max(ALL_LEVELS)}", least=1),
-        )
-
-    def protocol(self, rounds: int) -> LatencyProtocol:
-        """Returns the protocol for whole models."""
-        return LatencyProtocol(self.conditions, rounds, min(WARMUP, rounds), self.clock, kernels=False)
-
-    def images(self, space: Space) -> torch.Tensor:
-        """Returns a batch of noise: latency depends on the number of images, not on their content."""
-        shape = family_of(space.model).input_shape(space.model)
-        return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def cached_cost_table(

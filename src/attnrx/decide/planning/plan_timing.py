@@ -15,8 +15,8 @@ from torch import nn
 from attnrx.change.exporting import export, parse_format, precision_for
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable
-from attnrx.decide.planning.effort import Effort
-from attnrx.decide.planning.measured_costs import TimingSettings, cached_cost_table, timed_cost_table
+from attnrx.decide.planning.measured_costs import cached_cost_table, timed_cost_table
+from attnrx.decide.planning.plan_settings import Effort, TimingSettings
 from attnrx.decide.planning.space import Space
 from attnrx.support.progress import Log
 from attnrx.support.subprocess_runner import call_in_subprocess_if

@@ -13,7 +13,7 @@ from torch import nn
 
 from attnrx.change.predictions import stored
 from attnrx.change.realization import realize
-from attnrx.decide.planning.effort import EFFORTS, Effort
+from attnrx.decide.planning.plan_settings import EFFORTS, Effort
 from attnrx.decide.planning.reference_outputs import Answers, Pixels
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.prescription import HiddenDecision, OutputDecision
