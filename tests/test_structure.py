@@ -28,7 +28,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+            yield from (str(each.value) for each in node.args if isinstance(each, ast.Constant))
         yield from imported(node)
 
 

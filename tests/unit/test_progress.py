@@ -77,6 +77,7 @@ def test_a_long_step_is_shown_every_fifteen_seconds(clock: Clock, capsys: pytest
             if block == 2:
                 break
     assert not lines_of(40)  # the call has ended
+    shown: list[str] = []
     for done in track(range(12), "repairing blocks"):
         shown = lines_of(20)
         if done == 2:
