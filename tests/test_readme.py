@@ -222,7 +222,7 @@ Path("grid.toml").write_text(
     "[grid]\\nseed = [1, 2]\\n"
 )
 for words in COMMANDS:
-    print("attnrx", *words, flush=True)
+    print("# command:", *words, flush=True)
     with redirect_stderr(io.StringIO()) as errors:
         code = main(words)
     refused = errors.getvalue().strip().rpartition("\\n")[2]
@@ -250,4 +250,4 @@ def test_the_commands_run_with_the_extras_that_their_page_names(page: str, tmp_p
     command = [sys.executable, str(Path(named_extras.__file__)), ",".join(extras(page)), str(file)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count("\nattnrx ") + done.stdout.startswith("attnrx ") == len(lines)
+    assert done.stdout.count("# command: ") == len(lines)
