@@ -233,7 +233,7 @@ def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
         ({"precision": "bfloat16"}, "it is written at float32"),
         ({"to": "onnxx"}, "did you mean 'onnx'"),
         ({"to": "onnx(opset=3)"}, "give 18 to"),
-        ({"to": "onnx(opset=true)"}, "opset of onnx is int"),
+        ({"to": "onnx(opset=true)"}, "opset of onnx is a whole number"),
         ({"to": "int8(method=best)"}, "minmax, entropy"),
     ],
 )
