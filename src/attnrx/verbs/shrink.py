@@ -388,10 +388,8 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
 
 
 def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:
-    path, diagnosed = (
-        None if state is None else state / "diagnosis.json",
-        images.take(min(DIAGNOSIS_IMAGES, len(images))),
-    )
+    path = None if state is None else state / "diagnosis.json"
+    diagnosed = images.take(min(DIAGNOSIS_IMAGES, len(images)))
     if path is not None and path.exists():
         # A damaged file, or one of another version, is made again.
         with suppress(AttnrxError, KeyError, TypeError):

@@ -141,14 +141,14 @@ def repair(
         NotSupported: The candidate prunes or merges tokens, or its MLPs are not two linear maps.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
     """
-    knobs = settings or Repair()
-    images = images_for(reference, calibration, "calibration", limit=MOST_REPAIRED, seed=knobs.seed)
+    requested = settings or Repair()
+    images = images_for(reference, calibration, "calibration", limit=MOST_REPAIRED, seed=requested.seed)
     for model, what in ((candidate, "repair"), (reference, "repair a candidate of")):
         require_all_tokens(model, what)
     result = Repaired(copy_module(candidate))
     _require_alike(reference, result.model, len(images))
-    knobs, count = _within_budget(reference, result.model, knobs, len(images))
-    if count < len(images) or knobs.steps < (settings or Repair()).steps:
+    knobs, count = _within_budget(reference, result.model, requested, len(images))
+    if count < len(images) or knobs.steps < requested.steps:
         result.notes.append(
             f"repair: {count} of {len(images)} images and {knobs.steps} steps, within {knobs.macs:.3g} "
             "multiply-accumulates"
