@@ -28,7 +28,7 @@ from attnrx.vit.models import family_of
 # MIN_IMAGES images, and as many as take MIN_MACS multiply-accumulates, because below that calls of operations dominate.
 MIN_IMAGES, MIN_MACS, ROUND_FACTOR = 8, 1e10, 4
 # The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES.
-ROUNDS = 16
+ROUNDS = 32
 
 
 def rounds_of(batch: int) -> int:

@@ -42,7 +42,7 @@ class Promises(Check):
     on_request: ClassVar[bool] = True
     measures_speed: ClassVar[bool] = True
     within: float = 0.1
-    rounds: int = 20
+    rounds: int = 32
     promised: Mapping[str, Any] | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

@@ -24,9 +24,9 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 PARTS = 4
 IN_RUN = f"t over the medians of {PARTS} consecutive parts of one run"
 # The processes of the measurements that are evidence: a run in another process differs by more than its rounds do, and
-# rounds of a run depend on each other. With three the intervals of as many rounds are 1.4 times as wide
+# rounds of a run depend on each other. With four the intervals of 32 rounds are 1.3 to 1.7 times as wide
 # (benchmarks/coverage.py).
-PROCESSES = 4
+PROCESSES = 8
 # The roles beside the candidates in one run; blank, as no name of a candidate is.
 REFERENCE, UNCHANGED = "", " "
 
