@@ -31,11 +31,11 @@ class Promises(Check):
     The claims about divergence, agreement and change of accuracy fail if the mean over these images is worse than the
     end of the plan's prediction interval for this number of images. They hold if it is not, and if the interval of the
     mean excludes twice what was promised: twice the divergence, twice the share of changed decisions or of lost images,
-    but at least `MIN_LOSS` more of these. Otherwise the images are too few, and the claim is undecided. Where the end
-    of the prediction interval is that of the quantity's range, which no model can miss, the mean is reported without a
-    limit. The claim about speed, relative to the library's reference implementation, holds if a pass takes at most the
-    share `within` longer than predicted. Precision, threads, clock and batch size are those of the plan. `promised`
-    replaces the record of the prescription (`Plan.predictions`).
+    but at least `MIN_LOSS` more of these. Otherwise the images are too few, and the claim is undecided; its limit is
+    then twice what was promised. Where the end of the prediction interval is that of the quantity's range, which no
+    model can miss, the mean is reported without a limit. The claim about speed, relative to the library's reference
+    implementation, holds if a pass takes at most the share `within` longer than predicted. Precision, threads, clock
+    and batch size are those of the plan. `promised` replaces the record of the prescription (`Plan.predictions`).
     """
 
     name: ClassVar[str] = "promises"
@@ -150,7 +150,8 @@ def judged_promise(
             ends = min(measured.low, value - spread / n**0.5), max(measured.high, value + spread / n**0.5)
         excluded = judged(value, double, ends, n, at_least=not more_is_worse)
         if excluded["outcome"] != HOLDS:
-            verdict |= {"outcome": UNDECIDED, "deciding_n": excluded.get("deciding_n")}
+            # Stated with the limit that these images do not exclude.
+            verdict |= {"outcome": UNDECIDED, "limit": double, "deciding_n": excluded.get("deciding_n")}
     return {**verdict, "value": value, "low": measured.low, "high": measured.high}
 
 
