@@ -68,8 +68,8 @@ VARIANTS = {
     "plan, multiples of 8": PLAN.format(more=",multiple=8"),
 }
 REAL = "qk=total_rank:0.7 vo=total_rank:0.8 hidden=total_rank:0.85 tokens=ward:0.8@4,7,10"
-# Share of the budget, of the sections in the order in which they run; what is left goes to the last one.
-SHARES = {"content": 0.06, "tests": 0.22, "eager": 0.16, "backends": 0.1, "real": 0.26, "compiled": 1.0}
+# Parts of the budget, of the sections in the order in which they run. `compiled` also takes what the others leave.
+SHARES = {"content": 0.06, "tests": 0.22, "eager": 0.16, "backends": 0.1, "real": 0.26, "compiled": 0.2}
 TITLES = {
     "tests": "Tests of the CUDA paths",
     "eager": "Speed, eager",
@@ -92,9 +92,9 @@ class Cell:
 EAGER = tuple(itertools.starmap(Cell, itertools.product("SBT", (64, 256, 1))))
 PROFILED = (Cell("S", 64), Cell("T", 1))
 COMPILED = (
-    (Cell("S", 64), "compiled", ("plan, multiples of 8", "unchanged", "ward:13@every", "plan")),
-    (Cell("T", 1), "compiled, CUDA graphs", ("plan, multiples of 8", "ward:13@every", "unchanged")),
-    (Cell("B", 256), "compiled", ("plan, multiples of 8", "ward:13@every", "unchanged")),
+    (Cell("S", 64), "compiled", ("unchanged", "ward:0.7@4,7,10", "plan, multiples of 8")),
+    (Cell("T", 1), "compiled, CUDA graphs", ("unchanged", "ward:0.7@4,7,10", "plan, multiples of 8")),
+    (Cell("B", 256), "compiled", ("unchanged", "ward:0.7@4,7,10", "plan, multiples of 8")),
 )
 # Ranks of the heads: even between 4 and the head dimension, and one full head beside narrow ones.
 SPECTRA: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
@@ -125,6 +125,8 @@ class Run:
     precision: str
     record: dict[str, Any]
     started: float
+    sections: tuple[str, ...] = tuple(SHARES)
+    cells: tuple[Cell, ...] = EAGER
     ends: float = 0.0  # of the section that runs
     built: dict[str, "Models"] = field(default_factory=dict)
 
@@ -151,7 +153,9 @@ class Run:
     def section(self, name: str, work: Callable[["Run", dict[str, Any]], None]) -> None:
         """Runs a section within its share of the budget, and records its results or its traceback."""
         begin = time.monotonic()
-        self.ends = min(begin + SHARES[name] * self.budget, self.started + self.budget)
+        share = SHARES[name] / sum(SHARES[each] for each in self.sections)
+        end = self.started + self.budget
+        self.ends = end if name == "compiled" else min(begin + share * self.budget, end)
         result: dict[str, Any] = {}
         self.record["sections"][name] = result
         if self.left < 2:
@@ -364,7 +368,7 @@ def timed(
 def eager_section(run: Run, result: dict[str, Any]) -> None:
     """All variants, eager and as CUDA graphs of the eager kernels."""
     result["cells"] = []
-    for cell in EAGER if not run.tiny else EAGER[:1]:
+    for cell in run.cells if not run.tiny else run.cells[:1]:
         if run.left < 1:
             result["left_out"] = [*result.get("left_out", ()), f"ViT-{cell.size}, batch {cell.batch}"]
             continue
@@ -866,6 +870,13 @@ def stop_late(run: Run) -> threading.Timer:
     return timer
 
 
+def cell_of(text: str) -> Cell:
+    size, _, batch = text.partition(":")
+    if size not in MODELS or not batch.isdecimal() or not int(batch):
+        raise argparse.ArgumentTypeError(f"{text!r} is not SIZE:BATCH with a size of {', '.join(MODELS)}, e.g. B:256")
+    return Cell(size, int(batch))
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -876,6 +887,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=Path, help="the parquet file that --pack writes")
     parser.add_argument("--pack", type=Path, metavar="PARQUET", help="write --images from ImageNette, and end")
     parser.add_argument("--only", nargs="+", choices=tuple(WORK), default=tuple(WORK), help="these sections")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        type=cell_of,
+        default=EAGER,
+        metavar="SIZE:BATCH",
+        help="the models of the section eager, e.g. T:64 B:256 (all)",
+    )
     parser.add_argument("--tiny", action="store_true", help="small models and batches, for a test of this script")
     parser.add_argument("--render", action="store_true", help="write gpu.md from an earlier gpu.json, and end")
     arguments = parser.parse_args(words)
@@ -898,6 +917,8 @@ def main(words: Sequence[str] | None = None) -> None:
         arguments.precision,
         {"sections": {}},
         time.monotonic(),
+        tuple(arguments.only),
+        tuple(arguments.cells),
     )
     run.record["facts"] = facts(run, "python benchmarks/gpu.py --weights W --images I")
     watch = stop_late(run)

@@ -143,7 +143,7 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 # They change how a run is stored or distributed, and its result only by rounding.
-HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change when a run is resumed
+HARMLESS = {"config.checkpoint_every", "config.cuda_graph", "config.parallel"}  # may change when a run is resumed
 
 
 def identity(

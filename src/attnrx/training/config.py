@@ -149,6 +149,8 @@ class TrainingConfig:
         strength_learning_rate: Factor on the strengths' learning rate; spreads them sooner.
         precision: Of the forward pass.
         compile: Train through torch.compile.
+        cuda_graph: Record a step as a CUDA graph and replay it, for small models, whose kernels take longer to launch
+            than to run. For the loss `Task` alone, in one process, without mixing, ema or tokens.
         parallel: For several processes (accelerate launch, torchrun): a replica per process, or sharded.
         ema: Decay of a running mean of the weights, which is then validated and saved instead of the last ones (off).
         seed: Weights, order, augmentation and noise.
@@ -178,6 +180,7 @@ class TrainingConfig:
     strength_learning_rate: float = 1.0
     precision: str = "bf16"
     compile: bool = False
+    cuda_graph: bool = False
     parallel: str = "ddp"
     ema: float | None = None
     seed: int = 42
@@ -198,7 +201,7 @@ class TrainingConfig:
             frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
             layer_decay=SHARE,
             joining=number(0.0, 1.0, "a share of the run, at least 0 and below 1", above=False),
-            **dict.fromkeys(("nonnegative_fusion", "compile"), FLAG),
+            **dict.fromkeys(("nonnegative_fusion", "compile", "cuda_graph"), FLAG),
             temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),
             ema=optional(RATE),

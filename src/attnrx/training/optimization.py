@@ -90,13 +90,22 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         }
         for (kind, block), parameters in groups.items()
     ]
-    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)  # fused: a few kernels for all
+    # fused: a few kernels for all
+    optimizer = torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True, capturable=config.cuda_graph)
+    if config.cuda_graph:
+        for group in optimizer.param_groups:  # a recorded step reads its learning rates from tensors
+            group["lr"] = torch.tensor(config.learning_rate, device=group["params"][0].device)
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float = 1.0) -> None:
     """Sets the learning rate of every group, times the group's factor; 0 for groups that have not joined yet."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"] if progress >= group["joins"] else 0.0
+        value = rate * group["factor"] if progress >= group["joins"] else 0.0
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:

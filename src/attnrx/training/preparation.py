@@ -28,6 +28,7 @@ from attnrx.training.optimization import (
     project_fusion_,
     strengths_of,
 )
+from attnrx.training.recorded_step import require_recordable
 from attnrx.training.sharding import shard_
 from attnrx.training.step import Learner, Meter
 from attnrx.vit.models import evaluating, family_of, require_ordinary_weights
@@ -210,6 +211,8 @@ def prepare(
 
     `model` is the `target` itself, or a copy whose weights will be sharded.
     """
+    if config.cuda_graph:
+        require_recordable(model, config, accelerator)
     strengths = strengths_of(model)
     # An option without effect is an error, because the user expects one.
     given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]

@@ -14,6 +14,7 @@ from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import Mixed, TrainingConfig
 from attnrx.training.losses import LossContext, TeacherSource
 from attnrx.training.optimization import Schedule, WeightMean, project_fusion_, set_learning_rate
+from attnrx.training.recorded_step import RecordedStep
 from attnrx.training.sharding import full_tensor, reshard_, without_gradient_sync
 from attnrx.vit.models import recording_tokens, reduction_of
 
@@ -71,6 +72,14 @@ class Learner:
     first_bad: Tensor
     features: list[Tensor] | None
     teachers: Mapping[TeacherSource, nn.Module]
+    recorded: RecordedStep | None = None
+
+    def __post_init__(self) -> None:
+        if self.config.cuda_graph:
+            # The step that `_run_` takes as a constant is read by settings only that cannot be recorded.
+            self.recorded = RecordedStep(
+                lambda batch, number: self._run_(batch, 0, number), self.optimizer.zero_grad, self.accelerator.device
+            )
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -96,11 +105,18 @@ class Learner:
 
     def step_(self, batch: Batch, step: int) -> None:
         """Runs one step with this process's share of the batch, in micro-batches."""
-        config = self.config
         # Of dropout and sampled tokens: other numbers in every process, since each has other images.
-        torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
+        torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
         self._set_sampling(step)
+        if self.recorded is not None:
+            self.recorded(batch, step)
+        else:
+            self._run_(batch, step, step)
+
+    def _run_(self, batch: Batch, step: int, number: int | Tensor) -> None:
+        """Runs everything of a step that is on the device; `number` is the step for the record, possibly a tensor."""
+        config = self.config
         mixed = Mixed(batch.images, None, 1.0)
         if config.mixing is not None:
             mixed = config.mixing.apply(batch, derived_seed(config.seed, MIXING, step))
@@ -116,7 +132,7 @@ class Learner:
             correct.append(num_correct)
         reshard_(self.model)  # the optimizer works on the shards
         norm = self._update_(step)
-        self._record_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
+        self._record_(number, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
     def _set_sampling(self, step: int) -> None:
         reduction = reduction_of(self.model)
@@ -176,7 +192,7 @@ class Learner:
             self.mean.update_(step)
         return full_tensor(norm)
 
-    def _record_(self, step: int, values: list[Tensor], correct: Tensor, images: int) -> None:
+    def _record_(self, step: int | Tensor, values: list[Tensor], correct: Tensor, images: int) -> None:
         # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
         share = 1 / self.shard[1]
         self.meter.add_([*(value * share for value in values), correct, float(images), share])

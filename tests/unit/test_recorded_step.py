@@ -1,0 +1,63 @@
+"""A recorded training step: its tensors, what cannot be recorded, and what happens if recording fails."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attnrx.support.errors import NotSupported
+from attnrx.training import Mixing, preparation, recorded_step
+from attnrx.training.losses import Task
+from attnrx.training.losses.penalties import TargetRank
+from tiny_runs import run, same
+
+ORDINARY = {"ema": None, "losses": (Task(),)}
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replays run the recorded step again; returns one entry for every recording."""
+    recordings: list[int] = []
+
+    def recorded(work: Callable[[], None]) -> Callable[[], None]:
+        recordings.append(1)
+        return work
+
+    monkeypatch.setattr(preparation, "require_recordable", lambda *arguments: None)
+    monkeypatch.setattr(recorded_step, "on_another_stream", lambda work: work())
+    monkeypatch.setattr(recorded_step, "recorded", recorded)
+    return recordings
+
+
+def test_replays_take_their_batch_rate_and_step_from_tensors(on_a_cpu: list[int], tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", **ORDINARY)
+    replayed = run(tmp_path / "replayed", **ORDINARY, cuda_graph=True)
+    assert len(on_a_cpu) == 1
+    assert same(plain, replayed)
+
+
+def test_a_step_that_cannot_be_recorded_is_run(
+    on_a_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorded_step, "recorded", fails)
+    with pytest.warns(UserWarning, match="runs without one: RuntimeError: operation not permitted"):
+        replayed = run(tmp_path / "replayed", **ORDINARY, cuda_graph=True)
+    assert same(run(tmp_path / "plain", **ORDINARY), replayed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({**ORDINARY}, "on a CPU;"),
+        ({**ORDINARY, "mixing": Mixing()}, "with mixing"),
+        ({**ORDINARY, "accumulate": 2}, "with accumulate"),
+        ({"ema": 0.9, "losses": (Task(),)}, "with ema"),
+        ({"ema": None, "losses": (Task(), TargetRank(2.0))}, "with losses other than Task"),
+    ],
+)
+def test_settings_that_cannot_be_recorded_are_refused(settings: dict, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(NotSupported, match=f"cuda_graph=True: a step cannot be recorded .*{problem}"):
+        run(tmp_path, **settings, cuda_graph=True)
