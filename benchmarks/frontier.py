@@ -22,7 +22,6 @@ from torch import nn
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.decide.planning import TimingSettings
 from attnrx.nouns.plan import Plan
 from attnrx.show.checks import Accuracy, Comparison, Fidelity
 from attnrx.show.reports.figures import Chart, Curve, CurvePoint
@@ -75,8 +74,9 @@ def models(model: nn.Module, splits: rx.data.Splits, folder: Path) -> Iterator[t
 def planned(model: nn.Module, splits: rx.data.Splits, faster: float, folder: Path) -> nn.Module:
     """Returns the model of a plan, which is kept in the folder."""
     if not (folder / "plan.json").exists():
-        timing = TimingSettings(CHART_BATCH, Conditions(threads=CHART_THREADS))
-        settings = rx.planning.PlanSettings.of("quick", timing, log=log)
+        settings = rx.planning.PlanSettings.preset(
+            "quick", batch=CHART_BATCH, conditions=Conditions(threads=CHART_THREADS), log=log
+        )
         images = splits.train.take(CALIBRATION)
         diagnosis = rx.diagnose(model, images, moments=True, images=DIAGNOSED, batch_size=32)
         target = rx.planning.Target("latency", 1 / faster)

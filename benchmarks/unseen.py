@@ -25,9 +25,9 @@ from attnrx.data.fixed_images import content_hashes, read_once
 from attnrx.data.images import RowImages
 from attnrx.data.labels import Relabelled, dataset_labels
 from attnrx.data.splits import StoredImages
-from attnrx.decide.planning.plan_settings import EFFORTS, effort_of
+from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.show.checks.statistics import mean_estimate
-from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, PREDICTION_IMAGES
+from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, FITS_BY_EFFORT, PREDICTION_IMAGES
 
 
 def main() -> None:
@@ -75,9 +75,9 @@ def main() -> None:
 
 def unseen_training_images(splits: rx.data.Splits, effort: str) -> FixedImages:
     """Returns the training and validation images that a call of `shrink` at this effort does not look at."""
-    preset = effort_of(effort)
+    fitted = max(EFFORTS[effort].num_images, FITS_BY_EFFORT[effort][0], DIAGNOSIS_IMAGES)
     # Divided as by `shrink`; the smaller sets that it takes are parts of these.
-    parts = three_parts(splits, max(preset.images, preset.repair_images, DIAGNOSIS_IMAGES), PREDICTION_IMAGES)
+    parts = three_parts(splits, fitted, PREDICTION_IMAGES)
     seen = torch.cat([content_hashes(batch.images) for part in parts for batch in part.batches(50)])
     batches = chain.from_iterable(images.batches(50) for images in (splits.train, splits.validation))
     found = read_once(batches, splits.name, normalization=splits.normalization, distinct=True)

@@ -8,7 +8,9 @@ from torch import nn
 import cases
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.planning import TimingSettings
+from attnrx.decide.planning import PlanSettings
+from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.measured_costs import measured_cost_table
 from attnrx.decide.planning.space import Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.costs import Conditions
@@ -20,7 +22,10 @@ from comparisons import pixels
 CONFIG = ViTConfig.uniform(
     "dense", width=16, depth=3, heads=2, **{**cases.TINY, "patch_size": cases.TINY["patch_size"] // 2}
 )
-CLOCK = TimingSettings(2, Conditions(threads=1), "cpu", 2, in_subprocess=False)
+# Short timings in this process.
+SETTINGS = PlanSettings(
+    batch=2, conditions=Conditions(threads=1), clock="cpu", rounds=2, timed_levels=tuple(range(7)), in_subprocess=False
+)
 
 
 @cache
@@ -41,6 +46,11 @@ def diagnosed() -> Diagnosis:
 @cache
 def spanned() -> Space:
     return Space(original(), diagnosed(), Ward(), form="total_rank", step=2)
+
+
+def timed(space: Space, levels: tuple[int, ...] = SETTINGS.timed_levels) -> CostTable:
+    """Returns a cost table of few timings in this process."""
+    return measured_cost_table(space, SETTINGS.protocol, SETTINGS.noise(space.model), levels)
 
 
 def made(space: Space, choices: Choices) -> nn.Module:

@@ -464,7 +464,7 @@ def test_help_loads_none_of_the_heavy_libraries(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "field"), [("--images N", "images"), ("--trials N", "trials"), ("--rounds", "rounds")]
+    ("option", "field"), [("--images N", "num_images"), ("--trials N", "trials"), ("--rounds", "rounds")]
 )
 def test_the_help_of_plan_states_the_numbers_of_the_efforts(
     option: str, field: str, capsys: pytest.CaptureFixture[str]

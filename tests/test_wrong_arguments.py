@@ -17,7 +17,7 @@ from attnrx.change.realization.repair import Repair
 from attnrx.data import Augmentation, Columns
 from attnrx.data.model_data import splits_for
 from attnrx.decide.diagnostics import DIAGNOSTICS
-from attnrx.decide.planning import PlanSettings, Target, TimingSettings
+from attnrx.decide.planning import PlanSettings, Target
 from attnrx.show.checks import CHECKS
 from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 from attnrx.training import Mixing
@@ -123,8 +123,7 @@ SETTINGS: Mapping[type, Mapping[str, Any]] = {
     PlanSettings: {},
     Refinement: {},
     Repair: {},
-    Target: {"of": "macs", "most": 0.5},
-    TimingSettings: {},
+    Target: {"quantity": "macs", "limit": 0.5},
     **{check: {} for name, check in CHECKS.items() if name not in ("controls", "shift", "retrieval")},
     **{diagnostic: {} for diagnostic in DIAGNOSTICS.values()},
 }

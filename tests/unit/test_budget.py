@@ -10,7 +10,7 @@ from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.budget import (
     GRID,
-    SCOPES,
+    PARTS,
     Budget,
     costs_at,
     largest_share,
@@ -98,7 +98,7 @@ def test_the_model_costs_no_more_than_allowed_and_one_step_more_would(
     assert costs_at(model, found, ALL, reported["shares"][0] + 1 / GRID).macs > macs * before
 
 
-@pytest.mark.parametrize("of", [of for of in SCOPES if of != "model"])
+@pytest.mark.parametrize("of", PARTS)
 def test_every_layer_meets_its_own_target(of: str, model: VisionTransformer, found: Diagnosis) -> None:
     prescription = prescribe_within(model, found, OF[of], Budget(0.8, of))
     small = realize(model, prescription)
@@ -151,7 +151,7 @@ def test_what_cannot_be_met_is_said(model: VisionTransformer, found: Diagnosis) 
         prescribe_within(model, found, Template.parse("total_rank:0.5"), Budget(0.8))
     with pytest.raises(InvalidInput, match="share of the original's MACs"):
         Budget(1.2)
-    with pytest.raises(InvalidInput, match=r"of='heads'.*one of model"):
+    with pytest.raises(InvalidInput, match=r"part='heads'.*one of model"):
         Budget(0.5, "heads")
 
 

@@ -10,12 +10,12 @@ import torch
 
 from attnrx.decide.planning import measured_costs
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.measured_costs import ATTEMPTS, STEADY, cached_cost_table, measured_cost_table
+from attnrx.decide.planning.measured_costs import ATTEMPTS, STEADY, cached_cost_table
 from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
 from attnrx.support.hardware import cache_folder
 from attnrx.support.storage import read_tensors, write_tensors
-from planned import CLOCK, spanned
+from planned import SETTINGS, spanned, timed
 
 Edit = Callable[[CostTable], CostTable]
 
@@ -37,7 +37,7 @@ def good(space: Space) -> CostTable:
     exact = exact_cost_table(space, "macs")
     # Of a timing, the MLP is a part of the attention's costs, and its own are savings.
     attention = exact.attention + exact.mlp[:, :1, :][:, None]
-    return replace(exact, of="latency", unit="blocks", attention=attention, mlp=exact.mlp - exact.mlp[:, :1])
+    return replace(exact, quantity="latency", attention=attention, mlp=exact.mlp - exact.mlp[:, :1])
 
 
 def with_one(name: str, value: float) -> Edit:
@@ -64,7 +64,7 @@ BAD: dict[str, Edit] = {
 
 def run(space: Space, tables: Iterator[CostTable]) -> tuple[CostTable, list[str]]:
     lines: list[str] = []
-    return cached_cost_table(space, CLOCK, "quick", lambda: next(tables), lines.append), lines
+    return cached_cost_table(space, replace(SETTINGS, log=lines.append), lambda: next(tables)), lines
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -123,7 +123,7 @@ def test_noisy_timings_are_used_and_not_kept(space: Space, cache: Path) -> None:
 
 @pytest.mark.slow
 def test_a_measured_table_states_its_spread(space: Space) -> None:
-    table = measured_cost_table(space, CLOCK)
+    table = timed(space)
     assert table.spread >= 0 and np.isfinite(table.spread)
 
 

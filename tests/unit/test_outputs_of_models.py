@@ -77,7 +77,7 @@ def test_a_backbone_is_diagnosed_planned_and_verified(name):
     images = torch.randn(48, 3, 16, 16, generator=generator, dtype=torch.float64)
     data, others = (torch.utils.data.TensorDataset(each, torch.arange(48) % 4) for each in (images, -images))
     diagnosis = rx.diagnose(model, data, moments=True)
-    settings = rx.planning.PlanSettings.of("quick", axes=("qk", "vo"))
+    settings = rx.planning.PlanSettings.preset("quick", axes=("qk", "vo"))
     plan = rx.plan(model, diagnosis, "macs=0.93", data, others, settings=settings)
     slim = rx.realize(model, plan.prescription)
     evidence = rx.verify(slim, model, data, prescription=plan.with_predictions)

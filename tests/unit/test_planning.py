@@ -54,7 +54,9 @@ from attnrx.vit.models import VisionTransformer, blocks_of, chunked_forward, fam
 from attnrx.vit.outputs import KINDS, divergence, softened_divergence
 from attnrx.vit.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward
 from comparisons import pixels
-from planned import CLOCK, CONFIG, made
+from planned import CONFIG, SETTINGS, made
+
+THOROUGH = EFFORTS["thorough"]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +83,9 @@ def space() -> Space:
 @pytest.mark.slow
 def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, reducer: Reducer) -> None:
     own, answers = replace(space, reducer=reducer), Answers.of(space.model, images, 5)
-    found = measure_sensitivities(own, answers, lambda _: None)
+    found = measure_sensitivities(own, answers, THOROUGH)
     nothing = Choices.nothing(3)
-    for axis, level, layer in itertools.product(RANKS, EFFORTS["thorough"].probed, range(3)):
+    for axis, level, layer in itertools.product(RANKS, THOROUGH.probed_levels, range(3)):
         if level in own.available(axis):
             alone = answers.measure(made(own, nothing.with_level(axis, layer, level)))
             for name, sensitivities in found.items():
@@ -114,7 +116,7 @@ def test_the_first_answers_are_whole_batches(model: VisionTransformer) -> None:
 
 
 def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
-    sensitivities = measure_sensitivities(space, Answers.of(space.model, images, 12), lambda _: None)["divergence"]
+    sensitivities = measure_sensitivities(space, Answers.of(space.model, images, 12), THOROUGH)["divergence"]
     for axis in RANKS:
         assert (np.diff(sensitivities.ranks[axis], axis=1) >= 0).all()
     for layer in (1, 2):
@@ -165,7 +167,7 @@ def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, mo
 
 @pytest.fixture(scope="module")
 def sensitivities(space: Space) -> Sensitivities:
-    return measure_sensitivities(space, Answers.of(space.model, pixels(CONFIG, 12), 12), lambda _: None)["divergence"]
+    return measure_sensitivities(space, Answers.of(space.model, pixels(CONFIG, 12), 12), THOROUGH)["divergence"]
 
 
 def every_plan(space: Space) -> Iterator[Choices]:
@@ -239,7 +241,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, target: str, tmp_path: Path
 ) -> None:
     # In a process of its own, as users time it.
-    settings = PlanSettings(trials=4, timing=replace(CLOCK, in_subprocess=target == "latency=0.9x"), batch_size=12)
+    settings = replace(SETTINGS, trials=4, in_subprocess=target == "latency=0.9x", batch_size=12)
     if target.startswith("latency"):  # a model so small has little to gain; whatever is found must be measured
         try:
             found = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
@@ -254,7 +256,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     slim = realize(model, found.prescription)
     costs, before = (family_of(each).costs(each) for each in (slim, model))
     if not target.startswith("max-drop"):
-        spent = getattr(costs, found.spend) / getattr(before, found.spend)
+        spent = getattr(costs, found.minimized) / getattr(before, found.minimized)
         assert spent == pytest.approx(found.cost) and spent <= Target.parse(target).limit
     assert found.explained and found.front[-1].cost == found.cost
     for point in found.front:
@@ -297,7 +299,7 @@ def test_a_search_goes_on_where_it_stopped(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"seed": 1}, {"variations": 2}, {"effort": EFFORTS["quick"]}],
+    [{"seed": 1}, {"variations": 2}, {"probed_levels": (4,)}],
     ids=str,
 )
 def test_a_search_of_other_settings_does_not_resume_stored_trials(
@@ -321,7 +323,7 @@ def test_images_to_predict_on_are_not_planned_on(
     with pytest.raises(DataError, match=r"all 12 images .* are also among those that predictions are measured on"):
         plan(model, diagnosis, "macs=0.6x", images, images)
     lines: list[str] = []
-    settings = PlanSettings.of("quick", trials=0, axes=("qk",), log=lines.append)
+    settings = PlanSettings.preset("quick", trials=0, axes=("qk",), log=lines.append)
     plan(model, diagnosis, "macs=0.95x", images, images.take(4), settings=settings)
     assert "4 of 12 images to plan on are among those to predict on: not used" in lines
 
@@ -465,8 +467,7 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
 def test_no_output_of_a_plan_is_computed_twice(
     model: VisionTransformer, diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    effort = replace(EFFORTS["quick"], trial_images=4, images=16, finalists=2)
-    settings = PlanSettings(trials=6, batch_size=4, effort=effort)
+    settings = PlanSettings(trials=6, batch_size=4, trial_images=4, finalists=2)
     images, target = pixels(CONFIG, 16), Target.parse("macs=0.8x")
     measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
     computed, outputs_of = [], Answers.outputs_of
@@ -510,7 +511,7 @@ def test_the_plan_of_a_search_that_loses_more_accuracy_is_not_taken(
         def _keeps_accuracy(self, step: Step) -> bool:
             return step.choices != lossy and super()._keeps_accuracy(step)
 
-        def _searched(self, most: float) -> Trial:
+        def _searched(self, limit: float) -> Trial:
             return Trial({}, Step(lossy, 0.0, 0.0), 0.0, 0.0)
 
     lossy = Choices((6, 6, 6), (6, 6, 6), (6, 6, 6), (0, 8, 4))
@@ -533,7 +534,7 @@ def test_cost_tables_are_of_one_number_of_tokens(space: Space, tmp_path: Path, m
     other = replace(space, _pieces={})
     other.__dict__["shape"] = replace(space.shape, layout=replace(layout, patches=layout.patches // 2))
     for one in (space, other, space):
-        stored = cached_cost_table(one, CLOCK, "quick", measure, lambda line: None)
+        stored = cached_cost_table(one, SETTINGS, measure)
     assert len(measured) == 2 and stored.whole == table.whole  # read back at full precision
 
 

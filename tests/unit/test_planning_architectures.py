@@ -12,7 +12,6 @@ import planned
 import pretrained
 from attnrx.change.realization import realize
 from attnrx.decide.planning import Plan, PlanSettings, Target
-from attnrx.decide.planning.measured_costs import measured_cost_table
 from attnrx.decide.planning.space import Choices
 from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.vit.models import family_of
@@ -47,7 +46,7 @@ def plan_of(model: nn.Module, **settings: Any) -> tuple[Plan, list[str]]:
     lines: list[str] = []
     images = pretrained.inputs(model, 6)
     diagnosis = rx.diagnose(model, images, batch_size=6, moments=True)
-    preset = PlanSettings.of("quick", trials=0, batch_size=6, log=lines.append)
+    preset = PlanSettings.preset("quick", trials=0, batch_size=6, log=lines.append)
     given = replace(preset, **settings)
     return rx.plan(model, diagnosis, "macs=0.9x", images, -pretrained.inputs(model, 4), settings=given), lines
 
@@ -96,9 +95,8 @@ def test_images_of_few_patches_are_planned(size: int, patches: int) -> None:
 def test_blocks_are_timed_without_the_axis_of_tokens_and_with_other_arguments(name: str) -> None:
     model = rx.load(pretrained.of_timm(name, depth=3)).float()
     diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
-    clock = replace(planned.CLOCK, timed=(4,))
-    space = PlanSettings(timing=clock).space(model, diagnosis, Target.parse("faster=1.1"))
-    table = measured_cost_table(space, clock)
+    space = planned.SETTINGS.space(model, diagnosis, Target.parse("faster=1.1"))
+    table = planned.timed(space, (4,))
     assert table.patches == space.patches and table.total(Choices.nothing(space.depth)) == pytest.approx(1.0)
 
 

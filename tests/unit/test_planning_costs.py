@@ -27,14 +27,13 @@ from attnrx.decide.planning.cost_correction import (
     never_slower_mlp,
 )
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.measured_costs import _Timer, measured_cost_table
-from attnrx.decide.planning.plan_settings import PlanSettings
+from attnrx.decide.planning.measured_costs import _Timer
 from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.decide.planning.target import Target
 from attnrx.vit.attention import Attention, AttentionCapture
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import ViTConfig, family_of
-from planned import CLOCK, made
+from planned import SETTINGS, made, timed
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_the_price_of_nothing_is_the_whole(space: Space) -> None:
 
 @pytest.mark.slow
 def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
-    cost_table = measured_cost_table(replace(space, form="uniform_rank", _pieces={}), CLOCK)
+    cost_table = timed(replace(space, form="uniform_rank", _pieces={}))
     assert cost_table.total(Choices.nothing(3)) > 0
     one = cost_table.attention[0, 0, 0]
     assert one[-1] > 0 and one[0] == 0 and (np.diff(one[[0, -1]]) > 0).all()
@@ -78,7 +77,8 @@ def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
 
 
 def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
-    timer = _Timer(space, CLOCK, [8, 17])
+    timing = SETTINGS.protocol, SETTINGS.noise(space.model), [8, 17]
+    timer = _Timer(space, *timing)
     after, before = timer._place_after_stage(space.model, 2), timer._place(space.model, 2)
     assert isinstance(after, nn.Module) and isinstance(before, nn.Module)
     tokens = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
@@ -86,16 +86,15 @@ def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
         assert_close(after(tokens), before(tokens))  # every size is 1
     backends = [own.backend for own in after.modules() if isinstance(own, Attention)]
     assert [type(own) for own in backends] == [AttentionCapture]
-    assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), CLOCK, [8, 17]).prunes_tokens
+    assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), *timing).prunes_tokens
 
 
 @pytest.mark.parametrize("name", [pretrained.BEIT, "eva02_tiny_patch14_224"])
 def test_blocks_of_two_layers_with_positions_are_timed_after_a_stage(name: str) -> None:
     model = rx.load(pretrained.of_timm(name, depth=2)).float()  # biases, or rotations, of all patches
     diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
-    clock = replace(CLOCK, timed=(4,))
-    space = PlanSettings(timing=clock).space(model, diagnosis, Target.parse("faster=1.1"))
-    table = measured_cost_table(space, clock)
+    space = SETTINGS.space(model, diagnosis, Target.parse("faster=1.1"))
+    table = timed(space, (4,))
     assert table.total(Choices.nothing(2)) == pytest.approx(1.0)
     assert table.attention[0, 0, 0, 1] > 0
 
@@ -112,7 +111,7 @@ def test_ranks_are_multiples_of_8_on_cuda(
     config = ViTConfig.uniform("dense", width=2 * head_dim, depth=1, heads=2, **cases.TINY)
     model = cases.model(config)
     diagnosis = rx.diagnose(model, cases.pixels(config, 8), moments=True)
-    settings = PlanSettings(axes=("qk", "vo"), timing=CLOCK)
+    settings = replace(SETTINGS, axes=("qk", "vo"))
     space = settings.space(model, diagnosis, Target.parse(target))
     assert space.multiple == multiple
     for level in range(1, len(space.levels)):
@@ -180,7 +179,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
 
 def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_the_lesser_factor() -> None:
     attention = np.array([[[10.0], [9.0]], [[7.0], [4.0]]])[None]  # alone 3 and 1 are saved, together 2 more
-    given = CostTable("time", "s", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
+    given = CostTable("time", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
     for qk, vo, expected in (
         (0.5, 0.75, 10 - 1.5 - 0.75 - 1),
         (0.75, 0.5, 10 - 2.25 - 0.5 - 1),

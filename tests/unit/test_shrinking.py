@@ -13,15 +13,15 @@ import torch
 import attnrx as rx
 import cases
 from attnrx.change.exporting import load_exported, parse_format
+from attnrx.change.realization.distillation import Distill
 from attnrx.data import three_parts
 from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Plan, PlanPoint, Target
-from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.target import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput, NotSupported
-from attnrx.verbs.shrink import predicted_classes, timing_settings
+from attnrx.verbs.shrink import FITS_BY_EFFORT, predicted_classes, timing_conditions
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import ViTConfig, model_fingerprint
 from attnrx.vit.outputs import output_kind_of
@@ -167,7 +167,7 @@ def test_an_effort_with_distillation_comes_nearer_to_the_original(
 ) -> None:
     batches, lines = images(96), list[str]()
     plain = rx.shrink(original(), batches, macs=0.5, folder=tmp_path)
-    monkeypatch.setitem(EFFORTS, "quick", replace(EFFORTS["quick"], distill_epochs=4))
+    monkeypatch.setitem(FITS_BY_EFFORT, "quick", (512, (*FITS_BY_EFFORT["quick"][1], Distill(4))))
     fitted = rx.shrink(original(), batches, macs=0.5, folder=tmp_path, log=lines.append)
     assert any(line.startswith("distilled at ") for line in lines)
     assert plain.prescription is not None and fitted.prescription is not None
@@ -303,5 +303,4 @@ def test_models_of_other_precisions_are_saved_with_their_exports(dtype: torch.dt
 )
 def test_a_model_is_timed_at_its_own_precision(dtype: torch.dtype, form: str | None, precision: str) -> None:
     model = copy.deepcopy(original()).to(dtype)
-    timing = timing_settings(model, 1, None, None if form is None else parse_format(form))
-    assert timing.conditions.precision == precision
+    assert timing_conditions(model, None, None if form is None else parse_format(form)).precision == precision

@@ -108,7 +108,7 @@ class PlanPoint:
 class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
-    `spend` is the cost that the plan limits ("latency", "macs" or "params"), `cost` the predicted share of the
+    `minimized` is the cost that the plan limits ("latency", "macs" or "params"), `cost` the predicted share of the
     original's, `measured` the latency measured while planning (for latency). `expected` holds the divergence in nats,
     and the agreement and the change of top-1 accuracy as shares. `explained` has one line per choice; `front` contains
     plans between the original and this one, cheapest last. `about` records the settings, what the model returns
@@ -117,7 +117,7 @@ class Plan(Displayed):
 
     prescription: Prescription
     target: str
-    spend: str
+    minimized: str
     cost: float
     expected: Mapping[str, PredictedQuantity]
     explained: tuple[str, ...]
@@ -135,8 +135,8 @@ class Plan(Displayed):
         """What the check `promises` verifies, as JSON-ready values; the prescription records them."""
         return {
             "target": self.target,
-            "spend": self.spend,
-            "price": self.cost,  # the name in the file format, schema 2
+            "spend": self.minimized,  # the name in the file format, schema 2
+            "price": self.cost,
             "expected": {name: quantity.to_record() for name, quantity in self.expected.items()},
             "measured": None if self.measured is None else dict(self.measured),
         }

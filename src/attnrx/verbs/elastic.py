@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.change.predictions import mean_divergences
 from attnrx.change.realization.elastic import INDEX, KIND, ORIGINAL, Elastic, Size, fit_tokens_
 from attnrx.data import Columns, ImageData, Splits
-from attnrx.decide.planning import Target
+from attnrx.decide.planning import PlanSettings, Target
 from attnrx.decide.planning.plan_timing import final_speeds
 from attnrx.decide.planning.target import target_of
 from attnrx.nouns.evidence import Evidence
@@ -26,7 +26,7 @@ from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.load import load
 from attnrx.verbs.preflight import preflight
 from attnrx.verbs.save import save
-from attnrx.verbs.shrink import BELOW_ONE, COMMON_KINDS, ShrinkRun, load_original, phase_shares, timing_settings
+from attnrx.verbs.shrink import BELOW_ONE, COMMON_KINDS, ShrinkRun, load_original, phase_shares, timing_conditions
 from attnrx.verbs.shrunk import require_result_folder
 from attnrx.vit.models import family_of, model_fingerprint, reduction_of
 from attnrx.vit.models.verbs import verb
@@ -108,8 +108,9 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
             original = load_original(model, weights)
             _require_elastic_folder(folder)
-            timing = timing_settings(original, batch, threads)
-            run = ShrinkRun.start(original, data, columns, folder, effort=effort, timing=timing, seed=seed, log=log)
+            conditions = timing_conditions(original, threads)
+            settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log)
+            run = ShrinkRun.start(original, data, columns, folder, effort, settings)
             stored = _stored_sizes(folder, run, targets)
             missing = {name: target for name, target in targets.items() if name not in stored}
             for name in missing:
@@ -127,7 +128,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             "params": costs.params,
             "effort": effort,
             "seed": seed,
-            "timing": {"batch": batch, "threads": threads, "hardware": timing.conditions.hardware},
+            "timing": {"batch": batch, "threads": threads, "hardware": conditions.hardware},
         }
         result = Elastic(folder, _measured_sizes(run, folder, names), about)
         result.write()
@@ -197,7 +198,7 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
     models = {name: load(folder / name) for name in names}
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)
-    speeds = final_speeds(models, run.original, reference, run.settings.timing)
+    speeds = final_speeds(models, run.original, reference, run.settings)
     measured = []
     for name, model in models.items():
         costs, path, fingerprint = (

@@ -33,8 +33,8 @@ from attnrx.data import (
 )
 from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.planning import Plan, PlanSettings, Target, TimingSettings, plan_each
-from attnrx.decide.planning.plan_settings import EFFORTS, effort_of
+from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
+from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.plan_timing import final_protocol, rounds_of
 from attnrx.decide.planning.target import DROP, target_of
 from attnrx.nouns.diagnosis import Diagnosis
@@ -77,6 +77,17 @@ DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
 MAX_VERIFICATION_IMAGES = 10_000
 REPORT_IMAGES = 8  # test images in the report
 STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
+
+# By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
+# multiply-accumulates a repair takes fewer images and steps.
+FITS_BY_EFFORT: Mapping[str, tuple[int, tuple[Fit, ...]]] = {
+    # A ViT-S needs 1.2e13 for all images, a ViT-B would need 4e13.
+    "quick": (512, (Repair(100, macs=2e13),)),
+    "normal": (1024, (Repair(300, macs=1e14),)),
+    # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens of
+    # the images that the budget leaves of a ViT-L are in memory seven times, in 12 GB.
+    "thorough": (3072, (Repair(500, macs=4e14), Distill(2))),
+}
 
 # The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
 # the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
@@ -200,8 +211,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, not by_image, form)
-        timing = timing_settings(original, batch, threads, form)
-        run = ShrinkRun.start(original, data, columns, folder, effort=effort, timing=timing, to=to, seed=seed, log=log)
+        conditions = timing_conditions(original, threads, form)
+        settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
+        run = ShrinkRun.start(original, data, columns, folder, effort, settings)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
@@ -218,7 +230,7 @@ def phase_shares(spend: str, effort: str) -> dict[str, float]:
     shares = dict(PHASE_SHARES)
     if spend == "latency":  # blocks are timed, and so are whole plans
         shares |= {"measuring costs": 60.0, "searching plans": 80.0, "verifying": 30.0}
-    if effort_of(effort).distill_epochs:
+    if any(isinstance(fit, Distill) for fit in FITS_BY_EFFORT[effort][1]):
         return {**shares, "distilling": 150.0}
     return {name: share for name, share in shares.items() if name != "distilling"}
 
@@ -228,11 +240,11 @@ def load_original(model: nn.Module | str | Path, weights: str | Path | None) -> 
     return load(model, weights=weights).eval()
 
 
-def timing_settings(model: nn.Module, batch: int, threads: int | None, form: Format | None = None) -> TimingSettings:
+def timing_conditions(model: nn.Module, threads: int | None, form: Format | None = None) -> Conditions:
     """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format."""
     # Of models in float64 neither is timed at its own.
     precision = precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
-    return TimingSettings(batch, Conditions(str(next(model.parameters()).device), precision, threads))
+    return Conditions(str(next(model.parameters()).device), precision, threads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,26 +266,21 @@ class ShrinkRun:
         data: Any,
         columns: Columns | None,
         folder: Path | str | None,
-        *,
         effort: str,
-        timing: TimingSettings,
-        to: str | None = None,
-        seed: int,
-        log: Log,
+        settings: PlanSettings,
     ) -> "ShrinkRun":
         """Divides the images and diagnoses the model; an earlier diagnosis and earlier trials in `folder` are used."""
-        preset, state = effort_of(effort), None
+        state, log, seed = None, settings.log, settings.seed
         if folder is not None:
             state = Path(folder) / STATE_FOLDER
             try:
                 state.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
-        trials = None if state is None else str(state / "trials.db")
-        settings = PlanSettings.of(effort, timing, seed=seed, storage=trials, log=log, to=to)
+            settings = replace(settings, storage=str(state / "trials.db"))
         begin("reading the images")
         # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
-        fitted = max(preset.repair_images, preset.images)
+        fitted = max(FITS_BY_EFFORT[effort][0], settings.num_images)
         if isinstance(data, str | Path):
             data = load_data(str(data), columns=columns, **input_options(original))
             data = adapt_preprocessing(data, original)
@@ -284,9 +291,9 @@ class ShrinkRun:
         images = three_parts(splits, fitted, PREDICTION_IMAGES, MAX_VERIFICATION_IMAGES)
         for line in (images.summary, *images.notes):
             log(line)
-        planned = images.planned.take(min(preset.images, len(images.planned)))
+        planned = images.planned.take(min(settings.num_images, len(images.planned)))
         diagnosis = _diagnosis(original, planned, state, log)
-        about = {"effort": effort, "batch": timing.batch, "planned_on": planned.fingerprint}
+        about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         return cls(original, diagnosis, planned, images, splits.class_names, settings, about)
 
     @property
@@ -297,7 +304,7 @@ class ShrinkRun:
     def results(self, targets: Sequence[Target], by_image: bool = False) -> Iterator[Shrunk]:
         """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
         arguments = self.original, self.diagnosis, targets, self.planned, self.images.predicted
-        log, batch = self.settings.log, self.settings.timing.batch
+        log, batch = self.settings.log, self.settings.batch
         for target, plan in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):
             begin("realizing and repairing")
             chosen = _by_image(plan.with_predictions) if by_image else plan.with_predictions
@@ -311,12 +318,13 @@ class ShrinkRun:
 
     def _realized(self, prescription: Prescription, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
         """Realizes a plan and fits it as the effort states; returns the fits that were possible too."""
-        preset, images, fits = self.settings.effort, self.images.planned, list[Fit]()
+        images, (_, fits) = self.images.planned, FITS_BY_EFFORT[self.about["effort"]]
+        fits = [replace(fit, seed=self.seed) for fit in fits]
         # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
-        if replace(prescription, tokens=None).rules:
-            fits.append(Repair(preset.repair_steps, seed=self.seed, macs=preset.repair_macs))
-        if preset.distill_epochs and len(images) >= 2 * HELD_OUT:
-            fits.append(Distill(preset.distill_epochs, seed=self.seed))
+        if not replace(prescription, tokens=None).rules:
+            fits = [fit for fit in fits if not isinstance(fit, Repair)]
+        if len(images) < 2 * HELD_OUT:
+            fits = [fit for fit in fits if not isinstance(fit, Distill)]
         try:
             return realize_and_fit(self.original, prescription, images, fits, log=log), tuple(fits)
         except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
@@ -328,8 +336,8 @@ class ShrinkRun:
 
     def unchanged(self, target: Target) -> Shrunk:
         """Returns the original, with the evidence of its speed relative to its own library."""
-        timing = self.settings.timing
-        speed = Latency(timing.batch, final_protocol(timing.conditions, timing.batch), library=True)
+        batch = self.settings.batch
+        speed = Latency(batch, final_protocol(self.settings.conditions, batch), library=True)
         return self._verified(self.original, target, None, None, speed)
 
     def _verified(

@@ -28,7 +28,6 @@ from attnrx.support.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
-TIMED = 32  # images of a timed batch
 DIAGNOSED = 96  # images of the diagnosis that is made if none is given
 SUMMARY = "allocate one budget to ranks and tokens, for a target of latency, MACs, parameters or accuracy"
 EXAMPLE = "attnrx plan timm:vit_tiny_patch16_224 --target latency=0.6x --data imagenette224.parquet --out runs/plan"
@@ -53,7 +52,7 @@ def add(parser: Parser) -> None:
     option(search, "--trials", TRIALS, "plans to realize and measure (10, 32 or 48, by effort)")
     option(search, "--storage", "PATH", "the storage of the trials: a file, or an Optuna URL")
     timing = parser.add_argument_group("measured latency, for targets of latency only")
-    option(timing, "--batch", BATCH, f"batch size ({TIMED})")
+    option(timing, "--batch", BATCH, "batch size (32)")
     option(timing, "--threads", THREADS, "CPU threads (torch's default)")
     option(timing, "--precision", ("float32", "bfloat16", "float16"), "(float32)")
     option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: CPU time, for a busy machine")
@@ -74,14 +73,14 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     for note in splits.notes:
         log(f"{splits.name}: {note}")
     # Training images for the plan and others for its predictions, which would be too good on images it was chosen by.
-    images = splits.train.take(arguments.images or min(settings.effort.images, len(splits.train)))
+    images = splits.train.take(arguments.images or min(settings.num_images, len(splits.train)))
     others = splits.validation.take(min(arguments.other_images, len(splits.validation)))
     plan = rx.plan(model, _diagnosis(arguments, model, images), target, images, others, settings=settings)
     path = plan.save(arguments.out)
     rows = tuple(
         (_cost_text(plan, point.cost), f"{point.sensitivity:.3g}", f"{point.divergence:.3g}") for point in plan.front
     )
-    front = Table((f"predicted {plan.spend}", f"predicted {_unit(plan)}", f"measured {_unit(plan)}"), rows)
+    front = Table((f"predicted {plan.minimized}", f"predicted {_unit(plan)}", f"measured {_unit(plan)}"), rows)
     prescription = Path(arguments.out) / "prescription.json"
     return Outcome(
         rx.serialization.read_json(path),
@@ -103,22 +102,13 @@ def _require_latency(arguments: Namespace, target: "rx.planning.Target") -> None
 def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
     device, precision = arguments.device or default_device(), arguments.precision or "float32"
     conditions = rx.costs.Conditions(device, precision, arguments.threads)
-    timing = rx.planning.TimingSettings(
-        arguments.batch or TIMED, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall")
-    )
-    axes = None if arguments.axes is None else tuple(arguments.axes.split(","))  # None: those that the model has
+    given = {name: getattr(arguments, name) for name in ("reducer", "batch", "clock", "rounds", "trials", "storage")}
+    if arguments.axes is not None:
+        given["axes"] = tuple(arguments.axes.split(","))
     # The effort sets what the options leave open.
-    preset = rx.planning.PlanSettings.of(
-        arguments.effort, timing, axes=axes, reducer=arguments.reducer, batch_size=arguments.batch_size
-    )
-    trials = preset.effort.trials if arguments.trials is None else arguments.trials
-    rounds = preset.timing.rounds if arguments.rounds is None else arguments.rounds
-    return replace(
-        preset,
-        trials=trials,
-        seed=arguments.seed,
-        storage=arguments.storage,
-        timing=replace(preset.timing, rounds=rounds),
+    given = {name: value for name, value in given.items() if value is not None}
+    return rx.planning.PlanSettings.preset(
+        arguments.effort, conditions=conditions, seed=arguments.seed, batch_size=arguments.batch_size, **given
     )
 
 
@@ -137,7 +127,9 @@ def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageS
 def _cost_text(plan: "rx.planning.Plan", cost: float) -> str:
     """Formats a cost as a share of the original's: a latency as a speed."""
     return (
-        f"{1 / cost:.2f}x faster" if plan.spend == "latency" else f"{as_percent(cost)} of the original's {plan.spend}"
+        f"{1 / cost:.2f}x faster"
+        if plan.minimized == "latency"
+        else f"{as_percent(cost)} of the original's {plan.minimized}"
     )
 
 

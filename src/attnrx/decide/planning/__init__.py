@@ -1,7 +1,7 @@
 """Planning: allocates one budget to ranks and tokens."""
 
 from attnrx.decide.planning.budget import prescribed_costs
-from attnrx.decide.planning.plan_settings import PlanSettings, TimingSettings
+from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.planner import plan, plan_each
 from attnrx.decide.planning.space import AXES
 from attnrx.decide.planning.target import Target
@@ -14,7 +14,6 @@ __all__ = [
     "PlanSettings",
     "PredictedQuantity",
     "Target",
-    "TimingSettings",
     "plan",
     "plan_each",
     "prescribed_costs",

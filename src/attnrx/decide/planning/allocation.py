@@ -48,7 +48,7 @@ class Frontier:
     sensitivities: Sensitivities
     weights: Weights
 
-    def at(self, most: float) -> Step:
+    def at(self, limit: float) -> Step:
         """Returns the plan of minimal predicted divergence that costs at most this share.
 
         Raises:
@@ -56,12 +56,12 @@ class Frontier:
         """
         # The table holds rounded savings, so the exact cost decides: the first plan that is cheap enough is optimal, up
         # to the rounding. Savings beyond the budget are undone.
-        for choices in self._by_sensitivity(self.nothing - most):
+        for choices in self._by_sensitivity(self.nothing - limit):
             cost = self.cost_table.total(choices)
-            if cost <= most:
+            if cost <= limit:
                 step = Step(choices, cost, self.sensitivities.total(choices, self.weights))
-                return undo_surplus(self.space, self.cost_table, self.sensitivities, most, self.weights, step)
-        raise _out_of_reach(self.space, self.cost_table.of, most, self.cheapest)
+                return undo_surplus(self.space, self.cost_table, self.sensitivities, limit, self.weights, step)
+        raise _out_of_reach(self.space, self.cost_table.quantity, limit, self.cheapest)
 
     @property
     def cheapest(self) -> float:
@@ -204,7 +204,7 @@ class Frontier:
         return choices
 
 
-def require_reachable(space: Space, cost_table: CostTable, most: float) -> None:
+def require_reachable(space: Space, cost_table: CostTable, limit: float) -> None:
     """Raises NotSupported for a cost below that of every plan; sensitivities need not be known.
 
     The bound has the cheapest ranks of every layer, and prunes as many patches before it as stages can, for nothing.
@@ -218,28 +218,28 @@ def require_reachable(space: Space, cost_table: CostTable, most: float) -> None:
         attention = cost_table.attention[layer, levels["qk"]][:, levels["vo"], tokens - gone]
         cheapest += float(attention.min() + cost_table.mlp[layer, levels["mlp"], tokens - gone].min())
     least = cheapest / cost_table.whole
-    if least > most:
-        raise _out_of_reach(space, cost_table.of, most, least)
+    if least > limit:
+        raise _out_of_reach(space, cost_table.quantity, limit, least)
 
 
-def _out_of_reach(space: Space, of: str, most: float, least: float) -> NotSupported:
+def _out_of_reach(space: Space, quantity: str, limit: float, least: float) -> NotSupported:
     axes = ", ".join(space.axes)
-    if of == "latency":
-        problem = f"faster={1 / most:.3g} is out of reach: plans over {axes} are at most {1 / least:.2f}x faster"
+    if quantity == "latency":
+        problem = f"faster={1 / limit:.3g} is out of reach: plans over {axes} are at most {1 / least:.2f}x faster"
     else:
-        problem = f"{of}={most:g} is out of reach: plans over {axes} keep at least {least:.3f} of the {of}"
+        problem = f"{quantity}={limit:g} is out of reach: plans over {axes} keep at least {least:.3f} of the {quantity}"
     return NotSupported(f"{problem}, by the cost table. Request less, or allow more axes.")
 
 
 def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
-    """Shifts the sensitivities [saved] by `parts`, greedy_to_budget with infinity."""
+    """Shifts the sensitivities [saved] by `parts`, filled with infinity."""
     shifted = np.full_like(least, np.inf)
     shifted[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
     return shifted
 
 
 def greedy_to_budget(
-    space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, start: Choices
+    space: Space, cost_table: CostTable, sensitivities: Sensitivities, limit: float, weights: Weights, start: Choices
 ) -> Step:
     """Meets a budget greedily from any plan: repeats the move with the largest savings per added sensitivity, then
     undoes choices that the budget does not require.
@@ -252,7 +252,7 @@ def greedy_to_budget(
     # The greedy rule of fractional knapsacks. Unlike `Frontier` it depends on the start, which is its purpose: it meets
     # the budget near a given plan.
     now = Step(start, cost_table.total(start), sensitivities.total(start, weights))
-    while now.cost > most:
+    while now.cost > limit:
         best, gain = None, 0.0
         for choices in space.moves(now.choices):
             cost, sensitivity = cost_table.total(choices), sensitivities.total(choices, weights)
@@ -260,13 +260,13 @@ def greedy_to_budget(
             if saved > NOTHING and saved / max(added, NOTHING) > gain:
                 best, gain = Step(choices, cost, sensitivity), saved / max(added, NOTHING)
         if best is None:
-            raise NotSupported(f"no plan near this one reaches {most:g} of the original's {cost_table.of}.")
+            raise NotSupported(f"no plan near this one reaches {limit:g} of the original's {cost_table.quantity}.")
         now = best
-    return undo_surplus(space, cost_table, sensitivities, most, weights, now)
+    return undo_surplus(space, cost_table, sensitivities, limit, weights, now)
 
 
 def undo_surplus(
-    space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, last: Step
+    space: Space, cost_table: CostTable, sensitivities: Sensitivities, limit: float, weights: Weights, last: Step
 ) -> Step:
     """Undoes choices within the budget: repeats the change that keeps more and reduces the sensitivity most."""
     # Every round lowers the sensitivity, so the loop ends. It is needed after rounding, and after greedy moves, the
@@ -276,7 +276,7 @@ def undo_surplus(
         best = now
         for choices in space.relaxations(now.choices):
             cost = cost_table.total(choices)
-            if cost <= most and (sensitivity := sensitivities.total(choices, weights)) < best.sensitivity:
+            if cost <= limit and (sensitivity := sensitivities.total(choices, weights)) < best.sensitivity:
                 best = Step(choices, cost, sensitivity)
         if best is now:
             return now

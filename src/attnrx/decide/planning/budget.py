@@ -24,9 +24,8 @@ from attnrx.vit.tokens import parse_policy
 GRID = 4096
 
 MACS = number(0.0, 1.0, "a share of the original's MACs above 0, at most 1, e.g. 0.7")
-# The scopes of a budget: groups of cost parts per layer. "model" is the whole model, with one share for all layers.
+# The parts of a layer that a budget may be of, each a group of cost parts.
 PARTS: Mapping[str, tuple[str, ...]] = {**COST_PARTS, "attention": ATTENTION}
-SCOPES = ("model", *PARTS)
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,10 @@ class Budget:
     """
 
     macs: float
-    of: str = "model"
+    part: str = "model"
 
     def __post_init__(self):
-        require_fields(self, macs=MACS, of=one_of(*SCOPES))
+        require_fields(self, macs=MACS, part=one_of("model", *PARTS))
 
 
 def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
@@ -140,7 +139,7 @@ def prescribe_within(
     """
     template = Template.parse(template) if isinstance(template, str) else template
     template.require_varying()
-    if template.has_token_share and budget.of != "model":
+    if template.has_token_share and budget.part != "model":
         raise InvalidInput(
             f"tokens={template.texts[TOKENS]}: a layer has no share of the tokens of its own; give a keep ratio "
             f"instead of {SHARE}, or a budget of the whole model."
@@ -153,10 +152,10 @@ def prescribe_within(
     rules_of_layers = [parse_rules(template.at(share))[0] for share in shares]
     rules = {name: by_layer([layer_rules[name] for layer_rules in rules_of_layers]) for name in rules_of_layers[0]}
     prescription = require_remainder(prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)}))
-    spent = _amounts(prescribed_costs(model, prescription), budget.of)
+    spent = _amounts(prescribed_costs(model, prescription), budget.part)
     record = {
         "macs": budget.macs,
-        "of": budget.of,
+        "of": budget.part,
         # One for the model, or one per layer: `shares` repeats that of the model for every layer.
         "shares": shares[: len(spent)],
         "spent": [macs / original_macs for macs, original_macs in zip(spent, search.original_costs, strict=True)],
@@ -191,27 +190,27 @@ class _Search:
         self.layers, self.budget = len(diagnosis.layers), budget
         before = family_of(model).costs(model)
         self.least = least_share(model, template)
-        self.original_costs = _amounts(before, budget.of)
+        self.original_costs = _amounts(before, budget.part)
 
         # The costs of all layers at a share come from one prescription, so the bisections of the layers share a cache.
         # It is that of a closure, because a cached method would keep its object alive.
         @cache
         def amounts(share: float) -> tuple[int, ...]:
-            return _amounts(costs_at(model, diagnosis, template, share), budget.of)
+            return _amounts(costs_at(model, diagnosis, template, share), budget.part)
 
         self.amounts = amounts
 
     def shares(self) -> list[float]:
         """Returns the share of every layer; raises NotSupported if the smallest share exceeds the budget."""
         largest = [self._share(unit) for unit in range(len(self.original_costs))]
-        return largest * self.layers if self.budget.of == "model" else largest
+        return largest * self.layers if self.budget.part == "model" else largest
 
     def _share(self, unit: int) -> float:
         allowed = self.budget.macs * self.original_costs[unit]
         share = largest_share(lambda share: self.amounts(share)[unit] <= allowed, self.least)
         if share is None:
             least = self.amounts(self.least)[unit] / self.original_costs[unit]
-            where = "the model" if self.budget.of == "model" else f"{self.budget.of} of layer {unit}"
+            where = "the model" if self.budget.part == "model" else f"{self.budget.part} of layer {unit}"
             raise NotSupported(
                 f"{where} cannot cost {100 * self.budget.macs:g} % of its MACs: with the smallest share it still costs "
                 f"{100 * least:.1f} %. Give a larger budget, or add rules for more maps of the model."
@@ -238,7 +237,7 @@ def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescrip
     return tokens
 
 
-def _amounts(costs: ModelCosts, of: str) -> tuple[int, ...]:
-    if of == "model":
+def _amounts(costs: ModelCosts, part: str) -> tuple[int, ...]:
+    if part == "model":
         return (costs.macs,)
-    return tuple(sum(layer.parts[name].macs for name in PARTS[of]) for layer in costs.layers)
+    return tuple(sum(layer.parts[name].macs for name in PARTS[part]) for layer in costs.layers)

@@ -21,7 +21,9 @@ BELOW, ABOVE = 0.1, 2.0
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """The cost of every layer by ranks and tokens, in one unit; `whole` is that of the original.
+    """The cost of every layer by ranks and tokens; `whole` is that of the original.
+
+    The `quantity` is "latency" (of any unit of time), "macs" or "params".
 
     `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with an entry for every
     number of tokens from none to all. `stages` [layer, tokens] is the cost of a token reducer before a layer, by the
@@ -29,8 +31,7 @@ class CostTable:
     timings as a share of their median, 0 for exact costs.
     """
 
-    of: str
-    unit: str
+    quantity: str
     whole: float
     outside: float
     attention: np.ndarray
@@ -84,34 +85,37 @@ class CostTable:
         return (self.outside + layers + stages) / self.whole
 
 
-def exact_cost_table(space: Space, of: str) -> CostTable:
+def exact_cost_table(space: Space, quantity: str) -> CostTable:
     """Returns the cost table of MACs or parameters in closed form."""
     model = space.model
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens
     # Costs are linear or quadratic in the number of tokens: one evaluation per level gives those at all numbers.
     steps = np.arange(tokens + 1) / tokens
-    tables = {axis: _by_level(space, before, axis, of, steps) for axis in RANKS}
+    tables = {axis: _by_level(space, before, axis, quantity, steps) for axis in RANKS}
     # No part depends on the levels of both axes, so the costs add up: [layer, level of qk, level of vo, tokens].
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
-    whole = float(getattr(before, of))
+    whole = float(getattr(before, quantity))
     inside = sum(
-        getattr(layer.parts[part], of) for layer in before.layers for parts in COST_PARTS.values() for part in parts
+        getattr(layer.parts[part], quantity)
+        for layer in before.layers
+        for parts in COST_PARTS.values()
+        for part in parts
     )
     stages = np.zeros((space.depth, tokens + 1))
     prefix = tokens - space.patches
-    if space.reducer is not None and of == "macs":
+    if space.reducer is not None and quantity == "macs":
         for count in range(prefix + 2, tokens + 1):
             # The table has no axis for the number of kept patches: it holds the cost of pruning one.
             stages[:, count] = space.reducer.predictor_macs(_shape(space), count - prefix, max(count - prefix - 1, 1))
-    return CostTable(of, of, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
+    return CostTable(quantity, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
 
 
 def _shape(space: Space) -> Shape:
     return replace(space.shape, directions=max((*family_of(space.model).attention(space.model)[0].spec.ranks, 1)))
 
 
-def _by_level(space: Space, before: ModelCosts, axis: str, of: str, steps: np.ndarray) -> np.ndarray:
+def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps: np.ndarray) -> np.ndarray:
     """Returns [layer, level, tokens]."""
     table = np.empty((space.depth, len(space.levels), len(steps)))
     # Levels that are not available are never chosen; they hold the original's costs, so that no entry is undefined.
@@ -120,12 +124,12 @@ def _by_level(space: Space, before: ModelCosts, axis: str, of: str, steps: np.nd
         piece = space.piece(axis, level) if level in allowed and level else None
         costs = before if piece is None else prescribed_costs(space.model, piece)
         for index, layer in enumerate(costs.layers):
-            table[index, level] = _over_tokens(layer, COST_PARTS[axis], of, steps)
+            table[index, level] = _over_tokens(layer, COST_PARTS[axis], quantity, steps)
     return table
 
 
-def _over_tokens(layer: LayerCosts, parts: Sequence[str], of: str, steps: np.ndarray) -> np.ndarray:
-    if of == "params":  # pruned tokens remove no weights
+def _over_tokens(layer: LayerCosts, parts: Sequence[str], quantity: str, steps: np.ndarray) -> np.ndarray:
+    if quantity == "params":  # pruned tokens remove no weights
         return np.full(len(steps), float(sum(layer.parts[part].params for part in parts)))
     line = sum(layer.parts[part].macs for part in parts if part not in SQUARE)
     square = sum(layer.parts[part].macs for part in parts if part in SQUARE)

@@ -15,7 +15,7 @@ from torch import nn
 from attnrx.change.realization import realize
 from attnrx.decide.planning.cost_correction import corrected, never_slower, never_slower_mlp
 from attnrx.decide.planning.cost_table import CostTable
-from attnrx.decide.planning.plan_settings import WARMUP, TimingSettings
+from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
@@ -25,7 +25,7 @@ from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import call_in_subprocess_if
-from attnrx.vit.costs import compare_latencies, interleave
+from attnrx.vit.costs import LatencyProtocol, compare_latencies, interleave
 from attnrx.vit.costs.conditions import PRECISIONS
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
@@ -48,9 +48,7 @@ ATTEMPTS, STEADY = 3, 0.3
 REFERENCE, ALL = "original", "all"
 
 
-def cached_cost_table(
-    space: Space, timing: TimingSettings, effort: str, measure: Callable[[], CostTable], log: Log
-) -> CostTable:
+def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
     """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
 
     It is kept in the cache folder, for this hardware, this version of torch and these kernels. A table that no model
@@ -65,30 +63,31 @@ def cached_cost_table(
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
     facts = (
-        device_name(str(timing.conditions.device)),
+        device_name(str(settings.conditions.device)),
         torch.__version__,
         installed_versions("attnrx"),
         kernel_version(),
     )
     # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple
-    request = (facts, shape, space.shape.layout, linear, timing, effort, choices)
+    timing = settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess
+    request = (facts, shape, space.shape.layout, linear, timing, choices)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
         with suppress(AttnrxError, TypeError):  # a damaged file is measured again
             stored: dict[str, Any] = {
                 name: tensor.numpy() if tensor.ndim else tensor.item() for name, tensor in read_tensors(path).items()
             }
-            table = CostTable("latency", "blocks", **stored)
+            table = CostTable("latency", **stored)
             if _fits(table, space) and table.problem() is None:
-                log(f"cost table of an earlier plan: {path}")
+                settings.log(f"cost table of an earlier plan: {path}")
                 return table
-        log(f"the stored cost table is damaged or implausible, and measured again: {path}")
-    table = _plausible(measure, log)
+        settings.log(f"the stored cost table is damaged or implausible, and measured again: {path}")
+    table = _plausible(measure, settings.log)
     if table.spread > STEADY:
-        log(f"cost table: the timings vary by {100 * table.spread:.0f} %, so it is not kept for later plans")
+        settings.log(f"cost table: the timings vary by {100 * table.spread:.0f} %, so it is not kept for later plans")
         return table
-    numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name not in ("of", "unit")}
+    numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "quantity"}
     with suppress(AttnrxError):  # without a cache the next plan measures again
         # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
@@ -123,24 +122,30 @@ def _fits(table: CostTable, space: Space) -> bool:
     )
 
 
-def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module, rounds: int, log: Log) -> CostTable:
+def timed_cost_table(space: Space, settings: PlanSettings, reference: nn.Module) -> CostTable:
     """Times blocks, then whole models beside the `reference`, and returns the corrected cost table.
 
     With `in_subprocess` both have a process of their own: after the blocks were timed in it, whole models were slower.
     """
-    images, forked = timing.images(space), timing.in_subprocess
+    images, protocol = settings.noise(space.model), settings.protocol
+    how = {"in_subprocess": settings.in_subprocess, "on_line": settings.log}
 
     def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
-        sides = models, reference, images, timing.protocol(rounds)
-        comparisons = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=forked, on_line=log)
+        sides = models, reference, images, replace(protocol, rounds=settings.whole_rounds)
+        comparisons = call_in_subprocess_if(compare_latencies, *sides, **how)
         return {name: 1 / comparison.faster.value for name, comparison in comparisons.items()}
 
-    blocks = call_in_subprocess_if(measured_cost_table, space, timing, in_subprocess=forked, on_line=log)
+    blocks = call_in_subprocess_if(measured_cost_table, space, protocol, images, settings.timed_levels, **how)
     return corrected(blocks, space, latency_shares)
 
 
-def measured_cost_table(space: Space, timing: TimingSettings) -> CostTable:
-    """Times one block at every level and at several numbers of tokens, and the whole model.
+def measured_cost_table(
+    space: Space,
+    protocol: LatencyProtocol,
+    images: Float[Tensor, "batch channels height width"],
+    levels: Sequence[int],
+) -> CostTable:
+    """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images.
 
     After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
     by that of the original block in the same round. The costs are shares of the latency of attnrx's own model and do
@@ -161,11 +166,11 @@ def measured_cost_table(space: Space, timing: TimingSettings) -> CostTable:
     # Without the axis of tokens it is the number of all tokens alone.
     least = min(space.shape.layout.prefix + 1, tokens)
     grid = sorted({max(least, round(share * tokens)) for share in TIMED})
-    timer = _Timer(space, timing, grid)
+    timer = _Timer(space, protocol, images, grid)
     # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
     # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
-    qk, vo, mlp_levels = ((0, *space.measured(axis, timing.timed)) for axis in RANKS)
+    qk, vo, mlp_levels = ((0, *space.measured(axis, levels)) for axis in RANKS)
     for level, other in track([(level, other) for level in qk for other in vo], "timing blocks"):
         attention[level, other] = timer.block({"qk": level, "vo": other})
     # First qk, for the pairs with measured levels of vo, then vo for all.
@@ -233,26 +238,27 @@ class _Timer:
     The timed block is one after a stage, or without the axis of tokens the first block.
     """
 
-    def __init__(self, space: Space, timing: TimingSettings, grid: list[int]):
-        self.space, self.timing, self.grid = space, timing, grid
+    def __init__(self, space: Space, protocol: LatencyProtocol, images: Tensor, grid: list[int]):
+        self.space, self.protocol, self.images, self.grid = space, protocol, images, grid
+        self.conditions = protocol.conditions
         self.family = family_of(space.model)
         self.prunes_tokens = TOKENS in space.axes
         self.layer = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
         # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
-        calls = _recorded_calls(space, timing)
+        calls = _recorded_calls(space, protocol, images)
         self.call = calls[-1]
         self.original = self._place(space.model, self.layer)
-        width, images = space.shape.width, max(len(call.tokens) for call in calls)
+        width, count = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
         # Noise in place of tokens: the operations of a block do not depend on values.
-        self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
+        self.rows = {n: torch.randn(count, n, width, generator=generator) for n in grid}
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
-        self.parts = -(-timing.batch // images)
+        self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
 
     def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         block = blocks_of(model, self.family)[layer]
-        return self.timing.conditions.prepare(_Called(block, self.call))
+        return self.conditions.prepare(_Called(block, self.call))
 
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
@@ -262,7 +268,7 @@ class _Timer:
         # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
         reduction.use_policy_(replace(policy, keep=(1.0,)))
         block = blocks_of(model, self.family)[layer]
-        return self.timing.conditions.prepare(_Called(block, self.call, reduction))
+        return self.conditions.prepare(_Called(block, self.call, reduction))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
@@ -289,7 +295,7 @@ class _Timer:
         return np.array([seconds[name] for name in (*runs, ALL)])
 
     def _placed(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.to(self.timing.conditions.device, PRECISIONS[self.timing.conditions.precision])
+        return rows.to(self.conditions.device, PRECISIONS[self.conditions.precision])
 
     def _at(self, levels: Mapping[str, int]) -> nn.Module:
         choices = Choices.nothing(self.space.depth)
@@ -298,10 +304,11 @@ class _Timer:
                 choices = choices.with_level(axis, self.layer, level)
         return realize(self.space.model, self.space.prescription(choices))
 
-    def _turns(self, runs: Mapping[str, Callable[[], object]], rounds: int | None = None) -> dict[str, float]:
+    def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Returns the median over rounds of every time divided by the reference's of the same round."""
-        with self.timing.conditions.held():
-            seconds = interleave(runs, rounds=rounds or self.timing.rounds, warmup=WARMUP, clock=self.timing.clock)
+        protocol = self.protocol
+        with self.conditions.held():
+            seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
         ratios = {name: times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
             if name != REFERENCE:
@@ -311,8 +318,8 @@ class _Timer:
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
         """Times the whole model and the model without blocks, and returns the cost table."""
-        space, conditions = self.space, self.timing.conditions
-        images = conditions.prepare_images(self.timing.images(space))
+        space, conditions = self.space, self.conditions
+        images = conditions.prepare_images(self.images)
         # What blocks cost together is the time of the model less that of the model without blocks.
         models = {"own": space.model, "empty": self._empty()}
         runs = {name: partial(conditions.prepare(model), images) for name, model in models.items()}
@@ -326,7 +333,7 @@ class _Timer:
         stages = np.zeros((space.depth, layout.tokens + 1))
         sizes = layout.prefix, layout.patches
         costs = total, outside, attention * scale, mlp * scale, stages
-        return CostTable("latency", "blocks", *costs, *sizes, spread=float(np.median(self.spreads)))
+        return CostTable("latency", *costs, *sizes, spread=float(np.median(self.spreads)))
 
     def _empty(self) -> nn.Module:
         """Returns the model with identity blocks."""
@@ -340,13 +347,13 @@ def _identity(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tokens
 
 
-def _recorded_calls(space: Space, timing: TimingSettings) -> list[ModuleCall]:
+def _recorded_calls(space: Space, protocol: LatencyProtocol, images: Tensor) -> list[ModuleCall]:
     """Returns the calls of the first block in one pass of a batch, which may be divided into chunks."""
     # Without compilation, whose graphs hooks would break; the arguments are the same.
-    family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
+    family, conditions = family_of(space.model), replace(protocol.conditions, compiled=False, graphs=False)
     model = copy_module(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
     with recording_calls(blocks_of(model, family)[:1], lambda call: call, by_image=True) as calls, conditions.held():
-        model(conditions.prepare_images(timing.images(space)))
+        model(conditions.prepare_images(images))
     return calls
 
 

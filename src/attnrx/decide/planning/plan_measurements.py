@@ -27,10 +27,10 @@ class PlanMeasurements:
     former. Targets of the same cost share them.
     """
 
-    def __init__(self, space: Space, settings: PlanSettings, spend: str, images: ImageSet):
-        self.space, self.settings, self.spend = space, settings, spend
+    def __init__(self, space: Space, settings: PlanSettings, minimized: str, images: ImageSet):
+        self.space, self.settings, self.minimized = space, settings, minimized
         self.images, self.fingerprint = images, images.fingerprint
-        self.timer = PlanTimer(space, settings.timing, settings.effort, images, settings.to, settings.log)
+        self.timer = PlanTimer(space, settings, images)
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
@@ -45,18 +45,18 @@ class PlanMeasurements:
     @cached_property
     def trial_answers(self) -> Answers:
         """Those on the first images: whole plans are many in a search, and only finalists are measured on all."""
-        return self.answers.first(self.settings.effort.trial_images)
+        return self.answers.first(self.settings.trial_images)
 
     @cached_property
     def cost_table(self) -> CostTable:
         begin("measuring costs")
-        return self.timer.cost_table() if self.spend == "latency" else exact_cost_table(self.space, self.spend)
+        return self.timer.cost_table() if self.minimized == "latency" else exact_cost_table(self.space, self.minimized)
 
     @cached_property
     def _single_choices(self) -> dict[str, Sensitivities]:
         begin("measuring sensitivities")
-        answers = self.answers.first(self.settings.effort.sensitivity_images)
-        return measure_sensitivities(self.space, answers, self.settings.log, self.settings.effort)
+        answers = self.answers.first(self.settings.sensitivity_images)
+        return measure_sensitivities(self.space, answers, self.settings)
 
     @property
     def sensitivities(self) -> Sensitivities:

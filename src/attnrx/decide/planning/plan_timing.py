@@ -9,16 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 
 from attnrx.change.exporting import export, parse_format, precision_for
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.measured_costs import cached_cost_table, timed_cost_table
-from attnrx.decide.planning.plan_settings import Effort, TimingSettings
+from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import Space
-from attnrx.support.progress import Log
 from attnrx.support.subprocess_runner import call_in_subprocess_if
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
 from attnrx.vit.costs.latency import PROCESSES
@@ -42,45 +40,37 @@ def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
 
 
 def final_speeds(
-    models: Mapping[str, nn.Module], original: nn.Module, reference: nn.Module, timing: TimingSettings
+    models: Mapping[str, nn.Module], original: nn.Module, reference: nn.Module, settings: PlanSettings
 ) -> dict[str, float]:
     """Returns how much faster models are than the `reference`, the original's library model, timed in turns.
 
     In this process, because the runtime of a file allocates its memory itself.
     """
-    shape = timing.batch, *family_of(original).input_shape(original)
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    protocol = replace(final_protocol(timing.conditions, timing.batch), processes=1)
-    speeds = compare_latencies(models, reference, images, protocol)
+    protocol = replace(final_protocol(settings.conditions, settings.batch), processes=1)
+    speeds = compare_latencies(models, reference, settings.noise(original), protocol)
     return {name: speed.faster.value for name, speed in speeds.items()}
 
 
 class PlanTimer:
-    """Times whole plans, as models in attnrx or, with a format `to`, as files that are calibrated on `images`."""
+    """Times whole plans, as models in attnrx or, with a format, as files that are calibrated on `images`."""
 
-    def __init__(
-        self, space: Space, requested: TimingSettings, effort: Effort, images: ImageSet, to: str | None, log: Log
-    ):
-        self.space, self.requested, self.effort = space, requested, effort
-        self.images, self.to, self.log = images, to, log
+    def __init__(self, space: Space, requested: PlanSettings, images: ImageSet):
+        self.space, self.requested, self.images, self.log = space, requested, images, requested.log
 
     @cached_property
-    def settings(self) -> TimingSettings:
-        """The settings while planning: the requested ones, unless the effort adjusts plans on a CPU."""
-        timing = self.requested
-        if not self.effort.adjusts or timing.conditions.on_cuda:
-            return timing
+    def settings(self) -> PlanSettings:
+        """The settings while planning: the requested ones, unless plans are adjusted on a CPU."""
+        requested = self.requested
+        if not requested.adjusts or requested.conditions.on_cuda:
+            return requested
         # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
         # one thread the CPU time is the latency, without the load of other processes.
         enough = ceil(MIN_MACS / family_of(self.space.model).costs(self.space.model).macs)
-        batch, alone = min(timing.batch, max(MIN_IMAGES, enough)), timing.conditions.threads == 1
-        clock = "cpu" if alone and timing.clock == "wall" else timing.clock
-        return replace(timing, batch=batch, clock=clock, rounds=timing.rounds * max(MIN_IMAGES // batch, 1))
-
-    @property
-    def _rounds(self) -> int:
-        # A smaller batch has more rounds of blocks (`settings`); whole models get as many times more.
-        return self.effort.whole_rounds * self.settings.rounds // self.requested.rounds
+        batch, alone = min(requested.batch, max(MIN_IMAGES, enough)), requested.conditions.threads == 1
+        clock = "cpu" if alone and requested.protocol.resolved_clock == "wall" else requested.clock
+        more = max(MIN_IMAGES // batch, 1)
+        rounds, whole_rounds = requested.rounds * more, requested.whole_rounds * more
+        return replace(requested, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
 
     @cached_property
     def library_model(self) -> nn.Module:
@@ -91,30 +81,29 @@ class PlanTimer:
         """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
 
         def measure() -> CostTable:
-            return timed_cost_table(self.space, self.settings, self.library_model, self._rounds, self.log)
+            return timed_cost_table(self.space, self.settings, self.library_model)
 
-        # The effort is part of the key, because the table depends on its rounds.
-        return cached_cost_table(self.space, self.settings, f"{self.effort}", measure, self.log)
+        return cached_cost_table(self.space, self.settings, measure)
 
     def of_model(self, model: nn.Module) -> dict[str, Any]:
         """Returns the speed of a model relative to the library's, with its interval and the conditions."""
-        timing = self.settings
+        settings = self.settings
         # Shorter rounds cost less, so there are more of them: their median is more precise.
-        rounds = self._rounds * (ROUND_FACTOR if timing is not self.requested else 1)
-        sides = model, self.library_model, timing.images(self.space), timing.protocol(rounds)
-        speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
+        rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested else 1)
+        sides = model, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
+        speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {
             "faster": speed.faster.value,
             "low": speed.faster.low,
             "high": speed.faster.high,
             "batch": self.requested.batch,
-            "timed_batch": timing.batch,
+            "timed_batch": settings.batch,
             "threads": speed.threads,
             "hardware": speed.hardware,
-            "precision": timing.conditions.precision,
-            "clock": self.requested.clock,
+            "precision": settings.conditions.precision,
+            "clock": self.requested.protocol.resolved_clock,
             "rounds": speed.rounds,
-            "in_subprocess": timing.in_subprocess,
+            "in_subprocess": settings.in_subprocess,
             "torch": speed.torch_version,
         }
 
@@ -128,15 +117,15 @@ class PlanTimer:
         with self._file(self.space.model) as file:
             models = {"model": self.space.model, "file": file}
             speeds = final_speeds(models, self.space.model, self.library_model, self.requested)
-        self.log(f"unchanged: {speeds['model']:.2f}x in attnrx, {speeds['file']:.2f}x as {self.to}")
+        self.log(f"unchanged: {speeds['model']:.2f}x in attnrx, {speeds['file']:.2f}x as {self.requested.to}")
         return speeds["model"], speeds["file"]
 
     @contextmanager
     def _file(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yields a temporary file of a model as a module."""
-        assert self.to is not None
-        form = parse_format(self.to)
-        self.log(f"timing a file of {self.to}")
+        assert self.requested.to is not None
+        form = parse_format(self.requested.to)
+        self.log(f"timing a file of {self.requested.to}")
         with TemporaryDirectory() as folder:  # the runtime reads the file while it is timed
             calibration = self.images.take(min(form.wanted, len(self.images)))
             path, precision = Path(folder) / f"model{form.suffix}", precision_for(model, form)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ HALVINGS = 6
 
 
 TARGET = instance("a Target, or its text, e.g. 'macs=0.5x' or 'faster=1.6'", Target, str)
-SETTINGS = optional(instance("a PlanSettings, e.g. attnrx.planning.PlanSettings.of('quick')", PlanSettings))
+SETTINGS = optional(instance("a PlanSettings, e.g. attnrx.planning.PlanSettings.preset('quick')", PlanSettings))
 DIAGNOSIS = instance("a Diagnosis, e.g. attnrx.diagnose(model, images, moments=True)", Diagnosis)
 
 
@@ -76,7 +77,7 @@ def plan(
         target: A target or its text, e.g. "latency=0.6x".
         images: The images that the plan is chosen on.
         others: Other images, which the predictions are measured on.
-        settings: The search space, the effort, and the conditions of timings.
+        settings: The search space, the conditions of timings, and how much is measured.
 
     Returns:
         The plan with its prescription and predictions.
@@ -115,7 +116,7 @@ def plan_each(
         if target.quantity == DROP:
             require_labels(plan_images)
         # What was measured depends on the cost and not on its limit.
-        if measurements is None or measurements.spend != target.minimized:
+        if measurements is None or measurements.minimized != target.minimized:
             space = settings.space(model, diagnosis, target)
             measurements = PlanMeasurements(space, settings, target.minimized, plan_images)
         planner = Planner(measurements, settings, target)
@@ -141,35 +142,34 @@ class Planner:
 
     def __init__(self, measurements: PlanMeasurements, settings: PlanSettings, target: Target):
         self.measurements, self.space = measurements, measurements.space
-        self.settings, self.target, self.log, self.effort = settings, target, settings.log, settings.effort
+        self.settings, self.target, self.log = settings, target, settings.log
         # The initial knobs of the search: all zero, i.e. all weights are 1.
         self.initial_knobs = dict.fromkeys(search_ranges(self.space), 0.0)
         self.trials: tuple[Trial, ...] = ()
         self.latency: dict[str, Any] | None = None  # of the plan that is returned
 
-    def step(self, most: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
+    def step(self, limit: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
         """Returns the optimal plan for these knobs, or the greedy one from the plan `start`."""
         if start is not None:
             found, weights = self.measurements, weights_of(self.space, knobs)
-            return greedy_to_budget(self.space, found.cost_table, found.sensitivities, most, weights, start)
+            return greedy_to_budget(self.space, found.cost_table, found.sensitivities, limit, weights, start)
         frontier = self.measurements.frontier(knobs)
         # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
-        if frontier.nothing <= most:
+        if frontier.nothing <= limit:
             raise TargetMet(
-                f"{self.target} is met by the unchanged model: in attnrx's kernels its "
-                f"{self.measurements.cost_table.of} is {frontier.nothing:.3f} of that in its own library, so there is "
-                f"nothing to plan. Save it as it is with rx.save, or request less than {frontier.nothing:.3f} "
-                f"(faster={1 / frontier.nothing:.2f})."
+                f"{self.target} is met by the unchanged model: in attnrx's kernels its {self.target.minimized} is "
+                f"{frontier.nothing:.3f} of that in its own library, so there is nothing to plan. Save it as it is "
+                f"with rx.save, or request less than {frontier.nothing:.3f} (faster={1 / frontier.nothing:.2f})."
             )
-        return frontier.at(most)
+        return frontier.at(limit)
 
-    def for_cost(self, most: float) -> tuple[Trial, float]:
+    def for_cost(self, limit: float) -> tuple[Trial, float]:
         """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement."""
         if self.settings.to is None:  # a file gains as well, which is measured later
-            require_reachable(self.space, self.measurements.cost_table, most)
-        return self._by_timing(most) if self.target.minimized == "latency" else (self._searched(most), most)
+            require_reachable(self.space, self.measurements.cost_table, limit)
+        return self._by_timing(limit) if self.target.minimized == "latency" else (self._searched(limit), limit)
 
-    def _by_timing(self, most: float) -> tuple[Trial, float]:
+    def _by_timing(self, limit: float) -> tuple[Trial, float]:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
         enough.
         """
@@ -178,38 +178,38 @@ class Planner:
         # that are fast enough the one with the lowest divergence is returned, and not the last.
         # Costs are those of models in attnrx; a plan for a file may cost as much more as the format gains.
         largest = LARGEST * self.measurements.cost_table.total(Choices.nothing(self.space.depth))
-        allowed = most if self.settings.to is None else min(most * self._gain_of_format(), largest)
-        allowed *= FIRST_FACTOR if self.effort.adjusts else 1.0  # few attempts follow to correct a miss
+        allowed = limit if self.settings.to is None else min(limit * self._gain_of_format(), largest)
+        allowed *= FIRST_FACTOR if self.settings.adjusts else 1.0  # few attempts follow to correct a miss
         best, trial = None, None
         timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
-        limit = most * self.effort.max_ratio
+        largest_ratio = limit * self.settings.max_ratio
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
-        for attempt in track(range(self.effort.attempts), "searching plans"):
+        for attempt in track(range(self.settings.attempts), "searching plans"):
             trial = self._attempt(attempt, allowed, trial)
             ratio = 1 / self.measurements.speed(trial.step.choices)
             what = "" if self.settings.to is None else f" as {self.settings.to}"
             self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
             timings.append((trial, allowed, ratio))
-            if ratio <= limit and (best is None or trial.divergence < best[0].divergence):
+            if ratio <= largest_ratio and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
             # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
             searched = attempt or self.settings.trials < 2
-            if self.effort.min_ratio * most <= ratio <= limit and searched:
+            if self.settings.min_ratio * limit <= ratio <= largest_ratio and searched:
                 break
             # From the predicted cost of the plan itself, which may be below the allowed one.
-            allowed = min(trial.step.cost * RETRY_FACTOR * most / ratio, largest)
-        near = [timed for timed in timings if timed[2] <= MISSED * most]
-        if self.effort.adjusts and near:
+            allowed = min(trial.step.cost * RETRY_FACTOR * limit / ratio, largest)
+        near = [timed for timed in timings if timed[2] <= MISSED * limit]
+        if self.settings.adjusts and near:
             closest = min(near, key=lambda timed: timed[0].divergence)
             # A plan that is fast enough but answers far worse is of less use than one that nearly is.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
-                self.log(f"the target was missed: {1 / best[2]:.2f}x faster instead of {1 / most:.2f}x")
+                self.log(f"the target was missed: {1 / best[2]:.2f}x faster instead of {1 / limit:.2f}x")
         if best is None:
             measured = ", ".join(f"{1 / ratio:.2f}x" for *_, ratio in timings)
             raise NotSupported(
-                f"{self.target} cannot be promised: plans of a predicted {1 / most:.2f}x faster were measured at "
+                f"{self.target} cannot be promised: plans of a predicted {1 / limit:.2f}x faster were measured at "
                 f"{measured}. Measure on an idle machine, or request less."
             )
         self.latency = self.measurements.latency(best[0].step.choices)
@@ -226,38 +226,38 @@ class Planner:
             )
         return file / model
 
-    def _attempt(self, attempt: int, most: float, last: Trial | None) -> Trial:
+    def _attempt(self, attempt: int, limit: float, last: Trial | None) -> Trial:
         """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
         if attempt == 0 or last is None:  # the plan of the closed form, to correct the cost before a search
-            return self._best((self._first(most),))
-        return self._adjusted(most, last) if attempt > 1 and self.effort.adjusts else self._searched(most)
+            return self._best((self._first(limit),))
+        return self._adjusted(limit, last) if attempt > 1 and self.settings.adjusts else self._searched(limit)
 
-    def _adjusted(self, most: float, last: Trial) -> Trial:
+    def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
         # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
-        plans, order = _PlansAtCost(self, most), sorted(self.trials, key=lambda trial: trial.softened)
-        starts = [last.step.choices, *(trial.step.choices for trial in order[: self.effort.finalists])]
+        plans, order = _PlansAtCost(self, limit), sorted(self.trials, key=lambda trial: trial.softened)
+        starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):  # without repetitions, in order
             with suppress(NotSupported):  # nothing near this plan is cheap enough
-                step = self.step(most, last.knobs, start)
+                step = self.step(limit, last.knobs, start)
                 steps[step.choices] = step
         if not steps:
-            return self._first(most)
+            return self._first(limit)
         return self._best([plans.tried(last.knobs, step) for step in steps.values()])
 
-    def _first(self, most: float) -> Trial:
-        plans = _PlansAtCost(self, most)
+    def _first(self, limit: float) -> Trial:
+        plans = _PlansAtCost(self, limit)
         return plans.tried(self.initial_knobs, plans.step(self.initial_knobs))
 
-    def _searched(self, most: float) -> Trial:
-        plans = _PlansAtCost(self, most)
+    def _searched(self, limit: float) -> Trial:
+        plans = _PlansAtCost(self, limit)
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
-        self.trials = refine_plan(self.space, self.settings, self._key(most), plans, self._first(most))
+        self.trials = refine_plan(self.space, self.settings, self._key(limit), plans, self._first(limit))
         return self._best(self.trials)
 
-    def _key(self, most: float) -> str:
+    def _key(self, limit: float) -> str:
         """Returns the text by which stored trials are found: all that decides what a trial means and which come next.
 
         The number of trials is not part of it, because more of them continue the search.
@@ -265,14 +265,19 @@ class Planner:
         space, found, settings = self.space, self.measurements, self.settings
         diagnosis = space.diagnosis.fingerprint, json.dumps(space.diagnosis.about, sort_keys=True)
         choices = space.axes, space.reducer, space.form, space.multiple, space.step
-        measured = found.fingerprint, len(found.trial_answers), self.effort
-        return f"{self.target} {most:.6f} {diagnosis} {choices} {measured} {settings.seed} {settings.variations}"
+        measured = found.fingerprint, len(found.trial_answers)
+        others = {
+            each.name: getattr(settings, each.name)
+            for each in fields(settings)
+            if each.name not in ("trials", "storage", "log")
+        }
+        return f"{self.target} {limit:.6f} {diagnosis} {choices} {measured} {others}"
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
         # By choices, because several knobs may give one plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
-        first = list(order.values())[: self.effort.finalists]
+        first = list(order.values())[: self.settings.finalists]
         answers = self.measurements.answers
         measured = [self.measurements.trial(trial.knobs, trial.step, answers) for trial in first]
         best = min(measured, key=lambda trial: trial.divergence)
@@ -318,7 +323,7 @@ class Planner:
         )
         return -100 * change <= self.target.limit
 
-    def finished(self, best: Trial, most: float, others: Answers) -> Plan:
+    def finished(self, best: Trial, limit: float, others: Answers) -> Plan:
         """Builds the plan: measures its predictions on held-out images and explains its choices."""
         choices, space, found = best.step.choices, self.space, self.measurements
         begin("predicting on other images")
@@ -353,16 +358,16 @@ class Planner:
             best.step.cost,
             expected_of(deviation, others.kind),
             explained(space, found.cost_table, found.divergences, choices, found.answers.kind.unit),
-            self._front(best, most),
+            self._front(best, limit),
             self.latency,
             about,
         )
 
-    def _front(self, best: Trial, most: float) -> tuple[PlanPoint, ...]:
+    def _front(self, best: Trial, limit: float) -> tuple[PlanPoint, ...]:
         """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
         frontier = self.measurements.frontier(best.knobs)
-        plans = self.effort.num_front
-        shares = [1 - (1 - most) * part / plans for part in range(1, plans)]
+        plans = self.settings.num_front
+        shares = [1 - (1 - limit) * part / plans for part in range(1, plans)]
         # Without repetitions: close costs may have the same plan. A share that the unchanged model meets has none.
         steps = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
         return tuple(self._point(step) for step in (*steps, best.step))
@@ -387,11 +392,11 @@ class Planner:
 class _PlansAtCost:
     """Builds plans at one cost, and measures them on the images of the trials (`plan_search.PlanBuilder`)."""
 
-    def __init__(self, planner: Planner, most: float):
-        self.planner, self.most = planner, most
+    def __init__(self, planner: Planner, limit: float):
+        self.planner, self.limit = planner, limit
 
     def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        return self.planner.step(self.most, knobs, start)
+        return self.planner.step(self.limit, knobs, start)
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
         found = self.planner.measurements
@@ -440,7 +445,7 @@ def explained(
             # Savings are given all other choices, because those of ranks depend on the tokens that remain.
             saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(alone, even)
             damage = f"alone {cost:.2g} {unit}".rstrip()
-            lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.of}, {damage}")
+            lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.quantity}, {damage}")
     return tuple(lines)
 
 

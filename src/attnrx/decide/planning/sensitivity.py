@@ -13,11 +13,11 @@ from torch import nn
 
 from attnrx.change.predictions import stored
 from attnrx.change.realization import realize
-from attnrx.decide.planning.plan_settings import EFFORTS, Effort
+from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Pixels
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.prescription import HiddenDecision, OutputDecision
-from attnrx.support.progress import Log, track
+from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import (
     Family,
@@ -103,29 +103,27 @@ class Sensitivities:
         return sensitivity
 
 
-def measure_sensitivities(
-    space: Space, answers: Answers, log: Log, effort: Effort = EFFORTS["thorough"]
-) -> dict[str, Sensitivities]:
+def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> dict[str, Sensitivities]:
     """Measures every axis at the probed levels in one layer at a time, for every one of MEASURES.
 
     The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
     energy of the pruned directions in the metric of the data, as recorded in the prescriptions. Of layers that are not
-    measured (`Effort.layer_stride`), the divergence per removed energy, or per pruned patch, is interpolated over the
+    measured (`layer_stride`), the divergence per removed energy, or per pruned patch, is interpolated over the
     layers.
     """
     probes = {
         (axis, level): realize(space.model, piece)
         for axis in RANKS
-        for level in space.measured(axis, effort.probed)
+        for level in space.measured(axis, settings.probed_levels)
         if (piece := space.piece(axis, level)) is not None
     }
     # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
     # of its layers on average.
     # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruning` never reads them.
-    counts = _pruned_counts(space, effort) if TOKENS in space.axes else []
+    counts = _pruned_counts(space, settings) if TOKENS in space.axes else []
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
-    layers = measured_layers(space.depth, effort.layer_stride)
+    layers = measured_layers(space.depth, settings.layer_stride)
     # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
@@ -140,7 +138,7 @@ def measure_sensitivities(
             else:
                 measured[work] += probe_batch.with_block_of(probes[work])
             if index == len(works) - 1:
-                log(f"sensitivities: {batch + 1} of {len(answers.batches)} batches")
+                settings.log(f"sensitivities: {batch + 1} of {len(answers.batches)} batches")
     log_counts, by_measure = np.log(np.array(counts or [1], dtype=float)), {}
     for index, name in enumerate(MEASURES):
         by_level = {key: sums[:, index] for key, sums in measured.items()}
@@ -150,9 +148,9 @@ def measure_sensitivities(
     return by_measure
 
 
-def _pruned_counts(space: Space, effort: Effort) -> list[int]:
+def _pruned_counts(space: Space, settings: PlanSettings) -> list[int]:
     """Returns the numbers of pruned patches that are measured; at least one patch stays."""
-    counts = (max(space.step, round(share * space.patches)) for share in effort.pruned_shares)
+    counts = (max(space.step, round(share * space.patches)) for share in settings.pruned_shares)
     return sorted({min(count, space.patches - 1) for count in counts})
 
 

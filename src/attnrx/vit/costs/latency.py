@@ -254,6 +254,11 @@ class LatencyProtocol:
         processes = whole(1, max(STUDENT))
         require_fields(self, rounds=whole(2), warmup=COUNT, clock=optional(one_of(*CLOCKS)), processes=processes)
 
+    @property
+    def resolved_clock(self) -> str:
+        """The name of the clock, also where it follows from the device."""
+        return self.clock or ("cuda" if self.conditions.on_cuda else "wall")
+
 
 def compare_latency(
     candidate: nn.Module,
@@ -367,7 +372,7 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
         runs: dict[str, Callable[[], object]] = {
             name: partial(conditions.prepare(model), batch) for name, model in models.items()
         }
-        clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
+        clock = protocol.resolved_clock
         seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
         # Profiled after the rounds: profiling slows a pass.
         kernels = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}

@@ -59,7 +59,7 @@ def front(content: ReportContent) -> Section | None:
     if plan is None or not plan.front:
         return None
     points = sorted((ORIGINAL, *plan.front), key=lambda point: _x(plan, point))
-    chosen, of_latency = points.index(plan.front[-1]), plan.spend == "latency"
+    chosen, of_latency = points.index(plan.front[-1]), plan.minimized == "latency"
     divergence = DIVERGENCES[plan.outputs.name]
     measured = (CHANGE, AGREEMENTS[plan.outputs.name], divergence, *COSTS)
     readings = [SPEED] * of_latency + [
@@ -114,7 +114,7 @@ def front(content: ReportContent) -> Section | None:
 
 def _x(plan: Plan, point: PlanPoint) -> float:
     """Returns the value of a plan on the horizontal axis: its speed, or the saved share of the cost in %."""
-    return point.speedup if plan.spend == "latency" else 100 * (1 - point.cost)
+    return point.speedup if plan.minimized == "latency" else 100 * (1 - point.cost)
 
 
 def _name(plan: Plan, point: PlanPoint) -> str:
@@ -122,7 +122,7 @@ def _name(plan: Plan, point: PlanPoint) -> str:
     if point is ORIGINAL:
         return "original"
     value = _x(plan, point)
-    return with_unit(fixed(value, 2), "x") if plan.spend == "latency" else f"{number(value)} % fewer"
+    return with_unit(fixed(value, 2), "x") if plan.minimized == "latency" else f"{number(value)} % fewer"
 
 
 def _chart(content: ReportContent, plan: Plan, points: list[PlanPoint], reading: Reading) -> Chart:
@@ -138,21 +138,21 @@ def _chart(content: ReportContent, plan: Plan, points: list[PlanPoint], reading:
     )
     curves = [Curve("plans, on the images of the plan", drawn, "style-0", 0), *_verified(content, plan, reading)]
     speed = next(iter(speeds(content.evidence)), None)
-    if plan.spend == "latency" and speed is not None and speed.by_runtime is not None:
+    if plan.minimized == "latency" and speed is not None and speed.by_runtime is not None:
         # The unchanged model at the speed that its runtime gives, beside which the others have to be read.
         name = f"unchanged model in {speed.runtime}"
         unchanged = CurvePoint(speed.by_runtime, 0.0, tip=f"{name}: {speed_text(speed.by_runtime)}")
         curves.append(Curve(name, (unchanged,), "style-2", 2))
-    return Chart(title, AXES.get(plan.spend, plan.spend), label, tuple(curves), level=0.0, band=True)
+    return Chart(title, AXES.get(plan.minimized, plan.minimized), label, tuple(curves), level=0.0, band=True)
 
 
 def _verified(content: ReportContent, plan: Plan, reading: Reading) -> Iterator[Curve]:
     """Yields the point of this model on the images of the evidence."""
     finding = finding_of(content.evidence, "accuracy change" if reading is CHANGE else "divergence")
-    if plan.spend == "latency":
+    if plan.minimized == "latency":
         x = next((speed.value for speed in speeds(content.evidence)), None)
     else:
-        totals = cost_totals(content.evidence, plan.spend) if plan.spend in ("macs", "params") else None
+        totals = cost_totals(content.evidence, plan.minimized) if plan.minimized in ("macs", "params") else None
         x = None if totals is None or not totals[0] else 100 * (1 - totals[1] / totals[0])
     if finding is None or known(finding.value) is None or x is None:
         return
