@@ -1,6 +1,7 @@
 """float64, determinism, no network; and the choice between the quick tests and all of them."""
 
 import os
+import shutil
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,6 +17,15 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 QUICK_CASES = 10  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,3 +92,16 @@ def real_data() -> Path:
     if not REAL_DATA.is_dir():
         pytest.skip(f"the real datasets are not at {REAL_DATA}")
     return REAL_DATA
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    executable = shutil.which("chromium") or shutil.which("chromium-browser")
+    if executable is None:
+        pytest.skip("there is no Chromium on this machine (Debian's package is called chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=executable, args=CHROMIUM_FLAGS)
+        yield chromium
+        chromium.close()

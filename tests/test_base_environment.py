@@ -35,7 +35,7 @@ def test_six_verbs_run_with_the_base_dependencies_alone(tmp_path: Path) -> None:
     site = Path(found.stdout.decode().strip())
     for part in Path(sysconfig.get_paths()["purelib"]).glob("*attnrx*"):
         shutil.copytree(part, site / part.name) if part.is_dir() else shutil.copy(part, site)
-    script = [str(python), "-W", "ignore", str(ROOT / "tests" / "base_environment.py"), str(tmp_path)]
+    script = [str(python), "-W", "ignore", str(ROOT / "tests" / "support" / "base_environment.py"), str(tmp_path)]
     ran = subprocess.run(script, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert len(ran.stdout.splitlines()) == 2

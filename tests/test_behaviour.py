@@ -1,11 +1,11 @@
-"""The values that tests/behaviour.json records have not changed."""
+"""The values that tests/support/behaviour.json records have not changed."""
 
 import json
 
 import pytest
 
-import behaviour
-from behaviour import SETTINGS, Setting
+from support import behaviour
+from support.behaviour import SETTINGS, Setting
 
 RECORD = json.loads(behaviour.RECORD.read_text(encoding="utf-8"))
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import named_extras
 from attnrx.cli.main import parsed
 from attnrx.data.catalogue import DATASETS
+from support import named_extras
 
 timm = pytest.importorskip("timm")
 ROOT = Path(__file__).parents[1]

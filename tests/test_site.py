@@ -15,7 +15,6 @@ import pytest
 import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
-from test_browser import browser  # noqa: F401, a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +144,7 @@ SHOWN = ["index", "idea", "how-to/compare", "api/rules", "results/spot", "comman
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
-def test_pages_fit_and_are_read_from_a_disk(browser, site: Path, width: int, scheme: str):  # noqa: F811
+def test_pages_fit_and_are_read_from_a_disk(browser, site: Path, width: int, scheme: str):
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     requested: list[str] = []
@@ -161,7 +160,7 @@ def test_pages_fit_and_are_read_from_a_disk(browser, site: Path, width: int, sch
 
 
 @pytest.mark.browser
-def test_the_search_finds_without_a_server(browser, site: Path):  # noqa: F811
+def test_the_search_finds_without_a_server(browser, site: Path):
     page = browser.new_page()
     page.goto((site / "index.html").as_uri())
     page.locator("input.md-search__input").click()

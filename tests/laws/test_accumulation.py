@@ -8,7 +8,7 @@ import torch
 from attnrx.training import Mixing
 from attnrx.training.losses import Distillation, FeatureDistillation, PerturbationRobustness, Task
 from attnrx.vit.models import save_model
-from tiny_runs import model, run, weights
+from support.tiny_runs import model, run, weights
 
 
 @pytest.mark.parametrize("mixing", [None, Mixing(cutmix=0.0), Mixing(mixup=0.0)])

@@ -8,7 +8,7 @@ import torch
 from attnrx.vit.attention import AttentionCapture, Backend, Eager, Explicit, Fused, Native, Observed
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.observation import Observation
-from layers import LAYERS, Case, by_definition
+from support.layers import LAYERS, Case, by_definition
 
 Sizes = torch.Tensor | None
 

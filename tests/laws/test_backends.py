@@ -24,7 +24,7 @@ from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.models import family_of, observing
 from attnrx.vit.observation import Observation
 from attnrx.vit.spec import AttentionSpec
-from cases import CONFIGS, PATTERNS, images, model, prescription
+from support.cases import CONFIGS, PATTERNS, images, model, prescription
 
 
 def with_backend(vit: nn.Module, make: type[Backend], inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import cases
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.show.checks import Bounds
 from attnrx.show.checks.bounds import (
@@ -15,7 +14,8 @@ from attnrx.show.checks.bounds import (
     spectral_norm,
     theorem_1,
 )
-from comparisons import Setting, weakest_removed
+from support import cases
+from support.comparisons import Setting, weakest_removed
 
 BATCH, TOKENS, HEADS, DIRECTIONS, SCALE = 3, 6, 2, 5, 5**-0.5
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_tokens import fits, inputs, original, reduced
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -27,8 +26,9 @@ from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models import recording_tokens
 from attnrx.vit.models.call_state import CallState
 from attnrx.vit.tokens import TokenPolicy
-from cases import REDUCTIONS
-from pretrained import adopted_once
+from support.cases import REDUCTIONS
+from support.pretrained import adopted_once, inputs
+from support.token_models import fits, original, reduced
 
 KINDS = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())
 LIBRARIES = {"timm": "deep", "transformers": "hf vit", "own": "lvvit"}

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import cases
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import aggregate, all_checks
 from attnrx.vit.models import model_fingerprint
-from comparisons import Setting
+from support import cases
+from support.comparisons import Setting
 
 CONFIGS = ("svda", "dense")
 

@@ -8,7 +8,7 @@ from attnrx.vit.attention import Attention, AttentionCapture, Eager, Explicit, F
 from attnrx.vit.attention.backends import explicit
 from attnrx.vit.models import chunked_forward, family_of, observing
 from attnrx.vit.spec import AttentionSpec
-from cases import CONFIGS, LVVITS, PATTERNS, images, model, own, prescription
+from support.cases import CONFIGS, LVVITS, PATTERNS, images, model, own, prescription
 
 
 class Counting(Fused):

@@ -12,8 +12,8 @@ from attnrx.change.realization import realize
 from attnrx.vit.attention import Backend, Explicit, Fused
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import attach_tokens_, family_of
-from cases import CONFIGS, PATTERNS, images, model, prescription
-from layers import LAYERS
+from support.cases import CONFIGS, PATTERNS, images, model, prescription
+from support.layers import LAYERS
 
 BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit)
 

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_repair import images_of
 
 import attnrx as rx
-import cases
 from attnrx.change.realization.repair import Repair
 from attnrx.support.errors import DataError, NotSupported
 from attnrx.vit.models import family_of
-from pretrained import CASES, adopted_once
+from support import cases
+from support.pretrained import CASES, adopted_once, inputs
 
 # Forms that are not plain dot products.
 OTHER = ("rotary", "dinov3", "eva", "bias", "beit", "relative", "perception", "norm", "swin", "rope")
@@ -22,7 +21,7 @@ def test_every_plain_architecture_is_converted_and_repaired(name: str) -> None:
     family, _, model = adopted_once(name)
     if any(not attention.spec.is_plain or attention.spec.inner_norms for attention in family.attention(model)):
         pytest.skip("its attention is not plain")
-    images = images_of(model)
+    images = inputs(model, 32)
     found = rx.to_svda(model, images)
     assert all(attention.spec.form == "svda" for attention in family_of(found).attention(found))
     if not family.mlp(model):
@@ -33,7 +32,7 @@ def test_every_plain_architecture_is_converted_and_repaired(name: str) -> None:
 
 def test_strengths_are_positive_and_sorted() -> None:
     model = cases.model(cases.CONFIGS["dense"])
-    images = images_of(model, 64)
+    images = inputs(model, 64)
     found = rx.to_svda(model, images)
     for layer in family_of(found).attention(found):
         strengths = layer.scores.strengths().detach().view(len(layer.spec.heads), -1)
@@ -42,7 +41,7 @@ def test_strengths_are_positive_and_sorted() -> None:
 
 def test_without_norms_the_scores_are_those_of_the_original_up_to_a_constant_per_query() -> None:
     model = cases.model(cases.CONFIGS["dense"])
-    found = rx.to_svda(model, images_of(model, 64))
+    found = rx.to_svda(model, inputs(model, 64))
     for before, after in zip(*(family_of(each).attention(each) for each in (model, found)), strict=True):
         old, new = before.spectrum(), after.spectrum()
         expected = old.query.mT @ old.key
@@ -53,7 +52,7 @@ def test_without_norms_the_scores_are_those_of_the_original_up_to_a_constant_per
 
 def test_it_is_diagnosed_pruned_repaired_and_saved(tmp_path: Path) -> None:
     model = cases.model(cases.CONFIGS["dense"])
-    images = images_of(model, 512)
+    images = inputs(model, 512)
     found = rx.to_svda(model, images)
     repaired = rx.repair(found, model, images, Repair(steps=150))
     assert sum(repaired.after) < sum(repaired.before)
@@ -66,7 +65,7 @@ def test_it_is_diagnosed_pruned_repaired_and_saved(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
-    images = images_of(cases.model(cases.CONFIGS["dense"]))
+    images = inputs(cases.model(cases.CONFIGS["dense"]), 32)
     with pytest.raises(NotSupported, match=r"layer 0 \(svda"):
         rx.to_svda(cases.model(cases.CONFIGS["svda"]), images)
     with pytest.raises(DataError):

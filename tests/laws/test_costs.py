@@ -13,7 +13,7 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import PartCosts, count_params, count_product_macs, direction_costs, layer_costs
 from attnrx.vit.models import Transformer, VisionTransformer, family_of
 from attnrx.vit.spec import AttentionSpec
-from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
+from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 COMPRESSIONS = list(product(OWN, PATTERNS, ("renormalized", "exact")))
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import attnrx as rx
-import cases
 from attnrx.change.realization import realize
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.repair import Repair
@@ -19,11 +18,12 @@ from attnrx.vit.attention import Backend, Eager, Explicit, Fused, using
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
-from cases import CONFIGS, PATTERNS, REDUCTIONS, images, model, prescription
-from layers import LAYERS, by_definition
-from pretrained import deep
-from pretrained import inputs as inputs_of
-from tiny_runs import numbers, run, weights
+from support import cases
+from support.cases import CONFIGS, PATTERNS, REDUCTIONS, images, model, prescription
+from support.layers import LAYERS, by_definition
+from support.pretrained import deep
+from support.pretrained import inputs as inputs_of
+from support.tiny_runs import numbers, run, weights
 
 pytestmark = [
     pytest.mark.gpu,

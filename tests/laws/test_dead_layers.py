@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import attnrx as rx
-import cases
 from attnrx.data import ImageSet
 from attnrx.decide.rules import in_metric as stated
 from attnrx.decide.rules import parse_rule
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.maps import OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 DEAD = 1  # the layer
 RULES = {

@@ -16,7 +16,7 @@ from attnrx.change.decompositions import (
     tied_als,
     water_filled_blocks,
 )
-from sensitivities import term_sensitivity
+from support.sensitivities import term_sensitivity
 
 QUICK = CorrectionSchedule(sweeps=10, correction_sweeps=5)
 

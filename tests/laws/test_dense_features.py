@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_tokens import deep, inputs, original, reduced
 from torch import nn
 
 import attnrx as rx
-import cases
 from attnrx.change.exporting import PatchFeatures, export
 from attnrx.show.checks import PatchProbe
 from attnrx.show.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
@@ -20,8 +18,10 @@ from attnrx.support.errors import DataError, InvalidInput, NotSupported
 from attnrx.vit.models import attach_tokens_, family_of, recording_tokens, reduction_of
 from attnrx.vit.outputs import nearest_neighbours
 from attnrx.vit.tokens import TokenPolicy, ToMe
-from cases import REDUCTIONS
-from pretrained import CASES, HF, TIMM, adopted_once
+from support import cases
+from support.cases import REDUCTIONS
+from support.pretrained import CASES, HF, TIMM, adopted_once, deep, inputs
+from support.token_models import original, reduced
 
 OF_TIMM = [name for name, (family, _) in CASES.items() if family is TIMM]
 OF_HF = [name for name, (family, _) in CASES.items() if family is HF]

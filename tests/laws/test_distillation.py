@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-import cases
 from attnrx.change.realization.descent import HELD_OUT
 from attnrx.change.realization.distillation import Distill, distill
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import output_kind_of
-from pretrained import CASES, adopted_once
+from support import cases
+from support.pretrained import CASES, adopted_once
 
 FEW = Distill(epochs=8, learning_rates=(3e-3,), batch=16)
 

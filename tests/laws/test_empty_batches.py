@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-import cases
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import parse_policy
-from pretrained import adopted_once
+from support import cases
+from support.pretrained import adopted_once
 
 POLICIES = (None, "ward:0.5@2", "tome:0.5@2", "pitome:0.5@2", "attention_received:0.5@2")
 

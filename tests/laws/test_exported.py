@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_pretrained import images_for
-from test_tokens import deep, inputs
 from torch import nn
 
 import attnrx as rx
@@ -17,7 +15,7 @@ from attnrx.change.exporting import FORMATS, Format, Onnx, parse_format
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of
-from pretrained import TIMM, VIT, of_timm
+from support.pretrained import TIMM, VIT, deep, images_for, inputs, of_timm
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -32,9 +32,9 @@ from attnrx.data.fixed_images import ONE_DRAW, content_hashes
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.support.errors import AttnrxError, DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
-from comparisons import pixels
-from pictures import write_folder
-from planned import CONFIG, original
+from support.comparisons import pixels
+from support.pictures import write_folder
+from support.planned import CONFIG, original
 
 COUNT = 40
 MEAN, STD = CONFIG.mean[0], CONFIG.std[0]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import cases
 from attnrx.vit.attention import Attention
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_products import PackedMap, native_maps
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
+from support import cases
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.data import Augmentation, Normalization, Splits
 from attnrx.decide.diagnosing import diagnose
@@ -16,8 +15,9 @@ from attnrx.training.losses import FusionOwnership, LossContext, Task
 from attnrx.training.optimization import normalize_fusion_, project_fusion_
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.models import VisionTransformer, family_of, load_model, save_model
-from comparisons import pixels
-from tiny_runs import At
+from support import cases
+from support.comparisons import pixels
+from support.tiny_runs import At
 
 DENSE = cases.CONFIGS["dense"]
 IMAGES = pixels(DENSE, 16)

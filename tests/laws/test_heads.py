@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-import cases
 from attnrx.change.decompositions import elimination_losses
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.rules import control_prescriptions
 from attnrx.decide.rules.outputs import HEAD_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, UnknownName
 from attnrx.vit.models import family_of
-from comparisons import pixels
-from pretrained import VIT, of_timm
+from support import cases
+from support.comparisons import pixels
+from support.pretrained import VIT, of_timm
 
 SHAPE: dict[str, Any] = {"width": 16, "depth": 3, "heads": 4, **cases.TINY}
 FORMS = ("dense", "svda", "timm")

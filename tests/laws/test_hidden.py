@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-import cases
 from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.decompositions.hidden_units import BLOCK
 from attnrx.change.decompositions.least_squares import DAMPING
@@ -17,8 +16,9 @@ from attnrx.decide.rules import control_prescriptions
 from attnrx.decide.rules.outputs import HIDDEN_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName
 from attnrx.vit.models import LowRankLinear, family_of
-from comparisons import pixels
-from pretrained import VIT, of_timm
+from support import cases
+from support.comparisons import pixels
+from support.pretrained import VIT, of_timm
 
 SHAPE: dict[str, Any] = {"width": 16, "depth": 3, "heads": 4, **cases.TINY}
 FORMS = ("dense", "svda", "timm", "quick_gelu")

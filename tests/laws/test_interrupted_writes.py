@@ -21,11 +21,11 @@ from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support import atomic_writes
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import ViTConfig
-from cases import model
-from interruptions import snapshots, visible, watched
-from pictures import write_folder
-from test_cli import call
-from tiny_runs import run as train_tiny
+from support.cases import model
+from support.command_line import call
+from support.interruptions import snapshots, visible, watched
+from support.pictures import write_folder
+from support.tiny_runs import run as train_tiny
 
 CONFIG = ViTConfig.uniform(
     "svda", width=12, depth=2, heads=3, image_size=16, patch_size=8, channels=3, classes=3, mlp_ratio=2.0

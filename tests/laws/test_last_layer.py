@@ -13,7 +13,7 @@ import attnrx as rx
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of, recording_blocks, use_backend
 from attnrx.vit.models.token_hooks import attach_tokens_
-from pretrained import CASES, TIMM, adopted_once, of_timm
+from support.pretrained import CASES, TIMM, adopted_once, of_timm
 
 # Models that pool all patches, or by attention; of the classifiers of DINOv2 the class token and the mean.
 POOLING = ("vit, norms after", "vit, no class token", "vit, mean pooled", "hf clip", "hf siglip", "hf siglip tower")

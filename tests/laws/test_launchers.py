@@ -11,7 +11,7 @@ import pytest
 
 import attnrx as rx
 from attnrx.support.storage import read_json
-from shared_runs import free_port
+from support.shared_runs import free_port
 
 pytestmark = pytest.mark.slow
 

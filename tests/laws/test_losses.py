@@ -26,7 +26,7 @@ from attnrx.training.losses import (
     TokenSimilarity,
 )
 from attnrx.vit.models import family_of, recording_blocks, save_model
-from cases import CONFIGS, LOSSES, images, model
+from support.cases import CONFIGS, LOSSES, images, model
 
 NAMES = [*LOSSES, "distillation", "feature_distillation"]
 

@@ -8,15 +8,15 @@ import pytest
 from torch import nn
 
 import attnrx as rx
-import cases
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.rules import CONTROLS, control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.vit.models import family_of
-from comparisons import pixels
-from pretrained import VIT, of_timm
+from support import cases
+from support.comparisons import pixels
+from support.pretrained import VIT, of_timm
 
 COMBINATIONS = 100
 SCORES = {

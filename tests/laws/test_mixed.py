@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import attnrx as rx
-import cases
 from attnrx.change.realization.directions import compressed_spec
 from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.decide.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
@@ -22,7 +21,8 @@ from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import parse_policy
-from comparisons import logits, pixels
+from support import cases
+from support.comparisons import logits, pixels
 
 DENSE = cases.CONFIGS["dense"]
 IMAGES = pixels(DENSE, 16)

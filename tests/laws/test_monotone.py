@@ -21,8 +21,8 @@ from attnrx.decide.rules import (
     score_bound,
 )
 from attnrx.nouns.prescription import ScoreDecision
-from cases import RULES
-from diagnoses import diagnosis, permuted
+from support.cases import RULES
+from support.diagnoses import diagnosis, permuted
 
 RAGGED = [False, True]
 

@@ -10,23 +10,13 @@ from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_merging import Merged
 from attnrx.vit.models.token_reduction import compressed_state
 from attnrx.vit.tokens import TokenState, parse_reducer
+from support.token_models import drawn
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
 REDUCERS = ("ward", "ward(lengths=false)", "ward(relevance=0.4)", "tome")
 # Images, patches and remaining patches: fewer than a vector, not a multiple of it, and the most that one round merges.
 ROUNDS = ((3, 196, 137), (2, 196, 98), (1, 195, 194), (1, 9, 8), (2, 5, 2), (1, 2, 1), (5, 33, 17))
-
-
-def drawn(images: int, patches: int, sized: bool) -> TokenState:
-    """Tokens whose rows are parts of longer ones, as a view of a projection has them."""
-    generator = torch.Generator().manual_seed(patches)
-    tokens = torch.randn(images, patches + 1, 75, generator=generator, dtype=torch.float32)[..., :70]
-    keys = torch.randn(images, patches + 1, 19, generator=generator, dtype=torch.float32)
-    sizes = torch.randint(1, 5 if sized else 2, tokens.shape[:2], generator=generator).float()
-    attention = torch.rand(images, 3, patches + 1, generator=generator, dtype=torch.float32) * sizes[:, None]
-    indices = torch.arange(patches).expand(images, -1)
-    return TokenState(tokens, 1, sizes, indices, class_attention=attention, keys=keys, unmasked=True)
 
 
 Both = tuple[Merged, tuple[torch.Tensor | None, ...]]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import attnrx as rx
-import cases
 from attnrx.data import ImageSet
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Basis, Prescription
@@ -16,7 +15,8 @@ from attnrx.support.storage import read_json, write_json
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.models import VisionTransformer, ViTConfig, family_of
-from comparisons import logits, pixels
+from support import cases
+from support.comparisons import logits, pixels
 
 CONFIGS = {
     form: ViTConfig.uniform(form, width=8, depth=2, heads=1, **{**cases.TINY, "mlp_ratio": 3.0})

@@ -13,12 +13,11 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from test_pretrained import images_for
 from torch import nn
 
 import attnrx as rx
 from attnrx.vit.models import family_of
-from pretrained import HF, TIMM, VIT, of_hf, of_timm
+from support.pretrained import HF, TIMM, VIT, images_for, of_hf, of_timm
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-import cases
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidRule, NoOpPrescription, UnknownName
 from attnrx.vit.attention import Attention
 from attnrx.vit.maps import LINEAR_MAPS, OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]  # three heads of four directions, an MLP of 12 and 24 features
 RANK = 2

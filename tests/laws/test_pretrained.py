@@ -9,27 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-import cases
 from attnrx.change.realization import realize
-from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.data import MemoryImages
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import TotalRank, UniformRank, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import NotSupported
 from attnrx.vit.models import family_of, load_model, save_model
-from comparisons import logits, whole
-from pretrained import CASES, HF, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
+from support import cases
+from support.comparisons import logits, whole
+from support.pretrained import CASES, HF, TIMM, VIT, adopted_once, images_for, of_hf, of_timm, twin_of
 
 RULES = {"qk": TotalRank(0.5), "vo": UniformRank(0.5), "fc1": UniformRank(0.5), "fc2": UniformRank(0.5)}
-
-
-def images_for(model: nn.Module, count: int = 8) -> MemoryImages:
-    shape = family_of(model).input_shape(model)
-    generator = torch.Generator().manual_seed(3)
-    pixels = torch.randint(0, 256, (count, *shape), generator=generator, dtype=torch.uint8)
-    normalization = Normalization((0.5,) * shape[0], (0.5,) * shape[0])
-    return from_tensors("random", pixels, torch.zeros(count, dtype=torch.long), normalization)
 
 
 @pytest.fixture(params=[*CASES, "lvvit"])

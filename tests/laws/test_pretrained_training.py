@@ -13,8 +13,8 @@ from attnrx.support.errors import InvalidInput
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, FeatureDistillation, Task
 from attnrx.vit.models import block_names, family_of, load_model, parameter_blocks, recording_blocks, save_model
-from pretrained import CASES, adopted_once
-from tiny_runs import At
+from support.pretrained import CASES, adopted_once
+from support.tiny_runs import At
 
 
 @pytest.mark.parametrize("name", CASES)

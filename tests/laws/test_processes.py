@@ -12,8 +12,8 @@ from attnrx.support.storage import read_json
 from attnrx.training import TrainingRun
 from attnrx.training.checkpoints import Checkpoints, History
 from attnrx.vit.models import family_of, load_model, reduction_of
-from shared_runs import compressed, fine_tuned, start, verified
-from tiny_runs import run, weights
+from support.shared_runs import compressed, fine_tuned, start, verified
+from support.tiny_runs import run, weights
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, token_run
 from attnrx.vit.tokens import Random, TokenPolicy, TokenState, image_keys
 from attnrx.vit.tokens.random import scrambled
-from pretrained import TIMM, VIT, timm
+from support.pretrained import TIMM, VIT, timm
 
 COUNT = 50
 POLICY = TokenPolicy.staged(Random(seed=3), 0.7, (2, 3))

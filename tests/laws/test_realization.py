@@ -9,7 +9,7 @@ from attnrx.change.realization import realize, realizing
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NotSupported
 from attnrx.vit.models import TransformerConfig, VisionTransformer, family_of, observing
-from cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
+from support.cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
 
 
 def calibration(config: TransformerConfig) -> ImageSet:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-import cases
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.support.errors import NoOpPrescription
 from attnrx.vit.models import family_of
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 CONFIG = cases.ViTConfig.uniform("dense", width=16, depth=2, heads=4, **cases.TINY)
 # Rules that make irregular widths, and rules that keep all or most of the value features of the narrow heads.

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import attnrx as rx
-import cases
 from attnrx.change.realization import repair as module
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.vit.models import family_of
-from pretrained import CASES, adopted_once
+from support import cases
+from support.pretrained import CASES, adopted_once
 
 # Those whose blocks add the normalized output of the MLP: it has no target.
 NORMS_AFTER = {"vit, norms after", "relative positions by an MLP"}

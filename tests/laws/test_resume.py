@@ -10,9 +10,9 @@ import pytest
 
 from attnrx.support.errors import TrainingInterrupted
 from attnrx.training import Mixing, TrainingRun, checkpoints
-from tiny_runs import At, run, same
+from support.tiny_runs import At, run, same
 
-SCRIPT = Path(__file__).parents[1] / "tiny_runs.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "tiny_runs.py"
 
 
 class Crash(BaseException):

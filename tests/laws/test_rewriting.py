@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.diagnosing import diagnose, measure_divergence
@@ -31,7 +30,8 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.maps import OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of, observing
-from comparisons import logits, pixels, whole
+from support import cases
+from support.comparisons import logits, pixels, whole
 
 DENSE = cases.CONFIGS["dense"]
 

@@ -15,7 +15,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.storage import sealed
 from attnrx.vit.models import LVViTConfig, ViTConfig, family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.spec import AttentionSpec
-from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
+from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 
 @pytest.mark.parametrize("norms", ["renormalized", "exact"])

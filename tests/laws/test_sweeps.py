@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import sweep_work
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx_lab.sweeps import Job, Result, SweepStudy, grid_jobs, load_jobs
-from sweep_work import notes, run, sweep
+from support import sweep_work
+from support.sweep_work import notes, run, sweep
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, FeatureDistillation, LossContext, TokenSimilarity
 from attnrx.vit.models import initialize_
-from cases import CONFIGS, images, model
-from tiny_runs import MODEL, At, config, splits
-from tiny_runs import model as student
+from support.cases import CONFIGS, images, model
+from support.tiny_runs import MODEL, At, config, splits
+from support.tiny_runs import model as student
 
 
 def teacher(seed: int) -> nn.Module:

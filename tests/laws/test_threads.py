@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import cases
 from attnrx.vit.models import attach_tokens_, block_names, family_of, recording_tokens
 from attnrx.vit.tokens import parse_policy
-from pretrained import adopted_once
+from support import cases
+from support.pretrained import adopted_once
 
 THREADS = 2
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_tokens import deep, fits, inputs, reduced
 from torch import nn
 
-import cases
 from attnrx.change.exporting import export
 from attnrx.change.realization import realize
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import TokenPolicy
-from cases import PATTERNS, REDUCTIONS
-from pretrained import adopted_once
+from support import cases
+from support.cases import PATTERNS, REDUCTIONS
+from support.pretrained import adopted_once, deep, inputs
+from support.token_models import fits, reduced
 
 # Every reducer on a model of timm; one of each kind on one of ours, of transformers, and LV-ViT; some with two stages.
 FIRST = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import cases
 from attnrx.change.realization import prescribed_tokens, realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.budget import prescribed_costs
@@ -32,9 +31,10 @@ from attnrx.vit.models import (
     save_model,
 )
 from attnrx.vit.tokens import HaltingScores, TokenPolicy, parse_policy
-from cases import PATTERNS, REDUCTIONS, with_heads
-from comparisons import pixels
-from pretrained import TIMM, VIT, inputs, of_timm
+from support import cases
+from support.cases import PATTERNS, REDUCTIONS, with_heads
+from support.comparisons import pixels
+from support.pretrained import TIMM, VIT, inputs, of_timm
 
 DEEP = TIMM.adopt(of_timm(VIT, depth=4, img_size=32))  # three heads, sixteen patches
 CLASSLESS = cases.model(replace(cases.CONFIGS["dense"], image_size=16))

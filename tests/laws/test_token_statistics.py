@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_tokens import inputs, reduced
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnrx.vit.models import family_of, observing, token_run
 from attnrx.vit.tokens import AttentionAverage, ClassAttention, Reducer, Spot, TokenPolicy, TokenState
+from support.pretrained import inputs
+from support.token_models import reduced
 
 TOKENS = 17  # 16 patches and the class token
 STAGES = (2, 4)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_tokens import fits, inputs, reduced
 from torch import nn
 
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
@@ -27,9 +26,10 @@ from attnrx.vit.models import (
 from attnrx.vit.models import token_reduction as reducing_module
 from attnrx.vit.tokens import DTPS, ClassAttention, DynamicViT, EViT, Spot, SPViT, TokenPolicy, TokenState, sampled_keep
 from attnrx.vit.tokens.reducer import best, odds
-from cases import REDUCTIONS
-from pretrained import TIMM, VIT, adopted_once, of_timm
-from tiny_runs import At, same, weights
+from support.cases import REDUCTIONS
+from support.pretrained import TIMM, VIT, adopted_once, inputs, of_timm
+from support.tiny_runs import At, same, weights
+from support.token_models import fits, reduced
 
 
 def scores(count: int = 200, spread: float = 1.0) -> torch.Tensor:

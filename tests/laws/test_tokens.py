@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import cases
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model, token_run
@@ -22,38 +21,19 @@ from attnrx.vit.tokens import (
     policy_from_dict,
     state,
 )
-from cases import REDUCTIONS
-from pretrained import CASES, adopted_once, deep, inputs
+from support import cases
+from support.cases import REDUCTIONS
+from support.pretrained import CASES, adopted_once, inputs
+from support.token_models import fits, original, reduced
 
 # One of each way of pooling, of tokens before the patches, and of scaling what a layer adds.
 FAMILIES = ("vit", "vit, no class token", "deit, distilled", "dinov2, registers", "hf vit", "hf dinov2")
 FAMILIES += ("dinov3", "rotary, mixed", "beit, bias per layer", "relative positions")
 
 
-def original(name: str) -> nn.Module:
-    if name == "deep":
-        return copy.deepcopy(deep())
-    return copy.deepcopy(cases.own(cases.OWN[name]) if name in cases.OWN else adopted_once(name)[2])
-
-
-def reduced(name: str, policy: TokenPolicy, by: str) -> nn.Module:
-    model = original(name)
-    reduction = attach_tokens_(model, family_of(model), policy, by)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in reduction.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model.eval()
-
-
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(inputs(model))
-
-
-def fits(name: str, reducer: Reducer) -> bool:
-    model = original(name)
-    return "class_attention" not in reducer.needs or family_of(model).token_layout(model).class_token
 
 
 PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda", *cases.LVVITS) for kind in REDUCTIONS]

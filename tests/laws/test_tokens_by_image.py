@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_native_merging import drawn
 from torch import nn
 
 import attnrx as rx
-import cases
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.kernels import compilation
 from attnrx.vit.models import attach_tokens_, costs_by_image, family_of, reduction_of, token_run
 from attnrx.vit.models.token_reduction import compressed_state
 from attnrx.vit.tokens import TokenPolicy, Ward, parse_policy, parse_reducer
-from pretrained import adopted_once
+from support import cases
+from support.pretrained import adopted_once
+from support.token_models import drawn
 
 FAMILIES = ("vit", "vit, no class token", "dinov2, registers", "hf dinov2", "dinov3", "rotary, mixed", "dense")
 WARD = {True: "ward(relevance=0.3)", False: "ward"}

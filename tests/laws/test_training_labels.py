@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import attnrx as rx
-import cases
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.training import TrainingConfig
 from attnrx.training.losses import Distillation, FeatureDistillation, Task
 from attnrx.training.reporters import Console
 from attnrx.vit.models import family_of
-from pretrained import TIMM, VIT, adopted_once, of_timm
+from support import cases
+from support.pretrained import TIMM, VIT, adopted_once, of_timm
 
 COUNT = 16
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import attnrx as rx
-import cases
 from attnrx.data import Batch, ImageSet, image_set
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.support.errors import AttnrxError, DataError, InvalidInput
 from attnrx_lab.checks import Transfer
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
+from support import cases
 
 COUNT = 13
 CONFIG = cases.CONFIGS["dense"]

@@ -11,9 +11,9 @@ from torch import nn
 
 import attnrx
 from attnrx.support.errors import NotSupported
-from cases import CONFIGS
-from cases import model as model_of
-from pretrained import BEIT, OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
+from support.cases import CONFIGS
+from support.cases import model as model_of
+from support.pretrained import BEIT, OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning"),

@@ -19,9 +19,9 @@ from attnrx.change.realization.repair import Repair
 from attnrx.data import Normalization, from_tensors
 from attnrx.show.checks import Fidelity
 from attnrx.vit.models import VisionTransformer, model_fingerprint
-from cases import CONFIGS, pixels
-from cases import model as model_of
-from pretrained import VIT, of_timm
+from support.cases import CONFIGS, pixels
+from support.cases import model as model_of
+from support.pretrained import VIT, of_timm
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnrx.decide.rules import EnergyRetention, Threshold, prescribe_maps
-from diagnoses import diagnosis, of_strengths
+from support.diagnoses import diagnosis, of_strengths
 
 
 def smallest_set(strengths: list[float], rho: Fraction) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.training.losses import LossContext, PerturbationRobustness, TargetRank
 from attnrx.training.optimization import strengths_of
 from attnrx.vit.models import family_of, observing
-from cases import CONFIGS, images, model
+from support.cases import CONFIGS, images, model
 
 
 def context(config: str, seed: int = 0) -> LossContext:

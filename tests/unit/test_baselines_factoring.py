@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cases
 from attnrx.change.decompositions import LowRank, plain_svd
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
@@ -33,7 +32,8 @@ from attnrx_lab.baselines.factoring import (
     weights_at,
     with_factors,
 )
-from comparisons import logits, pixels
+from support import cases
+from support.comparisons import logits, pixels
 
 CONFIGS = ("dense", "svda")
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.budget import prescribed_costs
@@ -15,7 +14,8 @@ from attnrx.vit.costs import count_params
 from attnrx.vit.models import family_of
 from attnrx_lab.baselines import GATES, GateBudget, GatedBaseline, GatedModel, gated, prescribe_gates
 from attnrx_lab.baselines.gates import gated_macs
-from comparisons import logits, pixels
+from support import cases
+from support.comparisons import logits, pixels
 
 CONFIG = cases.CONFIGS["dense"]
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.prescription import LayerPrescription
@@ -28,7 +27,8 @@ from attnrx_lab.baselines.diffrate import differentiable_macs
 from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at
 from attnrx_lab.baselines.snapvit import self_supervised_loss
 from attnrx_lab.papers.sources import generated_splits
-from comparisons import logits, pixels
+from support import cases
+from support.comparisons import logits, pixels
 
 
 def baseline(name: str, form: str = "dense") -> PrescribedBaseline:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.budget import (
@@ -23,7 +22,8 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import VisionTransformer, family_of, initialize_
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]
 ALL = Template.parse("qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}")

@@ -15,8 +15,8 @@ from attnrx.vit.kernels.cached_weights import content_of
 from attnrx.vit.kernels.packed_linear import PackedLinear
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
-from layers import LAYERS
-from pretrained import adopted_once, inputs
+from support.layers import LAYERS
+from support.pretrained import adopted_once, inputs
 
 RAGGED = AttentionSpec("svda", 12, 4, (4, 1, 2), (0, 1, 2), 0.5, 4, "kept", value_ranks=(4, 2, 1))
 TOKENS = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ import torch
 from attnrx.show.checks import Bounds
 from attnrx.show.checks.bounds import SpectralChange
 from attnrx.support.errors import FingerprintMismatch
-from cases import PATTERNS, prescription
-from comparisons import Setting, weakest_removed
+from support.cases import PATTERNS, prescription
+from support.comparisons import Setting, weakest_removed
 
 
 def change(before: list[float], after: list[float], stays: bool = True) -> SpectralChange:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Controls
 from attnrx.show.checks.controls import resample_draws, spread
-from comparisons import Setting, weakest_removed
+from support import cases
+from support.comparisons import Setting, weakest_removed
 
 RANDOM = 6
 

@@ -9,15 +9,14 @@ import torch
 from torch import nn
 
 import attnrx as rx
-import planned
-import pretrained
 from attnrx.change.exporting import parse_format
 from attnrx.data.model_data import images_for
 from attnrx.show.checks import Check, Comparison, Costs, Latency, Promises
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.costs import LatencyProtocol, count_params
-from comparisons import Setting
+from support import planned, pretrained
+from support.comparisons import Setting
 
 
 @pytest.mark.parametrize("config", ["svda", "dense", "svda-deep"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import cases
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks import (
     Accuracy,
@@ -23,7 +22,8 @@ from attnrx.show.checks import (
 )
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.models import VisionTransformer
-from comparisons import Setting, pixels, poisoned
+from support import cases
+from support.comparisons import Setting, pixels, poisoned
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cases
 from attnrx.data import Normalization
 from attnrx.show.checks import Comparison
 from attnrx.support.errors import InvalidInput, UnknownName
@@ -13,7 +12,8 @@ from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import TokenPolicy, ToMe
 from attnrx_lab.checks import Robustness
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS
-from comparisons import Setting, pixels
+from support import cases
+from support.comparisons import Setting, pixels
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 
-import cases
 from attnrx.show.checks import (
     CHECKS,
     Accuracy,
@@ -20,7 +19,8 @@ from attnrx.show.checks import (
 )
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx_lab.checks import Robustness, Transfer
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 
 @pytest.mark.parametrize(

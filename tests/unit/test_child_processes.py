@@ -12,7 +12,7 @@ from attnrx.support import child_processes
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.kernels import compilation
 from attnrx_lab.sweeps import SweepStudy, grid_jobs, run_jobs
-from sweep_work import work
+from support.sweep_work import work
 
 SOURCES = Path(child_processes.__file__).parents[2]
 NAMES = ("torch", "numpy", "json", "pickle", "sitecustomize", "usercustomize", "attnrx", "timm", "optuna", "encodings")

@@ -15,7 +15,7 @@ from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
 from attnrx.support.hardware import cache_folder
 from attnrx.support.storage import read_tensors, write_tensors
-from planned import SETTINGS, spanned, timed
+from support.planned import SETTINGS, spanned, timed
 
 Edit = Callable[[CostTable], CostTable]
 

@@ -24,7 +24,7 @@ from attnrx.vit.costs import (
 )
 from attnrx.vit.models import FAMILIES, VisionTransformer, ViTConfig, family_of
 from attnrx.vit.spec import BIASES, AttentionSpec
-from cases import CONFIGS, images, model
+from support.cases import CONFIGS, images, model
 
 FULL = AttentionSpec.full("dense", width=12, heads=3)
 NO_KEY_BIAS = replace(FULL, biases=("query", "value", "output"))

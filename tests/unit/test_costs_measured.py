@@ -25,7 +25,7 @@ from attnrx.vit.costs import (
 )
 from attnrx.vit.costs.latency import REFERENCE, UNCHANGED
 from attnrx.vit.models import family_of
-from cases import CONFIGS, images, model
+from support.cases import CONFIGS, images, model
 
 QUICK = LatencyProtocol(rounds=4, warmup=1)
 

@@ -15,8 +15,17 @@ import attnrx as rx
 from attnrx.data import Columns, ImageSet, load_data
 from attnrx.data.splits import VALIDATION_IS_TEST
 from attnrx.support.errors import DataError, InvalidInput
-from pictures import CLASSES, assert_labels_belong, encoded, everything, rows, sizes, write_folder, write_parquet
-from test_cli import call, record
+from support.command_line import call, record
+from support.pictures import (
+    CLASSES,
+    assert_labels_belong,
+    encoded,
+    everything,
+    rows,
+    sizes,
+    write_folder,
+    write_parquet,
+)
 
 
 @pytest.fixture(autouse=True)

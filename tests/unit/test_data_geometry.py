@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 import attnrx as rx
-import odd_pictures
 from attnrx.data import load_data
 from attnrx.data.model_data import images_for, input_options
-from pictures import CLASSES, write_parquet
+from support import odd_pictures
+from support.pictures import CLASSES, write_parquet
 
 timm = pytest.importorskip("timm")
 

@@ -15,7 +15,7 @@ from attnrx.data.locating import EMBEDDED, locate
 from attnrx.data.parquet import ParquetReader
 from attnrx.data.splits import DatasetReader, Opened
 from attnrx.support.errors import DataError
-from pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
+from support.pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
 
 
 @pytest.fixture(autouse=True)

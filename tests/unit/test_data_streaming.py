@@ -9,7 +9,7 @@ from attnrx.data import Batch, ImageSet, Normalization, Splits, load_data
 from attnrx.data import loading as loading_module
 from attnrx.data.loaded_images import MemoryImages, StreamedImages
 from attnrx.support.errors import DataError
-from pictures import CLASSES, everything, rows, sizes, write_folder, write_parquet, write_shard
+from support.pictures import CLASSES, everything, rows, sizes, write_folder, write_parquet, write_shard
 
 
 @pytest.fixture(autouse=True)

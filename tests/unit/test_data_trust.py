@@ -12,10 +12,10 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 import attnrx as rx
-import odd_pictures
 from attnrx.data import load_data
 from attnrx.support.errors import AttnrxError, DataError
-from pictures import CLASSES, encoded, everything, rows, sizes, write_folder, write_parquet, write_shard
+from support import odd_pictures
+from support.pictures import CLASSES, encoded, everything, rows, sizes, write_folder, write_parquet, write_shard
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
 %%BoundingBox: 0 0 20 20

@@ -16,7 +16,7 @@ from attnrx.change.decompositions import (
     water_filled,
 )
 from attnrx.support.errors import InvalidInput, UnknownName
-from sensitivities import term_sensitivity
+from support.sensitivities import term_sensitivity
 
 
 def heads(slices: int = 3, inner: int = 4, rows: int = 10, columns: int = 9, seed: int = 0) -> FactoredTensor:

@@ -16,7 +16,7 @@ from attnrx.change.decompositions import (
     least_sensitivity,
 )
 from attnrx.change.decompositions.canonical import bounded_update, column_sensitivity
-from sensitivities import term_sensitivity
+from support.sensitivities import term_sensitivity
 
 
 def heads(slices: int = 4, inner: int = 5, rows: int = 11, columns: int = 10, seed: int = 0) -> FactoredTensor:

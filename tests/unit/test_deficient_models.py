@@ -13,8 +13,8 @@ from attnrx.decide.rules import Rule, SharedRank, TotalRank, prescribe_maps
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of
-from cases import CONFIGS, images, model
-from pictures import speckles
+from support.cases import CONFIGS, images, model
+from support.pictures import speckles
 
 CONFIG = CONFIGS["dense"]  # three heads of four directions
 

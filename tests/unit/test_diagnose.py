@@ -12,8 +12,8 @@ from attnrx.decide.diagnostics import Geometry, PerturbationResponse, Redundancy
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import VisionTransformer, family_of, model_fingerprint
-from cases import CONFIGS, PATTERNS, model, prescription
-from pictures import speckles as data
+from support.cases import CONFIGS, PATTERNS, model, prescription
+from support.pictures import speckles as data
 
 PER_HEAD = {
     "alignment",

@@ -13,10 +13,8 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from test_exported_trust import planted
 
 import attnrx as rx
-import tiny_runs
 from attnrx.change.exporting import load_exported
 from attnrx.change.realization.elastic import Elastic, Size
 from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial
@@ -34,8 +32,10 @@ from attnrx.support.storage import (
     write_with_tensors,
 )
 from attnrx.training.checkpoints import History
-from comparisons import pixels
-from planned import CONFIG, original
+from support import tiny_runs
+from support.comparisons import pixels
+from support.exported_files import planted
+from support.planned import CONFIG, original
 
 # Values of every type and size that JSON has.
 VALUES: tuple[Any, ...] = (

@@ -16,8 +16,8 @@ from attnrx.decide.planning import Plan
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
 from attnrx.verbs import shrink as shrink_module
 from attnrx.vit.models import family_of, model_fingerprint, reduction_of
-from comparisons import pixels
-from planned import CONFIG, original
+from support.comparisons import pixels
+from support.planned import CONFIG, original
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.prescription import Prescription
@@ -18,7 +17,8 @@ from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.models import family_of
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from attnrx_lab.comparison.comparing import ImageResults, paired_differences
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]
 

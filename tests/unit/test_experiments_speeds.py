@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import cases
 from attnrx.support.errors import InvalidInput
 from attnrx.support.storage import read_json
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import build_model, family_of
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
+from support import cases
 
 PROTOCOL = LatencyProtocol(Conditions(threads=1), rounds=2, warmup=1, clock="cpu")
 

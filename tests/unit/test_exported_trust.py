@@ -8,22 +8,10 @@ import torch
 
 import attnrx as rx
 from attnrx.change.exporting import FORMATS, load_exported
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.storage import file_sha256, read_json, write_json
-from test_cli import call
-
-
-def planted(folder: Path, form: str) -> Path:
-    """A file of this format with facts that name its hash, as anybody can write them."""
-    path = folder / f"model{FORMATS[form].suffix}"
-    path.write_bytes(b"content")
-    images = {"shape": [3, 8, 8], "precision": "float32", "batch": None, "device": "cpu"}
-    facts = {"kind": "attnrx exported model", "schema": 1, "format": to_dict(FORMATS[form]()), "images": images}
-    facts |= {"normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}, "class_names": []}
-    write_json(folder / f"{path.name}.json", {**facts, "files": {path.name: file_sha256(path)}})
-    return path
-
+from support.command_line import call
+from support.exported_files import planted
 
 RUN_CODE = ("aotinductor", "program")
 

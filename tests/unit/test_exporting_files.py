@@ -14,12 +14,11 @@ from PIL import Image, ImageOps
 from torch import nn
 
 import attnrx as rx
-import odd_pictures
-import pretrained
 from attnrx.change.exporting import Onnx, parse_format, precision_for, present_exports, present_script, remove_export
 from attnrx.change.exporting.export_files import sealed_script
 from attnrx.data.model_data import preprocessing_of, splits_for
 from attnrx.support.errors import InvalidInput
+from support import odd_pictures, pretrained
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

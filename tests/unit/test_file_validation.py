@@ -13,8 +13,8 @@ from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import CheckpointError
 from attnrx.support.storage import read_json, read_tensors, write_json
-from diagnoses import diagnosis
-from edits import ABSENT, write_edited
+from support.diagnoses import diagnosis
+from support.edits import ABSENT, write_edited
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -15,10 +15,10 @@ from attnrx.change.realization.refinement import Refinement
 from attnrx.change.realization.repair import Repair
 from attnrx.verbs.shrink import FITS_BY_EFFORT
 from attnrx.vit.models import model_fingerprint
-from comparisons import pixels
-from pictures import write_folder
-from planned import CONFIG, original
-from test_cli import record
+from support.command_line import record
+from support.comparisons import pixels
+from support.pictures import write_folder
+from support.planned import CONFIG, original
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SETTINGS = (Refinement(3, 1e-3, 4, 7), Repair(2, 0.01, 3, 64, 0.1, 8, 1e12), Distill(1, (1e-3,), 16, 9))

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import attnrx
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.vit.models import model_fingerprint
-from pretrained import VIT, of_hf, of_timm
+from support.pretrained import VIT, of_hf, of_timm
 
 IMAGES = torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 GLOBAL: Any = None

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import attnrx as rx
-import cases
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import completed_card, model_card
 from attnrx.support.errors import CardWarning, CheckpointError, DataError, InvalidInput
 from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.vit.models import load_model
-from test_cli import call, record
+from support import cases
+from support.command_line import call, record
 
 hub = pytest.importorskip("huggingface_hub")
 

@@ -20,9 +20,9 @@ from attnrx.show.reports.page import render
 from attnrx.support.errors import DataError, ScaleWarning
 from attnrx.vit.models import load_model
 from attnrx.vit.models.input_validation import IMAGENET, ImageScale
-from cases import CONFIGS, model
-from pictures import speckles
-from pretrained import of_hf
+from support.cases import CONFIGS, model
+from support.pictures import speckles
+from support.pretrained import of_hf
 
 SCALES = {
     "unit": Normalization((0.0,) * 3, (1.0,) * 3),

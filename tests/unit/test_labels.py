@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import attnrx as rx
-import cases
 from attnrx.cli import main
 from attnrx.data import Columns, ImageSet, Normalization, Relabelled, Splits, fit_labels, from_tensors, imagenet_indices
 from attnrx.show.checks import Accuracy, Fidelity
@@ -18,6 +17,7 @@ from attnrx.show.checks.statistics import proportion
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.vit.models import build_model
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
+from support import cases
 
 IMAGENETTE = {"tench": 0, "English springer": 217, "cassette player": 482, "chain saw": 491, "church": 497}
 CONFIG = cases.CONFIGS["dense"]  # three classes

@@ -15,7 +15,7 @@ import attnrx
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.support.storage import SEAL, sealed, write_json
 from attnrx.vit.models import model_fingerprint
-from pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
+from support.pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 
 transformers = pytest.importorskip("transformers")
 IMAGES = torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -14,8 +14,8 @@ from attnrx.training import train
 from attnrx.vit.models import LVViT, LVViTConfig, attach_tokens_, build_model, family_of
 from attnrx.vit.models.lvvit import SIZES, LVViTFamily, published_names
 from attnrx.vit.tokens import Random, TokenPolicy
-from cases import LVVITS, images, own
-from tiny_runs import At, config, same, splits
+from support.cases import LVVITS, images, own
+from support.tiny_runs import At, config, same, splits
 
 SMALL = {"width": 12, "depth": 2, "heads": 3, "image_size": 32, "classes": 5, "stem_channels": 4}
 WIDTH, DEPTH, HEADS, CLASSES, STEM = 12, 2, 3, 5, 4

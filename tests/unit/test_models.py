@@ -11,7 +11,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.models import ViTConfig, build_model, family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.models.vit import sincos_positions
 from attnrx.vit.spec import AttentionSpec
-from cases import CONFIGS, images, model
+from support.cases import CONFIGS, images, model
 
 
 def test_unknown_names_list_the_nearest() -> None:

@@ -28,8 +28,8 @@ from attnrx.vit.models.mlp import LowRankLinear
 from attnrx.vit.models.module_family import ModuleFamily
 from attnrx.vit.models.token_hooks import attach_tokens_
 from attnrx.vit.tokens import parse_policy
-from pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
-from test_cli import record
+from support.command_line import record
+from support.pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.vit.models import family_of
-from pretrained import (
+from support.pretrained import (
     MODULE,
     OPEN_CLIP,
     OWN,

@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import normalize
 
 import attnrx as rx
-import pretrained
 from attnrx.change.realization.realizing import nearest_candidate
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.decide.planning.reference_outputs import Answers
@@ -19,7 +18,8 @@ from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.outputs import GROUP, KINDS, output_kind_of
 from attnrx_lab.checks import Robustness
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
-from pretrained import adopted_once
+from support import pretrained
+from support.pretrained import adopted_once
 
 LOGITS, BINARY, EMBEDDINGS = KINDS["logits"], KINDS["binary_logit"], KINDS["embedding"]
 

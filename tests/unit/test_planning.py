@@ -18,9 +18,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-import cases
-import planned
-import pretrained
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning import AXES, Plan, PlanSettings, PredictedQuantity, Target, plan
@@ -53,8 +50,9 @@ from attnrx.support.storage import read_json
 from attnrx.vit.models import VisionTransformer, blocks_of, chunked_forward, family_of, load_model, recording_calls
 from attnrx.vit.outputs import KINDS, divergence, softened_divergence
 from attnrx.vit.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward
-from comparisons import pixels
-from planned import CONFIG, SETTINGS, made
+from support import cases, planned, pretrained
+from support.comparisons import pixels
+from support.planned import CONFIG, SETTINGS, made
 
 THOROUGH = EFFORTS["thorough"]
 

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 import attnrx as rx
-import planned
-import pretrained
 from attnrx.change.realization import realize
 from attnrx.decide.planning import Plan, PlanSettings, Target
 from attnrx.decide.planning.space import Choices
 from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.vit.models import family_of
+from support import planned, pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -12,9 +12,6 @@ from torch import nn
 from torch.testing import assert_close
 
 import attnrx as rx
-import cases
-import planned
-import pretrained
 from attnrx.decide.planning.cost_correction import (
     MOST,
     STAGES,
@@ -33,7 +30,8 @@ from attnrx.decide.planning.target import Target
 from attnrx.vit.attention import Attention, AttentionCapture
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import ViTConfig, family_of
-from planned import SETTINGS, made, timed
+from support import cases, planned, pretrained
+from support.planned import SETTINGS, made, timed
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-import odd_pictures
 from attnrx.data.model_data import dataset_classes, preprocessing_of
 from attnrx.support.errors import InvalidInput
 from attnrx.support.preprocessing import ImageGeometry, Normalization, Preprocessing
 from attnrx.support.shapes import Tensor
-from odd_pictures import ODD
+from support import odd_pictures
+from support.odd_pictures import ODD
 
 timm = pytest.importorskip("timm")
 rx = pytest.importorskip("attnrx")

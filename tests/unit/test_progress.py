@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import attnrx as rx
-import cases
 from attnrx.change.realization.repair import Repair
 from attnrx.support import progress
 from attnrx.support.progress import begin, passed_on, phases, track
+from support import cases
 
 SHARES = {"reading": 1.0, "measuring": 2.0, "writing": 1.0}
 

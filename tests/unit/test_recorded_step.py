@@ -9,7 +9,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.training import Mixing, preparation, recorded_step
 from attnrx.training.losses import Task
 from attnrx.training.losses.penalties import TargetRank
-from tiny_runs import run, same
+from support.tiny_runs import run, same
 
 ORDINARY = {"ema": None, "losses": (Task(),)}
 

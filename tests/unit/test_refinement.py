@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import SharedRank, TotalRank, UniformRank, prescribe_maps
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import family_of
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]
 RULES = {"per head": TotalRank(0.5), "shared": SharedRank(4, sweeps=10), "weights": UniformRank(1)}

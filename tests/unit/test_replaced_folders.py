@@ -11,8 +11,8 @@ import attnrx as rx
 from attnrx.support import atomic_writes
 from attnrx.support.atomic_writes import file_lock, parts_by, replacing_folder
 from attnrx.support.errors import CheckpointError
-from interruptions import snapshots, visible
-from planned import original
+from support.interruptions import snapshots, visible
+from support.planned import original
 
 NAMES = ("a.json", "b.bin", "last.json")
 

@@ -2,9 +2,9 @@
 
 import re
 
-import report_content
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import model_card
+from support import report_content
 
 
 def tables(card: str) -> list[list[str]]:

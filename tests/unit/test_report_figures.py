@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-import report_content
 from attnrx.nouns.diagnosis import LayerDiagnosis
 from attnrx.show.reports import ReportContent
 from attnrx.show.reports.drawing import AxisScale, as_uri, colour, log_span, mosaic, overlay, span
 from attnrx.show.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap, IntervalRow, spectrum_bars
 from attnrx.show.reports.sections.layers import maps
+from support import report_content
 
 NASTY = "</svg><script>alert(1)</script>"
 

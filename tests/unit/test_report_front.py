@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-import report_content
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 from attnrx.show.reports import ReportContent, render
 from attnrx.show.reports.sections.front import STEPS, front
 from attnrx.support.errors import CheckpointError
+from support import report_content
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 

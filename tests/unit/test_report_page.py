@@ -11,8 +11,6 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-import cases
-import report_content
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.diagnostics import suited_diagnostics
@@ -27,7 +25,8 @@ from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.vit.costs import LatencyComparison, Ratio, Timing
 from attnrx.vit.models import family_of
-from pictures import speckles
+from support import cases, report_content
+from support.pictures import speckles
 
 EVERYTHING = [
     "verdict", "front", "trade-off", "changes", "tokens", "attention", "prescription", "maps", "spectra", "evidence",

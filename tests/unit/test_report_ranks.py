@@ -18,8 +18,8 @@ from attnrx.show.reports.page import render
 from attnrx.show.reports.ranks import HeadRank, prescribed_ranks
 from attnrx.show.reports.sections.layers import changes
 from attnrx.vit.models import family_of
-from cases import CONFIGS, model, with_heads
-from pictures import speckles
+from support.cases import CONFIGS, model, with_heads
+from support.pictures import speckles
 
 
 def diagnosed(name: str = "dense") -> tuple[torch.nn.Module, Diagnosis]:

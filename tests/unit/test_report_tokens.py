@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import attnrx as rx
-import cases
-import report_content
 from attnrx.show.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
 from attnrx.show.reports.drawing import AxisScale
 from attnrx.show.reports.figures import patch_picture
@@ -30,9 +28,10 @@ from attnrx.vit.tokens import (
     ToMe,
     Ward,
 )
-from pictures import write_folder
-from pretrained import adopted_once
-from test_cli import call, record
+from support import cases, report_content
+from support.command_line import call, record
+from support.pictures import write_folder
+from support.pretrained import adopted_once
 
 
 def reduced(model: nn.Module, reducer: Reducer, by: str = "compress", keep: float = 0.5) -> nn.Module:

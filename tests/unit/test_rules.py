@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import attnrx
-import cases
-import comparisons
 from attnrx.decide.diagnostics import Moments, suited_diagnostics
 from attnrx.decide.rules import (
     And,
@@ -37,7 +35,8 @@ from attnrx.decide.rules.rule import readings_needed
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import OutputDecision, Prescription
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
-from diagnoses import diagnosis, layer, of_strengths, spectrum
+from support import cases, comparisons
+from support.diagnoses import diagnosis, layer, of_strengths, spectrum
 
 
 def with_readings(given: Diagnosis, **readings: torch.Tensor) -> Diagnosis:

@@ -16,7 +16,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.vit.models import family_of
-from pretrained import adopted_once, inputs
+from support.pretrained import adopted_once, inputs
 
 NAMES = ("dinov3", "rotary, mixed", "perception encoder")
 

@@ -24,8 +24,8 @@ from attnrx.decide.rules import (
     parse_rule,
 )
 from attnrx.support.errors import InvalidRule, UnknownName
-from cases import REWRITING
-from cases import RULES as OWN
+from support.cases import REWRITING
+from support.cases import RULES as OWN
 
 EXAMPLES = {
     **OWN,

@@ -10,7 +10,7 @@ from attnrx.decide.planning.target import Target
 from attnrx.decide.rules import parse_rule
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.tokens import parse_policy
-from test_cli import record
+from support.command_line import record
 
 
 @pytest.mark.parametrize("kind", ["latency", "macs", "params"])

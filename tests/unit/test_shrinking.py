@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import attnrx as rx
-import cases
 from attnrx.change.exporting import load_exported, parse_format
 from attnrx.change.realization.distillation import Distill
 from attnrx.data import three_parts
@@ -25,8 +24,9 @@ from attnrx.verbs.shrink import FITS_BY_EFFORT, predicted_classes, timing_condit
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import ViTConfig, model_fingerprint
 from attnrx.vit.outputs import output_kind_of
-from comparisons import pixels
-from planned import CONFIG, original
+from support import cases
+from support.comparisons import pixels
+from support.planned import CONFIG, original
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

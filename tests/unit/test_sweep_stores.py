@@ -10,8 +10,8 @@ import pytest
 
 from attnrx.support.errors import CheckpointError
 from attnrx_lab.sweeps import Job, Result, SweepStudy, grid_jobs, run_jobs
-from sweep_work import notes, work
-from test_cli import call
+from support.command_line import call
+from support.sweep_work import notes, work
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 import pytest
 
 import attnrx as rx
-import report_content
 from attnrx.nouns.comparison import MethodComparison, MethodTrial
 from attnrx.nouns.evidence import Estimate, Evidence, Finding
 from attnrx.show.reports import ReportContent, model_card, render
@@ -22,6 +21,7 @@ from attnrx.support.tables import (
     markdown_table,
 )
 from attnrx_lab.sweeps import COLUMNS
+from support import report_content
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnrx.vit.attention.backends.capture import sized_softmax
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import ATS, EViT, TokenPolicy, TokenState, parse_policy
-from pretrained import deep, inputs
+from support.pretrained import deep, inputs
 
 
 def state_of(**statistics: Any) -> TokenState:

@@ -24,7 +24,7 @@ from attnrx.training.losses.reinforcement import reinforced
 from attnrx.vit.models import TokenRun, attach_tokens_, family_of, recording_blocks, recording_tokens, reduction_of
 from attnrx.vit.tokens import DynamicViT, EViT, HaltingScores, Reducer, TokenPolicy, TokenState
 from attnrx.vit.tokens.learned_scores import HeadSelectorPredictor, head_mean
-from pretrained import TIMM, VIT, of_timm
+from support.pretrained import TIMM, VIT, of_timm
 
 
 def reducing(reducer: Reducer) -> nn.Module:

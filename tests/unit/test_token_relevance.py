@@ -24,7 +24,7 @@ from attnrx.vit.tokens import (
     TokenPolicy,
     ToMe,
 )
-from pretrained import adopted_once, deep, inputs
+from support.pretrained import adopted_once, deep, inputs
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "token_relevance.py"))
 averaging_shares, kept, overlap = (BENCHMARK[name] for name in ("averaging_shares", "kept", "overlap"))

@@ -9,7 +9,7 @@ from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.vit import tokens
 from attnrx.vit.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
 from attnrx.vit.tokens.policy import PolicyReader
-from cases import REDUCTIONS
+from support.cases import REDUCTIONS
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from attnrx.support.storage import read_json, write_json
 from attnrx.training import checkpoints, train
 from attnrx.training.preparation import deterministic
 from attnrx.vit.models import VisionTransformer, initialize_, load_model
-from cases import CONFIGS
-from pictures import write_folder
-from test_cli import call
-from tiny_runs import MODEL, At, config, model, run, splits
+from support.cases import CONFIGS
+from support.command_line import call
+from support.pictures import write_folder
+from support.tiny_runs import MODEL, At, config, model, run, splits
 
 RGB = Normalization((0.5,) * 3, (0.5,) * 3)
 

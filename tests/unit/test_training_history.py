@@ -12,8 +12,8 @@ from attnrx.training import Console, Several, TensorBoard
 from attnrx.training.evaluation import Probe
 from attnrx.training.reporters import Outline, curves
 from attnrx.vit.models import VisionTransformer, ViTConfig, family_of, initialize_
-from cases import CONFIGS, model
-from tiny_runs import images, run
+from support.cases import CONFIGS, model
+from support.tiny_runs import images, run
 
 SPECTRAL = {"entropy", "effective_rank", "sparsity", "max_strength", "retained_rank"}
 GEOMETRIC = {"alignment", "selectivity", "perturbation_response"}

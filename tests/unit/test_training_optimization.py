@@ -19,9 +19,9 @@ from attnrx.training.optimization import (
     optimizer_tensors,
     set_learning_rate,
 )
-from cases import CONFIGS, images, model
-from tiny_runs import model as model_of_runs
-from tiny_runs import run
+from support.cases import CONFIGS, images, model
+from support.tiny_runs import model as model_of_runs
+from support.tiny_runs import run
 
 
 def test_the_learning_rate_rises_to_one_and_falls_to_zero() -> None:

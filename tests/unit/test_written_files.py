@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import report_content
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import files_table, written_files
 from attnrx.support.storage import write_json
 from attnrx.vit.costs import Ratio
+from support import report_content
 
 
 def folder_with(folder: Path, about: dict, timing_changes: dict) -> Path:

@@ -2,7 +2,7 @@
 
 Run as a script it makes one such run, for the tests that need a process of their own:
 
-    python tests/tiny_runs.py FOLDER [STEP]     kills itself without warning after STEP
+    python tests/support/tiny_runs.py FOLDER [STEP]     kills itself without warning after STEP
 """
 
 import os

@@ -31,9 +31,9 @@ from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
 from attnrx.support.storage import SEAL, file_sha256, read_json, sealed, write_json
 from attnrx_lab.sweeps import grid_jobs
-from edits import ABSENT, edited
-from pictures import encoded, rows, write_folder, write_parquet
-from time_limits import time_limit
+from support.edits import ABSENT, edited
+from support.pictures import encoded, rows, write_folder, write_parquet
+from support.time_limits import time_limit
 
 SECONDS = 60
 NAN, INFINITY = float("nan"), float("inf")

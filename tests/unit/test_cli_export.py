@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import attnrx as rx
-import pretrained
 from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import build_model, save_model
-from pictures import write_folder
-from test_cli import call, record
+from support import pretrained
+from support.command_line import call, record
+from support.pictures import write_folder
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

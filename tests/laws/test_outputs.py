@@ -18,9 +18,9 @@ import attnrx as rx
 from attnrx.support import atomic_writes
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.vit.models import ViTConfig
-from interruptions import visible
-from pictures import write_folder
-from test_cli import call, record
+from support.command_line import call, record
+from support.interruptions import visible
+from support.pictures import write_folder
 
 CONFIG = ViTConfig.uniform(
     "dense", width=12, depth=2, heads=3, image_size=16, patch_size=8, channels=3, classes=3, mlp_ratio=2.0

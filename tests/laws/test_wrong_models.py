@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError
-from pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
-from time_limits import time_limit
+from support.pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
+from support.time_limits import time_limit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SECONDS = 120

@@ -1,7 +1,7 @@
 """The recorded behaviour of the public functions: prescriptions, costs, logits and KL divergences of fixed settings.
 
-    python tests/behaviour.py              # compares with tests/behaviour.json, and lists what differs
-    python tests/behaviour.py --write      # records anew
+    (cd tests; python -m support.behaviour)              # compares with behaviour.json, and lists what differs
+    (cd tests; python -m support.behaviour --write)    # records anew
 
 A change of the architecture must leave every value as it is, to rounding: `test_behaviour.py` compares them. The
 settings of "vit-tiny" need the pre-trained ViT-Tiny and the images of ImageNette beside the checkout.
@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-import cases
-import pretrained
 from attnrx.data import Columns
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.rules import Template
 from attnrx.nouns.prescription import LayerPrescription
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models import family_of
+from support import cases, pretrained
 
 RECORD = Path(__file__).with_name("behaviour.json")
-REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 IMAGES = 8
 TOLERANCE = 1e-6  # relative, in float64: sums run in another order on other machines
 SHOWN = 2  # images whose logits are recorded

@@ -22,8 +22,8 @@ from attnrx.show.checks import CHECKS
 from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 from attnrx.training import Mixing
 from attnrx.vit.costs import Conditions, LatencyProtocol
-from time_limits import time_limit
-from wrong_arguments import Case, of_class, of_function
+from support.time_limits import time_limit
+from support.wrong_arguments import Case, of_class, of_function
 
 SECONDS = 20  # of one call
 FUNCTIONS = tuple(name for name in rx.__all__ if inspect.isfunction(getattr(rx, name)))

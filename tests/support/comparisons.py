@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.rules.decisions import keep_only
@@ -15,7 +14,8 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.show.checks import Comparison
 from attnrx.vit.models import VisionTransformer
-from cases import pixels
+from support import cases
+from support.cases import pixels
 
 
 def weakest_removed(vit: VisionTransformer, count: int) -> Prescription:

@@ -2,7 +2,7 @@
 
 Run as a script, by a launcher or with the variables that a launcher sets, it does some of it in FOLDER:
 
-    python tests/shared_runs.py FOLDER CASE...
+    PYTHONPATH=tests python -m support.shared_runs FOLDER CASE...
 """
 
 import os
@@ -28,7 +28,7 @@ from attnrx.training.losses import Task
 from attnrx.training.optimization import strengths_of
 from attnrx.vit.costs import LatencyProtocol
 from attnrx_lab.checks import Robustness
-from tiny_runs import At, config, model, run, splits
+from support.tiny_runs import At, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.
 COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "accumulate": 2, "frozen": ("patches",), "strength_decay": 0.0}
@@ -105,12 +105,13 @@ def start(folder: Path, cases: tuple[str, ...], processes: int = 2) -> list[subp
     """Starts processes with the environment that `torchrun` and `accelerate launch` set."""
     port = free_port()
     environment = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    environment |= {"ACCELERATE_USE_CPU": "1"}
+    environment |= {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     started = []
     for rank in range(processes):
         own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
         environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-        started.append(subprocess.Popen([sys.executable, __file__, str(folder), *cases], env=environment))
+        command = [sys.executable, "-m", "support.shared_runs", str(folder), *cases]
+        started.append(subprocess.Popen(command, env=environment))
     return started
 
 

@@ -18,7 +18,7 @@ from attnrx.decide.rules import parse_rule, parse_rules
 from attnrx.show.checks import parse_checks
 from attnrx.support.errors import AttnrxError
 from attnrx.vit.tokens import parse_policy, parse_reducer
-from time_limits import time_limit
+from support.time_limits import time_limit
 
 # By language: what reads a text, whether what was read has a text of its own, and valid texts.
 LANGUAGES: Mapping[str, tuple[Callable[[str], Any], bool, tuple[str, ...]]] = {

@@ -1,6 +1,6 @@
 """The six verbs on a user's own DataLoader; test_base_environment.py runs it where only the base dependencies are.
 
-python tests/base_environment.py FOLDER
+python tests/support/base_environment.py FOLDER
 """
 
 import importlib.util

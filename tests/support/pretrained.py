@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.vit.models import family_of
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily
@@ -275,6 +276,15 @@ def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
     """Random images of a model's size, always the same."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
+
+
+def images_for(model: nn.Module, count: int = 8) -> MemoryImages:
+    """Random pictures of a model's size, always the same."""
+    shape = family_of(model).input_shape(model)
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randint(0, 256, (count, *shape), generator=generator, dtype=torch.uint8)
+    normalization = Normalization((0.5,) * shape[0], (0.5,) * shape[0])
+    return from_tensors("random", pixels, torch.zeros(count, dtype=torch.long), normalization)
 
 
 def twin_of(model: Any) -> Mapping[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Runs a file of Python where the base dependencies of attnrx and those of some extras can be imported, and no others.
 
-    python tests/named_extras.py EXTRAS FILE
+    python tests/support/named_extras.py EXTRAS FILE
 
 The environment has more than a user of these extras installs; imports of all other distributions are refused.
 """

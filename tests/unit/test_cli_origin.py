@@ -11,8 +11,8 @@ import attnrx as rx
 from attnrx.change.realization.elastic import Elastic, Size
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.errors import InvalidInput
-from pictures import rows, write_folder, write_parquet
-from test_cli import call, record
+from support.command_line import call, record
+from support.pictures import rows, write_folder, write_parquet
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import torch
 
 import attnrx as rx
 from attnrx.vit.models import build_model, save_model
-from pictures import write_folder
-from test_cli import call, record
+from support.command_line import call, record
+from support.pictures import write_folder
 
 POLICY = "attention_received:0.5@2,3"
 

@@ -5,7 +5,6 @@ from functools import cache
 import torch
 from torch import nn
 
-import cases
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import PlanSettings
@@ -16,7 +15,8 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import VisionTransformer, ViTConfig
 from attnrx.vit.tokens import Ward
-from comparisons import pixels
+from support import cases
+from support.comparisons import pixels
 
 # Three layers of 16 patches, heads of eight directions: every level is another rank.
 CONFIG = ViTConfig.uniform(

@@ -2,7 +2,7 @@
 
 Run as a script it runs a sweep over it, for the test that kills one:
 
-    python tests/sweep_work.py STORE WORKERS
+    python tests/support/sweep_work.py STORE WORKERS
 """
 
 import os

@@ -1,14 +1,11 @@
 """The command line as a user and as a script sees it: the whole chain over files, exit codes, JSON, and its speed."""
 
-import io
 import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,8 @@ from attnrx.cli.outcome import Table, plain_text
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.nouns.evidence import Finding
 from attnrx.training.losses import Distillation, TargetRank, Task
-from pictures import write_folder
+from support.command_line import call, record
+from support.pictures import write_folder
 
 # Directions removed in % and, exactly and as printed, parameters, their saving in %, MACs and theirs (Tables 1 and 2).
 PAPER = {
@@ -36,21 +34,6 @@ PAPER = {
     "svda:cifar100": [(0.2842, 3_198_820, "4.685", 210_567_168, "5.104")],
     "svda:food101": [(0.4883, 3_383_397, "7.611", 733_974_528, "9.467")],
 }
-
-
-def call(*words: object) -> SimpleNamespace:
-    """Runs the command line in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main([str(word) for word in words])
-    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
-
-
-def record(*words: object, code: int = 0) -> dict[str, Any]:
-    """Runs a command that is to print one JSON object."""
-    done = call(*words, "--json")
-    assert done.code == code, done.err
-    return json.loads(done.out)
 
 
 def process(*words: str) -> "subprocess.CompletedProcess[str]":

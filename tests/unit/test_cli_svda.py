@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 import attnrx as rx
-import cases
 from attnrx.vit.models import ViTConfig
-from pictures import write_folder
-from test_cli import call, record
+from support import cases
+from support.command_line import call, record
+from support.pictures import write_folder
 
 CONFIG = ViTConfig.uniform(
     "svda", width=16, depth=2, heads=2, image_size=16, patch_size=4, channels=3, classes=3, mlp_ratio=2.0

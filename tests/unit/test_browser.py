@@ -1,26 +1,16 @@
 """The report in a real browser: no request, no overflow, light and dark, on paper, and the explorer by keyboard."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import report_content
 from attnrx.show.reports import write_report
+from support import report_content
 
 pytestmark = pytest.mark.browser
 
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 OPEN = ["front", "trade-off", "changes", "tokens", "attention"]
 FOLDED = ["prescription", "maps", "spectra", "evidence", "controls", "robustness", "costs", "training", "provenance"]
 
@@ -63,19 +53,6 @@ BARS = """() => {
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", report_content.example())
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    executable = shutil.which("chromium") or shutil.which("chromium-browser")
-    if executable is None:
-        pytest.skip("there is no Chromium on this machine (Debian's package is called chromium)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import attnrx as rx
-import cases
 from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.inputs import require_inputs
@@ -19,6 +18,7 @@ from attnrx.cli.parser import Parser
 from attnrx.decide.planning import plan_measurements
 from attnrx.support import optional
 from attnrx.support.errors import AttnrxError, NotSupported
+from support import cases
 
 WRONG: dict[str, tuple[str, str]] = {
     "shrink without data": ("shrink svda:digits --data /nowhere --macs 0.5 --out {out}", "nothing at /nowhere"),

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError
-from time_limits import time_limit
+from support.time_limits import time_limit
 
 SECONDS = 20
 
