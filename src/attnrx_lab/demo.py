@@ -105,7 +105,11 @@ def demo(
 
 
 def small_model(splits: Splits, seed: int) -> nn.Module:
-    """Returns a small Vision Transformer of timm with about PATCHES x PATCHES patches and random weights."""
+    """Returns a small Vision Transformer of timm with about PATCHES x PATCHES patches and random weights.
+
+    Raises:
+        InvalidInput: The images are not square.
+    """
     timm = required_module("timm", "timm", "the demonstration")
     torch.manual_seed(seed)  # timm draws the weights from the global generator
     side = splits.image_size

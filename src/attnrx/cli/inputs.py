@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def require_inputs(arguments: Namespace) -> None:
-    """Raises for datasets, columns, class maps and formats that are not there, before a model is loaded."""
+    """Checks datasets, columns, class maps and formats before a model is loaded.
+
+    Raises:
+        InvalidInput: `--mix-times` is given without data to mix, or the class map is no JSON object.
+    """
     mixed, times, to = (getattr(arguments, name, None) for name in ("mix_data", "mix_times", "to"))
     if times is not None and mixed is None:
         raise InvalidInput(f"--mix-times {times} counts images of --mix-data, and no such data are given.")
@@ -50,7 +54,11 @@ def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
 
 
 def splits_argument(model: "nn.Module", arguments: Namespace, distinct: bool = False) -> "rx.data.Splits":
-    """Loads the dataset with the preprocessing of the model; `distinct` uses an image of several splits once."""
+    """Loads the dataset with the preprocessing of the model; `distinct` uses an image of several splits once.
+
+    Raises:
+        InvalidInput: The class map is no JSON object.
+    """
     from attnrx.data.model_data import input_options  # imports torch
 
     splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
@@ -95,12 +103,20 @@ def _is_fresh(source: str) -> bool:
 
 
 def model_argument(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Loads a model to the requested device, by default CUDA if available."""
+    """Loads a model to the requested device, by default CUDA if available.
+
+    Raises:
+        InvalidInput: torch cannot use the device.
+    """
     return _placed(rx.load(source, weights=weights, trust=trust), device)
 
 
 def timed_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Returns a model for latency measurements; a name gets random weights, so that nothing is downloaded."""
+    """Returns a model for latency measurements; a name gets random weights, so that nothing is downloaded.
+
+    Raises:
+        InvalidInput: torch cannot use the device.
+    """
     if _is_fresh(source) and weights is None:
         return _placed(rx.models.build_model(source, seed=0), device)
     return model_argument(source, device, weights, trust)
@@ -137,6 +153,9 @@ def parse_losses(
     """Returns the losses, preceded by the default task loss if `task` and no text contains one.
 
     `shared` are default knobs for every loss that has them: the teacher and its weights.
+
+    Raises:
+        InvalidInput: The task is given and excluded, no loss uses a given knob, or there is no loss.
     """
     losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)

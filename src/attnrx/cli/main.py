@@ -145,7 +145,11 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
 
 
 def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
-    """Returns the module of the command, its parser and its parsed arguments."""
+    """Returns the module of the command, its parser and its parsed arguments.
+
+    Raises:
+        UsageError: There is no such command.
+    """
     # Only the module of this command is imported, so that its --help is fast.
     name, rest = words[0], words[1:]
     if name not in command_modules():

@@ -32,13 +32,22 @@ EFFORTS = ("quick", "normal", "thorough")  # `planning.plan_settings.EFFORTS`, w
 
 
 def device(text: str) -> str:
+    """The type of a device.
+
+    Raises:
+        ArgumentTypeError: The text is not cpu, cuda or cuda:N.
+    """
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", text):
         raise ArgumentTypeError(f"{text!r} is not a device; give cpu, cuda or cuda:N")
     return text
 
 
 def batch(text: str) -> int | str:
-    """The type of the batch of an exported file: a number of images, or any."""
+    """The type of the batch of an exported file: a number of images, or any.
+
+    Raises:
+        ArgumentTypeError: The text is neither a positive number nor dynamic.
+    """
     if text == "dynamic":
         return text
     try:

@@ -63,7 +63,11 @@ class Parameter:
 
 @cache
 def parameters(function: str) -> Mapping[str, Parameter]:
-    """Returns the parameters of the public function or dataclass `attnrx.FUNCTION`, by name."""
+    """Returns the parameters of the public function or dataclass `attnrx.FUNCTION`, by name.
+
+    Raises:
+        LookupError: attnrx has no such function.
+    """
     node = _definition(rx.HOMES[function], function)
     texts = _described(ast.get_docstring(node) or "")
     if isinstance(node, ast.ClassDef):

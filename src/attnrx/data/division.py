@@ -113,6 +113,9 @@ def distinct_splits(splits: Splits) -> Splits:
     As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
     compared by the bytes of their files, or of their pixels where they are held decoded; sets that cannot be read by
     row (a shard) are left as they are, and so are those of more than MOST_COMPARED images in all.
+
+    Raises:
+        DataError: No split has images.
     """
     rows = {name: each for name, each in _distinct_sets(splits).items() if isinstance(each, RowImages)}
     stored = {name: images for name, images in rows.items() if hasattr(images.store, "content")}

@@ -100,6 +100,12 @@ class FolderReader(DatasetReader):
     root: Path
 
     def identity(self) -> str:
+        """Returns a key of the paths, sizes and times of all files.
+
+        Raises:
+            DataError: The folder belongs to the operating system, cannot be listed, has too many files, or a name in it
+                is not UTF-8.
+        """
         return f"folder:{stamp(file for folder in self._folders().values() for file in folder.files)}"
 
     def open(self) -> Opened:

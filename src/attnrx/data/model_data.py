@@ -187,6 +187,7 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
 
     Raises:
         DataError: The images are given as pixels of another shape than the model's input, or the map does not fit.
+        InvalidInput: `label_map` is given for a model without classes.
     """
     family = family_of(model)
     shape = family.input_shape(model)

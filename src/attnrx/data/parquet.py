@@ -134,9 +134,10 @@ class ParquetReader(DatasetReader):
         return f"parquet:{self.candidates}:{stamp(self.files)}"
 
     def require_readable(self) -> None:
-        """
+        """Checks that every file is whole and has the columns.
 
-        Checks that every file is whole and has the columns.
+        Raises:
+            DataError: A file is damaged, lacks a column, or names other classes than the others.
         """
         self._columns()
 
@@ -226,7 +227,7 @@ def _load_parquet(files: tuple[Path, ...]) -> Table:
             with parquet.ParquetFile(file) as opened:
                 names = opened.schema_arrow.names
                 if sorted(names) != sorted(schema.names):
-                    raise ValueError(f"{file.name} has the columns {', '.join(names)}, not {', '.join(schema.names)}")
+                    raise DataError(f"{file.name} has the columns {', '.join(names)}, not {', '.join(schema.names)}")
                 for batch in opened.iter_batches(batch_size=1024):
                     yield batch.select(schema.names).cast(schema)
 

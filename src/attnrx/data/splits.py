@@ -83,6 +83,11 @@ class MissingImages(ImageSet):
 
     @property
     def fingerprint(self) -> str:
+        """Has no value.
+
+        Raises:
+            DataError: Always.
+        """
         self._refuse()
 
     # No error: the other splits can be adapted to a model and used.

@@ -278,7 +278,11 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
 
 
 def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagnosis:
-    """Returns the diagnosis; for a model one without readings, which suffices if no rule is given."""
+    """Returns the diagnosis; for a model one without readings, which suffices if no rule is given.
+
+    Raises:
+        InvalidInput: A rule is given, which needs readings, and a model instead of a diagnosis.
+    """
     if isinstance(given, Diagnosis):
         return given
     # A token policy needs no readings, and its user need not diagnose.
@@ -302,6 +306,9 @@ def token_relevance(
     """Returns the relevance of every patch by the attention of each layer, by source (see `RelevanceWatch`).
 
     The images must be normalized, and are run as one batch.
+
+    Raises:
+        InvalidInput: The model prunes or merges tokens.
     """
     if reduction_of(model) is not None:
         raise InvalidInput(
@@ -320,6 +327,9 @@ def patches_left(
     """Returns the patches kept after each stage of a model with token reduction; the images are run as one batch.
 
     A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
+
+    Raises:
+        InvalidInput: The model prunes and merges no tokens.
     """
     reduction = reduction_of(model)
     if reduction is None:

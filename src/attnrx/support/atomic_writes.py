@@ -353,7 +353,11 @@ def _link(source: str, target: str) -> None:
 
 
 def swap_folders(temporary: Path, target: Path) -> None:
-    """Replaces `target`, if it exists, by the temporary folder."""
+    """Replaces `target`, if it exists, by the temporary folder.
+
+    Raises:
+        CheckpointError: The replaced folder was moved away and could not be moved back.
+    """
     flush(temporary)
     if not target.exists():
         temporary.rename(target)

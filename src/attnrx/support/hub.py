@@ -67,6 +67,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
     Raises:
         InvalidInput: The repository is not OWNER/NAME.
         CheckpointError: The hub cannot be reached, or rejects the upload.
+        NotSupported: The package huggingface_hub is not installed.
     """
     api = _hub_for(repository).HfApi()
     try:
@@ -88,6 +89,7 @@ def download(name: str) -> Path:
     Raises:
         InvalidInput: The name has another form.
         CheckpointError: The hub cannot be reached, or has no such repository.
+        NotSupported: The package huggingface_hub is not installed.
     """
     repository, _, revision = name.partition("@")
     fetch = _hub_for(repository).snapshot_download

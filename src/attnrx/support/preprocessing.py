@@ -147,14 +147,22 @@ class Normalization:
     def apply(
         self, images: Float[Tensor, "*batch channels height width"]
     ) -> Float[Tensor, "*batch channels height width"]:
-        """Takes pixels in [0, 1] to the model's scale."""
+        """Takes pixels in [0, 1] to the model's scale.
+
+        Raises:
+            InvalidInput: The images have another number of channels.
+        """
         mean, std = self._columns(images)
         return (images - mean) / std
 
     def invert(
         self, images: Float[Tensor, "*batch channels height width"]
     ) -> Float[Tensor, "*batch channels height width"]:
-        """Takes the model's scale back to pixels in [0, 1]."""
+        """Takes the model's scale back to pixels in [0, 1].
+
+        Raises:
+            InvalidInput: The images have another number of channels.
+        """
         mean, std = self._columns(images)
         return images * std + mean
 
@@ -195,7 +203,7 @@ class Preprocessing:
 
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of the CPU to a device; on a GPU the copy is queued, and the steps before it go on.
+    """Copies a tensor of any shape from the CPU to a device; on a GPU the copy is queued, and earlier steps go on.
 
     A plain copy from pageable memory waits for all that was queued, so a training step would begin on an idle GPU.
     """

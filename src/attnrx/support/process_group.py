@@ -39,7 +39,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def gather_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates the rows of all processes in the order of ranks; a process may have none.
+    """Concatenates the rows, of any shape, of all processes in the order of ranks; a process may have none.
 
     Raises:
         DataError: No process has any rows.

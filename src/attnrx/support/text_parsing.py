@@ -164,6 +164,9 @@ class TextReader:
         """Reads the knobs of a class in brackets and, with `is_short`, those after colons, if any are given.
 
         Values without a name skip the knobs that are `filled` already.
+
+        Raises:
+            UnknownName: The class has no such knob.
         """
         knobs, given = knobs_of(kind, self.nested), dict[str, Any]()
         if self.take("(") and not self.take(")"):

@@ -14,7 +14,7 @@ from torch import nn
 from attnrx.data import Splits
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     check_schema,
     file_sha256,
@@ -101,7 +101,7 @@ class Checkpoints:
             raise CheckpointError(f"{error} Delete the folder {path} to resume {before}.") from error
 
 
-def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
+def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, Tensor]:
     """Returns weights, running mean, optimizer state and the sums of the epoch so far, gathered in the first process.
 
     All processes must call this, because each may hold a shard; in the others the result is empty. Random generators
@@ -133,7 +133,11 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Loads whole tensors into a model that may be sharded."""
+    """Loads whole tensors into a model that may be sharded.
+
+    Raises:
+        CheckpointError: The model has other tensors.
+    """
     state = model.state_dict()
     if state.keys() != tensors.keys():
         differing = ", ".join(sorted(state.keys() ^ tensors.keys())[:4])
@@ -226,7 +230,11 @@ class History:
         self.records: list[dict[str, Any]] = []
 
     def restore(self, epochs: int, write: bool = True) -> None:
-        """Reads the first `epochs` records and discards later ones, whose steps will be repeated."""
+        """Reads the first `epochs` records and discards later ones, whose steps will be repeated.
+
+        Raises:
+            CheckpointError: The file is damaged, or has fewer records.
+        """
         try:
             self.records = read_json_lines(self.path)[:epochs] if self.path.exists() else []
         except CheckpointError as error:

@@ -21,7 +21,11 @@ PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
 
 
 def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Enables gradients for all parameters except those that match a pattern or lie in a module that does."""
+    """Enables gradients for all parameters except those that match a pattern or lie in a module that does.
+
+    Raises:
+        InvalidInput: A pattern matches no parameter, or no parameter is left to train.
+    """
     names = dict(model.named_parameters())
     model.requires_grad_(True)
     for pattern in patterns:
@@ -123,6 +127,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Restores the state of the optimizer; `tensors` are named `PARAMETER/STATE`.
+
+    Raises:
+        CheckpointError: A tensor belongs to a parameter that the model does not have.
+    """
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, field = key.rpartition("/")
@@ -138,6 +147,9 @@ def project_fusion_(model: nn.Module) -> None:
     Eq. 7). This is projected gradient descent.
 
     A reparametrisation (e.g. by squares) would keep it nonnegative too, but values at zero would have no gradient.
+
+    Raises:
+        NotSupported: No heads of the model share directions.
     """
     for form in _shared_forms(model):
         copy_whole_(form.strength, nonnegative_units(full_tensor(form.strength)))
@@ -145,7 +157,11 @@ def project_fusion_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def normalize_fusion_(model: nn.Module) -> None:
-    """Moves sign and length of every column of the fusion into the query, so that the projection changes least."""
+    """Moves sign and length of every column of the fusion into the query, so that the projection changes least.
+
+    Raises:
+        NotSupported: No heads of the model share directions.
+    """
     for form in _shared_forms(model):
         fusion = form.strength
         # The sign of the largest value, because the projection sets the values of the other sign to zero.

@@ -178,7 +178,12 @@ def with_labels(images: ImageSet, classes: int) -> ImageSet | None:
 
 
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
-    """Returns the Accelerate object of the launched processes, after checking their parallel mode and number."""
+    """Returns the Accelerate object of the launched processes, after checking their parallel mode and number.
+
+    Raises:
+        NotSupported: The processes were launched for another parallel mode.
+        InvalidInput: The batch size is no multiple of the micro-batches of all processes.
+    """
     # A layer whose heads have no directions has unused empty parameters; DDP requires a flag for unused parameters.
     unused = any(not parameter.numel() for parameter in model.parameters())
     # The config sets the precision, not Accelerate, so that a run does not depend on how it was launched.
@@ -209,7 +214,11 @@ def prepare(
 ) -> Learner:
     """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
-    `model` is the `target` itself, or a copy whose weights will be sharded.
+    `model` is the `target` itself, or a copy whose weights will be sharded. `features` receives the outputs of blocks,
+    each [batch, tokens, width], in every forward pass.
+
+    Raises:
+        NotSupported: The training has settings of learned strengths, and the model has none.
     """
     if config.cuda_graph:
         require_recordable(model, config, accelerator)

@@ -74,13 +74,13 @@ def _no_sync(model: FSDPModule) -> Iterator[None]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Returns the shard of this process, a view of the tensor; a tensor that is not sharded is returned itself."""
+    """Returns the shard of this process, a view of a tensor of any shape; one that is not sharded is returned itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns a tensor gathered from all processes; all of them must call this."""
+    """Returns a tensor of any shape, gathered from all processes; all of them must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -97,7 +97,7 @@ def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tenso
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a whole tensor, which every process has, with the sharding and on the device of `like`."""
+    """Returns a whole tensor, which every process has, sharded and on the device like `like`, if of the same shape."""
     tensor = tensor.to(like.device)
     # State of another shape, such as the optimizer's count of steps, is not sharded.
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
@@ -108,7 +108,7 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_whole_(target: Tensor, tensor: Tensor) -> None:
-    """Copies a whole tensor, which every process has, into one that may be sharded."""
+    """Copies a whole tensor, which every process has, into one of its shape that may be sharded."""
     local_shard(target).copy_(local_shard(shard_like(tensor, target)))
 
 

@@ -41,6 +41,7 @@ class Meter:
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     def add_(self, values: Sequence[Tensor | float]) -> None:
+        """Adds scalars, one per name."""
         kind = {"dtype": self.sums.dtype, "device": self.sums.device}
         # torch.full does not synchronize with the GPU; copying a number there would.
         tensors = [each if isinstance(each, Tensor) else torch.full((), each, **kind) for each in values]
@@ -99,7 +100,7 @@ class Learner:
         device = self.accelerator.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
 
-    def summed(self, sums: Tensor) -> Tensor:
+    def summed(self, sums: Float[Tensor, "names"]) -> Float[Tensor, "names"]:
         total: Any = self.accelerator.reduce(sums, "sum")  # Any: annotated as possibly None
         return total
 

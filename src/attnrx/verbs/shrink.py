@@ -269,7 +269,11 @@ class ShrinkRun:
         effort: str,
         settings: PlanSettings,
     ) -> "ShrinkRun":
-        """Divides the images and diagnoses the model; an earlier diagnosis and earlier trials in `folder` are used."""
+        """Divides the images and diagnoses the model; an earlier diagnosis and earlier trials in `folder` are used.
+
+        Raises:
+            CheckpointError: The folder cannot be created.
+        """
         state, log, seed = None, settings.log, settings.seed
         if folder is not None:
             state = Path(folder) / STATE_FOLDER
@@ -302,7 +306,11 @@ class ShrinkRun:
         return self.settings.seed
 
     def results(self, targets: Sequence[Target], by_image: bool = False) -> Iterator[Shrunk]:
-        """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
+        """Yields the smaller model of every target: plans, realizes, fits and verifies it.
+
+        Raises:
+            NotSupported: `by_image` is given, and a plan prunes and merges no tokens.
+        """
         arguments = self.original, self.diagnosis, targets, self.planned, self.images.predicted
         log, batch = self.settings.log, self.settings.batch
         for target, plan in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):

@@ -195,6 +195,11 @@ class Regression(OutputKind):
         return self.divergence(base, other)
 
     def decisions(self, outputs: Float[Tensor, "images numbers"]) -> Int[Tensor, "images"]:
+        """Has no value.
+
+        Raises:
+            InvalidInput: Always.
+        """
         raise InvalidInput("the numbers of a regression make no decision: there is neither agreement nor accuracy.")
 
     def drawn(self, outputs: Float[Tensor, "batch numbers"], generator: torch.Generator) -> Float[Tensor, ""]:

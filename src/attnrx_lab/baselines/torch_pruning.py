@@ -30,6 +30,7 @@ class TorchPruningBaseline(ModelCompressor):
 
     Raises:
         NotSupported: the library is not installed, or the model is not an uncompressed one of timm.
+        NotSupported: By `costs` and `make`, for models other than plain ones of timm that were not compressed.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, batch_size: int = 16):

@@ -71,7 +71,11 @@ class Robustness(Check):
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Returns the findings of several candidates; images are corrupted and the reference is run only once."""
+        """Returns the findings of several candidates; images are corrupted and the reference is run only once.
+
+        Raises:
+            InvalidInput: The images, without the model's normalization, are outside [0, 1].
+        """
         comparison = comparison.taking(self.images)
         models = {"": comparison.reference, **candidates}  # no candidate has the empty name
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]

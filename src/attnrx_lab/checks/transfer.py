@@ -64,7 +64,12 @@ class Transfer(Check):
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Returns the findings of several candidates; the features and head of the reference are computed only once."""
+        """Returns the findings of several candidates; the features and head of the reference are computed only once.
+
+        Raises:
+            InvalidInput: There are too few training images, or a model has no head or returns NaN or infinity.
+            DataError: The training images have one class, or lack a class of the test images.
+        """
         count = len(self.training) if self.per_class is None else self.per_class * self.classes
         if count > len(self.training):
             raise InvalidInput(

@@ -64,6 +64,10 @@ def compare_methods(
     the same images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A
     method that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are
     compared image by image (`Difference`). The results so far are saved to `out` after every trial.
+
+    Raises:
+        InvalidInput: There is no method.
+        NotSupported: A method has token reducers that need training.
     """
     shares, targets = tuple(shares), tuple(macs)
     require_points(shares, targets)

@@ -62,6 +62,9 @@ class Method:
     def parse(cls, text: str) -> "Method":
         """Parses `NAME=RULES [refine=STEPS] [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, or
         `NAME=baseline:NAME`.
+
+        Raises:
+            InvalidInput: The text has another form.
         """
         name, _, rest = text.partition("=")  # at the first sign: the rules have others
         before, parts = split_named(rest)
@@ -90,7 +93,11 @@ class Method:
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:
-    """Parses several methods of different names, which distinguish their results."""
+    """Parses several methods of different names, which distinguish their results.
+
+    Raises:
+        InvalidInput: Two methods have one name.
+    """
     methods = [Method.parse(text) for text in texts]
     names = [method.name for method in methods]
     repeated = next((name for name in names if names.count(name) > 1), None)

@@ -32,7 +32,11 @@ class Corruption:
             raise UnknownName("corruption", self.name, LEVELS)
 
     def levels(self, side: int, severity: int) -> Level:
-        """Returns the benchmark's numbers of a severity for images of this side."""
+        """Returns the benchmark's numbers of a severity for images of this side.
+
+        Raises:
+            InvalidInput: The severity is not in 1 to 5.
+        """
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
         # Sides up to 32, up to 64, and larger: the three benchmarks.

@@ -216,7 +216,11 @@ def contrast(image: Pixels, draws: Draws, factor: Number) -> Pixels:
 
 
 def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixels:
-    """Multiplies the saturation of a pixel and adds to it, keeping hue and value; grey pixels have the hue of red."""
+    """Multiplies the saturation of a pixel and adds to it, keeping hue and value; grey pixels have the hue of red.
+
+    Raises:
+        InvalidInput: The image has no colour.
+    """
     if len(image) != 3:
         raise InvalidInput(
             f"saturate: images with {len(image)} channel(s) have no colour to change; leave this corruption out."

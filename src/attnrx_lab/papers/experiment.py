@@ -117,7 +117,11 @@ class Experiment(ABC):
         return replace(self, seed=seed)  # type: ignore[type-var]
 
     def changed(self, changes: Mapping[str, Any]) -> "Experiment":
-        """The same run with some settings changed; unknown ones raise InvalidInput."""
+        """The same run with some settings changed.
+
+        Raises:
+            InvalidInput: The experiment has no such setting, or loads no weights.
+        """
         unknown_knobs = [name for name in changes if name not in self.knobs]
         if unknown_knobs:
             requested = ", ".join(f"{name}={changes[name]!r}" for name in unknown_knobs)
@@ -147,7 +151,11 @@ class Experiment(ABC):
         ]
 
     def require(self, folder: Path) -> None:
-        """Refuses a folder that holds a different run; an empty one is unchanged."""
+        """Checks that the folder is empty or holds this run.
+
+        Raises:
+            CheckpointError: It holds a different run.
+        """
         path = folder / "settings.json"
         if not path.exists():
             return

@@ -1,4 +1,4 @@
-"""The fusion experiment: which head uses which of the directions that all heads of a layer share (Figures 2 and 3)."""
+"""The fusion experiment (IrrAtt, Figures 2 and 3): which head uses which of the directions that a layer shares."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -78,7 +78,7 @@ class FusionExperiment(Experiment):
                 ranks.append(sorted(_owners(mix).ranks))
                 best.append(sorted(water_filled))
                 rules[f"{share:g}/layer-{layer}"] = {"fusion": plain_measures({**blocks(mix, self.seed), **error})}
-            # Figure 2: the ranks of every layer are sorted, and those of one position are a group (Section 4.5).
+            # IrrAtt, Section 4.5 and Figure 2: the ranks of every layer are sorted; those of one position are a group.
             for head in range(len(ranks[0])):
                 by_kind = {"fusion": [each[head] for each in ranks], "best": [each[head] for each in best]}
                 rules[f"{share:g}/head-{head + 1}"] = {
@@ -123,8 +123,12 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
     """Returns how close a fusion matrix is to block-diagonal once its columns are sorted by owner.
 
     `as_fitted` is the share of its energy, in %, inside the blocks with unscaled columns, and `rescaled` the mean over
-    columns, which does not depend on their scale (Figure 3 b). `by_chance` is the latter for columns of as many heads
-    drawn from a normal distribution, which have no blocks. `least` and `most` are the smallest and the largest block.
+    columns, which does not depend on their scale (IrrAtt, Figure 3 b). `by_chance` is the latter for columns of as many
+    heads drawn from a normal distribution, which have no blocks. `least` and `most` are the smallest and the largest
+    block.
+
+    Raises:
+        InvalidInput: The fusion matrix is zero.
     """
     fusion = _owners(mix)
     # An owner is the largest of several entries, so its share exceeds 1 / heads in columns without structure, too.

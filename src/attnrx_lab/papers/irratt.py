@@ -67,8 +67,8 @@ class IrrattMethod:
 
     `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` that of the value dimensions,
     `mlp` the rank of both maps of the MLP as a share of the width; None means unchanged. `by_training` marks a method
-    whose heads divide the directions of a CP that is trained with constraints (Eq. 7): without training its costs are
-    computed, and it is not measured.
+    whose heads divide the directions of a CP that is trained with constraints (IrrAtt, Eq. 7): without training its
+    costs are computed, and it is not measured.
     """
 
     name: str
@@ -187,7 +187,7 @@ class IrrattExperiment(Experiment):
         return adapt_preprocessing(splits, model)
 
     def training(self) -> TrainingConfig:
-        """The fine-tuning of Table 3: AdamW, no weight decay, a cosine from and to 1e-6, a mean of the weights."""
+        """The fine-tuning of IrrAtt's Table 3: AdamW, no weight decay, a cosine from and to 1e-6, a weight mean."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -258,8 +258,9 @@ class IrrattExperiment(Experiment):
         calibration: ImageSet,
         folder: Path,
     ) -> nn.Module:
-        """Trains a CP until every direction has one head (Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
-        # Section 3.3: non-negative fusion weights, and at most one head for every direction, while the task is trained.
+        """Trains a CP until every direction has one head (IrrAtt, Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
+        # IrrAtt, Section 3.3: non-negative fusion weights, and at most one head for every direction, while the task is
+        # trained.
         joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed)
         settings = replace(self.training(), losses=(Task(), FusionOwnership()), nonnegative_fusion=True)
         trained = load(train(joint, splits, settings, folder / "train" / f"{method.name}-constraints").folder)

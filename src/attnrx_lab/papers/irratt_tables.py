@@ -95,8 +95,9 @@ def label(method: IrrattMethod, directions: int) -> str:
     return ", ".join(parts)
 
 
-# Figures 2 and 3: the fusion matrices of DeiT-S at a total rank of 96, and of DeiT-B at 168; ViT-Tiny at both shares.
-# Minutes on a CPU core for each model. Fine-tuned models are read from --model runs/irratt/.../train/cp-168-mlp.
+# IrrAtt, Figures 2 and 3: the fusion matrices of DeiT-S at a total rank of 96, and of DeiT-B at 168; ViT-Tiny at both
+# shares. Minutes on a CPU core for each model. Fine-tuned models are read from --model
+# runs/irratt/.../train/cp-168-mlp.
 FIGURE_2, FIGURE_3 = 96 / SMALL, 168 / BASE
 FUSIONS = {
     name: FusionExperiment(name, MODELS[name], shares)

@@ -61,6 +61,9 @@ class Expected:
         """Parses the text in the paper, e.g. `+1.37 pp`: half a unit of its last digit to either side.
 
         `<0.01` is the range from 0 to 0.01.
+
+        Raises:
+            InvalidInput: The text is not a printed number.
         """
         match = _PRINTED.fullmatch(printed) if isinstance(printed, str) else None
         if match is None:

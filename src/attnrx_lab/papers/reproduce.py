@@ -23,7 +23,11 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """Returns a recipe with its name, its paper and the printed numbers."""
+    """Returns a recipe with its name, its paper and the printed numbers.
+
+    Raises:
+        UnknownName: There is no such recipe.
+    """
     if name not in recipe_names():
         raise UnknownName("recipe", name, recipe_names())
     paper, _, table = name.partition("/")
@@ -78,6 +82,10 @@ def reproduce_all(
     """Makes several tables as `reproduce` does, in their order; those without a finished run are left out.
 
     Every scenario of `only` is one of some of the recipes.
+
+    Raises:
+        UnknownName: No recipe has such a scenario.
+        TrainingInterrupted: No run was finished within `seconds`.
     """
     changes = {knob: value for knob, value in knobs.items() if value is not None}
     plans = _plans(names, only, seeds, tiny, changes)
@@ -109,7 +117,11 @@ def planned_experiments(
     tiny: bool = False,
     **knobs: Any,
 ) -> tuple[Experiment, ...]:
-    """Returns the experiments of several tables in the order of their runs; the options are those of `reproduce`."""
+    """Returns the experiments of several tables in the order of their runs; the options are those of `reproduce`.
+
+    Raises:
+        UnknownName: No recipe has such a scenario.
+    """
     changes = {knob: value for knob, value in knobs.items() if value is not None}
     plans = _plans(names, only, seeds, tiny, changes)
     return tuple(experiment for plan in plans for experiment in plan.experiments)

@@ -43,7 +43,7 @@ from attnrx_lab.papers.experiment import (
 DEVIATION = 0.02  # of the weights of attnrx models, by default
 BATCH = 64  # images at a time, for measuring
 
-QUARTERS = (1, 2, 3)  # of the depth, each followed by a stage (Section 6.2.1)
+QUARTERS = (1, 2, 3)  # of the depth, each followed by a stage (SPOT, Section 6.2.1)
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class SpotExperiment(Experiment):
         )
 
     def training(self, teacher: str) -> TrainingConfig:
-        """The fine-tuning, with the original as the teacher; Eqs. 12 and 14 apply to methods with sampled masks."""
+        """The fine-tuning, the original as the teacher; Eqs. 12 and 14 of SPOT apply to methods with sampled masks."""
         # A teacher that was trained here is a folder with its weights.
         tuning, weights = self.tuning, None if self.made else self.weights
         losses: list[Loss] = [Task()] if tuning.task else []
@@ -330,7 +330,11 @@ class SpotExperiment(Experiment):
         )
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Trains the original if necessary, prunes tokens, fine-tunes and measures."""
+        """Trains the original if necessary, prunes tokens, fine-tunes and measures.
+
+        Raises:
+            InvalidInput: The original has no weights.
+        """
         splits = self.splits()
         original, teacher = self._original(splits, folder, log)
         self.claim(folder)

@@ -44,7 +44,7 @@ def projected(features: int) -> TokenMethod:
 
 
 def projections(width: int) -> tuple[Line, ...]:
-    """Returns the lines of Figure 5 for a model of this width, with their controls."""
+    """Returns the lines of SPOT's Figure 5 for a model of this width, with their controls."""
     return (
         ("as many token features as the width", SPOT),
         *((f"1/{divisor}", projected(width // divisor)) for divisor in (2, 4, 8, 16)),
@@ -214,7 +214,7 @@ CONTROLS: tuple[Line, ...] = (
     ("class attention", CLASS_ATTENTION),
 )
 
-# Table 1. Keep ratios are 0.7, or what comes nearest to the printed GFLOPS where another budget was printed.
+# SPOT, Table 1. Keep ratios are 0.7, or what comes nearest to the printed GFLOPS where another budget was printed.
 HALTING = "the halting rule of A-ViT, untrained"
 TRAINED: tuple[Line, ...] = (("IA-RED2", IA_RED2), ("RL4EViT", RL4EVIT), ("METR", METR))
 FIRST: tuple[Line, ...] = (("original", ORIGINAL), ("DynamicViT", DYNAMICVIT))
@@ -235,7 +235,7 @@ OWN = (
     *LAST,
 )
 
-# Figures 4, 5 and 7.
+# SPOT, Figures 4, 5 and 7.
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9)
 OVER_RATIOS: tuple[Line, ...] = (
     ("original", ORIGINAL),
@@ -333,7 +333,7 @@ RECIPES = {
             ("deit_tiny", *ABLATED),
         ),
     ),
-    # A head on frozen features (Section 6.2.2): the paper's datasets, and two that ViT-Tiny is measured on here.
+    # A head on frozen features (SPOT, Section 6.2.2): the paper's datasets, and two that ViT-Tiny is measured on here.
     # `--only vit_tiny-cifar10 --check 'transfer(per_class=50)' --test-images 500` takes minutes on a CPU core.
     "table4": transfer_recipe(
         "A fresh head on other datasets",
@@ -349,7 +349,8 @@ RECIPES = {
             "ViT-Tiny, Tiny-ImageNet": ("vit_tiny-tiny_imagenet", VIT_TINY, "tiny_imagenet"),
         },
     ),
-    # Nineteen passes (Section 7.1): half an hour on a CPU core for ViT-Tiny with its 500 images and six candidates.
+    # Nineteen passes (SPOT, Section 7.1): half an hour on a CPU core for ViT-Tiny with its 500 images and six
+    # candidates.
     "table5": transfer_recipe(
         "Accuracy on corrupted images, the mean over corruptions at severity 3",
         "5",

@@ -93,6 +93,9 @@ class SpotTransferExperiment(Experiment):
         """Makes the candidates that can be measured: trained ones, and those whose policy has no predictor.
 
         A tiny run uses new predictors.
+
+        Raises:
+            InvalidInput: No candidate can be measured.
         """
         models = {}
         for name, policy, folder in map(candidate_parts, self.candidates):
@@ -158,7 +161,11 @@ class SpotTransferExperiment(Experiment):
 
 
 def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
-    """Parses NAME=POLICY or NAME=POLICY=FOLDER; the options of a policy contain equals signs too, in brackets."""
+    """Parses NAME=POLICY or NAME=POLICY=FOLDER; the options of a policy contain equals signs too, in brackets.
+
+    Raises:
+        InvalidInput: The text has another form.
+    """
     name, sign, rest = text.partition("=")
     # A folder follows the layers, and options of a reducer come before them.
     policy, at, layers = rest.partition("@")

@@ -61,7 +61,7 @@ DIAGNOSED = 512  # images of the diagnosis; the rules of this experiment use the
 class SvdaExperiment(Experiment):
     """One dataset, one seed: the training, the prescriptions, and the numbers of images.
 
-    Epochs, batch size and seeds are those of the paper for 32x32 images (Table 4); training settings that it does not
+    Epochs, batch size and seeds are those of SVDA for 32x32 images (Table 4); training settings that it does not
     state are those of `TrainingConfig`, and `draws` and the numbers of images are chosen here. `strength_init` and
     `strength_learning_rate` are the start value and the learning-rate factor of the strengths in `TrainingConfig`.
     `train_images` limits the training images, `test_images` the images of the validation and the test split, and
@@ -122,7 +122,7 @@ class SvdaExperiment(Experiment):
         return build_model(f"svda:{self.dataset}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
 
     def training(self) -> TrainingConfig:
-        """Returns the training: Table 4 by default, with the other defaults of this package."""
+        """Returns the training: SVDA's Table 4 by default, with the other defaults of this package."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,

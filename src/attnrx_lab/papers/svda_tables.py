@@ -5,7 +5,7 @@ from attnrx_lab.papers.svda import SvdaExperiment
 
 PAPER = "Prescriptive SVD-Inspired Attention via Spectral Energy Retention"
 
-# Table 4 of the paper. On 2 CPU cores a step of CIFAR-10 takes about 1.1 s, so about 4 hours for 80 epochs, and then
+# Table 4 of SVDA. On 2 CPU cores a step of CIFAR-10 takes about 1.1 s, so about 4 hours for 80 epochs, and then
 # an hour of measuring; `--epochs 4 --control-images 2000` suits a CPU.
 PROTOCOL: dict[str, SvdaExperiment] = {
     "fashion_mnist": SvdaExperiment("fashion_mnist", epochs=80, batch_size=256),
@@ -15,7 +15,7 @@ PROTOCOL: dict[str, SvdaExperiment] = {
 }
 ALL, CIFAR10 = tuple(PROTOCOL.values()), (PROTOCOL["cifar10"],)
 
-# Tables 1 and 6: every dataset at rho = 0.90. Tables 2 and 8: CIFAR-10 over rho.
+# SVDA, Tables 1 and 6: every dataset at rho = 0.90. Tables 2 and 8: CIFAR-10 over rho.
 TITLES = {"fashion_mnist": "FashionMNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "food101": "Food-101"}
 DATASET_ROWS = tuple(Row(title, dataset, "rho-0.90") for dataset, title in TITLES.items())
 RHO_ROWS = tuple(Row(f"rho = {rho}", "cifar10", f"rho-{rho}") for rho in ("0.85", "0.90", "0.95"))

@@ -47,7 +47,11 @@ class Job:
 
 
 def load_jobs(path: Path | str) -> tuple[Job, ...]:
-    """Reads the jobs of a sweep from TOML: `command`, a text, and `grid`, the values of its axes."""
+    """Reads the jobs of a sweep from TOML: `command`, a text, and `grid`, the values of its axes.
+
+    Raises:
+        InvalidInput: The file is unreadable or has another form.
+    """
     try:
         record = tomllib.loads(require_regular(path).read_text(encoding="utf-8"))
         validated(record, RECORD, path)
@@ -62,6 +66,10 @@ def grid_jobs(command: str, grid: Mapping[str, Any]) -> tuple[Job, ...]:
     {AXIS} is replaced by a value of that axis, {out} by a folder of the job; then the command is cut into words, so
     '{AXIS}' in quotes stays one word. Literal braces are doubled: {{share}} in a command is the {share} of a rule. An
     axis is a list of texts and numbers, or a table of names and such values.
+
+    Raises:
+        InvalidInput: The command or the values of an axis are invalid, or there are too many combinations.
+        UnknownName: The command has an axis without values.
     """
     axes = {name: _values(name, axis) for name, axis in grid.items()}
     count = math.prod(map(len, axes.values()))

@@ -83,6 +83,7 @@ class SweepStudy:
 
     Raises:
         CheckpointError: The storage cannot be opened, or does not exist where `create` is false.
+        CheckpointError: By every method, if the store is damaged.
     """
 
     def __init__(self, place: Path | str, create: bool = True):

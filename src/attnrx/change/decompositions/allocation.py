@@ -71,6 +71,9 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
     with larger ranks in the first units is returned. The unit of the losses is additive, such as nats of KL divergence.
 
     `multiple` and `minimum` are those of `water_fill`, and so are the errors.
+
+    Raises:
+        InvalidInput: The multiple, the minimum or the total is not possible with these directions.
     """
     units, most = loss.shape[0], loss.shape[1] - 1
     _require_directions(most, multiple, minimum)

@@ -1,6 +1,6 @@
 """The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices.
 
-Blocks are fitted jointly (`tied_als`) or one at a time (`deflate`: Algorithms 2 and 3 as published). The ranks of the
+Blocks are fitted jointly (`tied_als`) or one at a time (`deflate`: Algorithms 2 and 3 of IrrAtt). The ranks of the
 blocks come from the fusion matrix, after training with constraints (Eq. 7) or without.
 """
 
@@ -21,13 +21,13 @@ from attnrx.support.errors import UnknownName
 from attnrx.support.shapes import Float, Int, Tensor
 
 FORMS = ("tied", "literal")
-SWEEPS = 5  # of Algorithm 3, and of Algorithm 2 for each block
+SWEEPS = 5  # of Algorithm 3 of IrrAtt, and of its Algorithm 2 for each block
 TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
 
 
 @dataclass(frozen=True)
 class BlockTerms:
-    """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (Eq. 6).
+    """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (IrrAtt, Eq. 6).
 
     There are as many blocks as slices; if `mix` is the identity, every slice has exactly the terms it owns. The terms
     are sorted by block, and a block may have none. `errors` are the relative errors at the start and after each sweep.
@@ -55,9 +55,9 @@ class Fusion:
     """The slice that owns each term of a canonical decomposition, from its mix: the paper's choice of ranks.
 
     `owner` is the slice with the largest absolute value in the column, the first one on ties. `reordered` is the mix
-    with its columns sorted by owner, each divided by its entry of the largest absolute value (Figure 3 b). `off_block`
-    is the share of each column's energy outside its owner, in the original order: zero everywhere if the mix is
-    block-diagonal.
+    with its columns sorted by owner, each divided by its entry of the largest absolute value (IrrAtt, Figure 3 b).
+    `off_block` is the share of each column's energy outside its owner, in the original order: zero everywhere if the
+    mix is block-diagonal.
     """
 
     owner: Int[Tensor, "rank"]
@@ -67,7 +67,7 @@ class Fusion:
 
 
 def fusion_ranks(terms: Canonical) -> Fusion:
-    """Returns the owners and the ranks of the blocks from the mix (Algorithm 1, Section 3.1).
+    """Returns the owners and the ranks of the blocks from the mix (IrrAtt, Algorithm 1, Section 3.1).
 
     A column of zeros is owned by the first slice and has no energy outside it.
     """
@@ -84,7 +84,7 @@ def fusion_ranks(terms: Canonical) -> Fusion:
 
 
 def initial_blocks(terms: Canonical) -> BlockTerms:
-    """Returns the initial blocks of a canonical decomposition: Algorithm 1 after its first line.
+    """Returns the initial blocks of a canonical decomposition: Algorithm 1 of IrrAtt after its first line.
 
     The largest value of each column of the mix is moved to `left`, the columns are sorted by owner, and the mix becomes
     the identity.
@@ -108,8 +108,8 @@ def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, to
 
     Blocks are a canonical decomposition whose terms of one block are tied to one column of the mix, C = mix E with E
     the one-hot owners: left and right have the same updates, and mix = (G_C E^T)(E Gamma_C E^T)^-1 is one small solve.
-    This replaces Algorithms 2 and 3, which improve one block at a time. Owners and ranks do not change. The returned
-    columns of mix have unit length. Stops as `als` does.
+    This replaces Algorithms 2 and 3 of IrrAtt, which improve one block at a time. Owners and ranks do not change. The
+    returned columns of mix have unit length. Stops as `als` does.
     """
     # E, [blocks, rank]: one-hot columns.
     belongs = torch.eye(len(start.mix), dtype=torch.float64, device=start.owner.device)[:, start.owner]
@@ -127,12 +127,15 @@ def block_terms(
     schedule: CorrectionSchedule | None = None,
     seed: int = 0,
 ) -> BlockTerms:
-    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
+    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1 of IrrAtt, and one of FORMS.
 
     "tied" improves all blocks jointly (`tied_als`); "literal" improves one block at a time (`deflate`). With the start
     "random" or "water_filling" the owners are those of the CPD-EPC from that start; a random start imposes no owners on
     the fit. "best" also improves the water-filled blocks and returns the result with the smaller error, so that "tied"
     is never worse than water-filling; "literal", whose error can rise, uses only the random start.
+
+    Raises:
+        UnknownName: The form is not one of FORMS.
     """
     schedule = schedule or CorrectionSchedule()
     if form not in FORMS:
@@ -150,7 +153,7 @@ def block_terms(
 
 
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
-    """Fits each block in turn to the residual of the others (Algorithms 2 and 3 as published).
+    """Fits each block in turn to the residual of the others (IrrAtt, Algorithms 2 and 3 as published).
 
     The mix of a block starts from the leading eigenvector of the residual every time: a block can move to another
     slice, and the error can rise.
@@ -168,8 +171,8 @@ def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
 
 
 def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
-    """Algorithm 2 for one block: alternates the truncated SVD of the slices of the residual X' (X minus the other
-    blocks), summed by the mix, with the best rank-one fit of their products.
+    """Algorithm 2 of IrrAtt for one block: alternates the truncated SVD of the slices of the residual X' (X minus the
+    other blocks), summed by the mix, with the best rank-one fit of their products.
     """
     in_block = blocks.owner == block
     rank = int(in_block.sum())
@@ -218,8 +221,8 @@ def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
     """Returns the nearest mix whose columns are nonnegative and of unit length; for use after each training step.
 
-    For such a mix, S^H (S^H)^T of Eq. 7 is diagonal exactly when each column has one owner. A column without a positive
-    value becomes one-hot at its largest value.
+    For such a mix, S^H (S^H)^T (IrrAtt, Eq. 7) is diagonal exactly when each column has one owner. A column without a
+    positive value becomes one-hot at its largest value.
     """
     positive = mix.clamp_min(0)
     largest = torch.zeros_like(mix).scatter(0, mix.argmax(0, keepdim=True), 1.0)

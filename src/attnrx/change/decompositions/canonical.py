@@ -26,7 +26,8 @@ Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float
 
 @dataclass(frozen=True)
 class Canonical:
-    """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (Eq. 3: S^Q, S^K and the fusion matrix S^H), in float64.
+    """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (IrrAtt, Eq. 3: S^Q, S^K and the fusion matrix S^H), in
+    float64.
 
     `errors` are the relative errors of the iteration, at the start and after each sweep. Raises InvalidInput for
     factors that are empty or not finite.
@@ -186,7 +187,12 @@ def _sweep(
 
 
 def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
-    """Returns the requested start; a decomposition is returned as it is."""
+    """Returns the requested start; a decomposition is returned as it is.
+
+    Raises:
+        InvalidInput: The rank is 0, or larger than that at which every slice is exact.
+        UnknownName: The start is not one of STARTS.
+    """
     largest = len(tensor.left) * tensor.slice_rank
     if not 1 <= rank <= largest:
         raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
@@ -267,7 +273,8 @@ def cpd_epc(
     schedule: CorrectionSchedule | None = None,
     seed: int = 0,
 ) -> Canonical:
-    """Returns a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
+    """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1): least squares, correction, least
+    squares.
 
     `start` and `seed` are those of `als`. The error is at most that of the first run (or SMALLEST_BOUND).
     """
@@ -306,7 +313,7 @@ def _updated(
     return new, square + float((new * (new @ normal - 2 * products)).sum())
 
 
-def column_sensitivity(one: Tensor, other: Tensor) -> Float[Tensor, "rank"]:
+def column_sensitivity(one: Float[Tensor, "rows rank"], other: Float[Tensor, "columns rank"]) -> Float[Tensor, "rank"]:
     """Returns the sensitivity per squared entry of a column of the third factor, from the two others."""
     return len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
 

@@ -117,7 +117,11 @@ class FactoredTensor:
 
 
 def as_matrix(values: Tensor, name: str) -> Tensor:
-    """Returns the values in contiguous float64 without gradient; raises InvalidInput if empty or not finite."""
+    """Returns values of any shape in contiguous float64 without gradient.
+
+    Raises:
+        InvalidInput: They are empty or not finite.
+    """
     values = values.detach().to(torch.float64).contiguous()
     if values.numel() == 0 or not bool(torch.isfinite(values).all()):
         raise InvalidInput(f"{name} of shape {tuple(values.shape)} is empty or holds values that are not finite.")

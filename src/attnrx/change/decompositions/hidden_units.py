@@ -24,6 +24,9 @@ def unit_losses(
     plus the penalty on the change of the weights (Optimal Brain Surgeon; Hassibi and Stork, 1993). Weights and P are
     updated after every removal by a matrix of rank one. The increases are strictly increasing in that order, so that
     the k largest are those of the last k units.
+
+    Raises:
+        InvalidInput: The ridge is not positive.
     """
     # Removal of a unit is a step of elimination in P: blocks of removals collect their rank-one updates, which are then
     # applied by one product of matrices, as in blocked factorizations.
@@ -85,6 +88,9 @@ def compensated(
 
     It minimizes the mean squared error about the mean, plus the squared change of the kept weights times `ridge` times
     the mean variance.
+
+    Raises:
+        InvalidInput: The ridge is not positive.
     """
     moments, weights = checked_gram(covariance), weight.detach().double()
     if not bool(keep.any()):

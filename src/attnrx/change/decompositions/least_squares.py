@@ -101,6 +101,9 @@ class StrengthFit:
         """Returns the best strengths of the kept terms, zero elsewhere; undetermined strengths remain as in `start`.
 
         The error is never above that of `start`, head by head.
+
+        Raises:
+            InvalidInput: No sample was observed.
         """
         if self.samples == 0:
             raise InvalidInput("the least-squares strengths need at least one observed sample; give calibration data.")

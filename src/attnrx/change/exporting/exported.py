@@ -100,7 +100,11 @@ class Exported(nn.Module):
         return f"Exported({str(self.path)!r}, {self.form}, images {list(self.images.shape)}, {batch})"
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch *outputs"]:
-        """Returns the logits, or the features of all patches, on the device of the images."""
+        """Returns the logits, or the features of all patches, on the device of the images.
+
+        Raises:
+            InvalidInput: The images have another shape or precision than the file takes.
+        """
         if tuple(images.shape[1:]) != self.images.shape or images.dtype != self.images.dtype or not len(images):
             channels, height, width = self.images.shape
             raise InvalidInput(
@@ -180,6 +184,9 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
     """Opens a file written by `export` as a module that runs it with its runtime.
 
     A .pt2 file (program or aotinductor) can run code of its author and raises InvalidInput unless `trust` is True.
+
+    Raises:
+        CheckpointError: The file was changed or renamed after the export, or its facts name an unknown format.
     """
     path = Path(path)
     facts = _of_present_files(path, read_record(facts_path(path), KIND, SCHEMA, RECORD))

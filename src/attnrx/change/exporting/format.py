@@ -83,7 +83,7 @@ class Format(ABC):
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Writes the program to `path`, whose suffix is the format's, and further files to the same folder.
 
-        `images` are normalized batches, for calibration.
+        `images` are normalized batches for calibration, of shape [batch, channels, height, width].
         """
 
     @abstractmethod

@@ -190,7 +190,11 @@ class Int8(Onnx):
         return True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Writes the float ONNX file, finds the maps that 8 bits suffice for, and quantises them."""
+        """Writes the float ONNX file, finds the maps that 8 bits suffice for, and quantises them.
+
+        Raises:
+            NotSupported: Every linear map changes the outputs by more than the tolerance.
+        """
         plain, trial = (path.with_name(f"{kind}_{path.name}") for kind in ("float", "trial"))
         try:
             super().write(program, plain, images)

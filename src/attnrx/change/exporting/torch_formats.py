@@ -47,6 +47,11 @@ class AOTInductor(Program):
     runtime: ClassVar[str] = "AOTInductor"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Compiles the program, with its weights, into a package of AOTInductor.
+
+        Raises:
+            NotSupported: There is no C++ compiler.
+        """
         from torch._inductor import aoti_compile_and_package, config
 
         # The candidates of torch's compiler; None among them represents a compiler that conda would download.

@@ -146,7 +146,11 @@ class ExportSubject:
         return any(isinstance(module, TokenReduction) for module in self.model.modules())
 
     def batches(self, count: int) -> list[Tensor]:
-        """Returns batches for calibration and parity: about `count` calibration images, or noise without any."""
+        """Returns batches for calibration and parity: about `count` calibration images, or noise without any.
+
+        Raises:
+            InvalidInput: There are fewer calibration images than the file takes at once.
+        """
         size = self.images.batch or AT_ONCE
         if self.calibration is not None:
             images = self.calibration.take(min(max(count, size), len(self.calibration)))
@@ -293,6 +297,8 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
 
     Raises:
         NotSupported: The model cannot be captured, or the logits of the file differ. No file is written.
+        InvalidInput: The format is calibrated on images, and there are none.
+        CheckpointError: The files cannot be written.
     """
     path = Path(path)
     form.require(path, subject.images.dtype)

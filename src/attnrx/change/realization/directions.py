@@ -26,6 +26,9 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
 
     Rewritten directions need no key bias, which the softmax cancels. Rewritten values need no bias either: the bias of
     the output projection absorbs it.
+
+    Raises:
+        NotSupported: The exact norms are requested of a layer that was compressed before.
     """
     order = head_order(layer)
     heads = tuple(spec.heads[head] for head in order)
@@ -142,7 +145,11 @@ def copy_rows_(target: HeadLinear, source: HeadLinear, rows: Int[Tensor, "rows"]
 
 
 def mask_rewritten_rows_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
-    """Writes the kept directions into the rows of their head, and zeros into the rest; keeps every shape."""
+    """Writes the kept directions into the rows of their head, and zeros into the rest; keeps every shape.
+
+    Raises:
+        NotSupported: The directions are shared by all heads.
+    """
     spec = attention.spec
     if basis.pairs is not None:
         _mask_rotary_(attention, layer, basis)

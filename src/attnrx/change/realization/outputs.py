@@ -40,7 +40,11 @@ def compress_values_(target: Attention, source: Attention, values: OutputDecisio
 
 
 def mask_values_(attention: Attention, values: OutputDecision) -> None:
-    """Writes the reduced values into the first features of every head, and zeros into the rest; keeps every shape."""
+    """Writes the reduced values into the first features of every head, and zeros into the rest; keeps every shape.
+
+    Raises:
+        InvalidInput: The output projection has no bias.
+    """
     value, output, bias = reduced(attention, values)
     spec = attention.spec
     if attention.output.bias is None:
@@ -115,7 +119,11 @@ def compressed_linear(linear: nn.Linear, output: OutputDecision) -> LowRankLinea
 
 
 def mask_linear_(linear: nn.Linear, output: OutputDecision) -> None:
-    """Writes the product of the two factors into the map."""
+    """Writes the product of the two factors into the map.
+
+    Raises:
+        InvalidInput: The map has no bias.
+    """
     first, second, bias = _factors(linear, output)
     if linear.bias is None:
         raise InvalidInput("a map without a bias cannot hold the mean of its reduced outputs; use by='compress'.")
@@ -125,7 +133,12 @@ def mask_linear_(linear: nn.Linear, output: OutputDecision) -> None:
 
 
 def realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:
-    """Removes hidden units of one MLP, and refits its second linear map; by a mask with zeros in their place."""
+    """Removes hidden units of one MLP, and refits its second linear map; by a mask with zeros in their place.
+
+    Raises:
+        NotSupported: The MLP has factored maps.
+        InvalidInput: The decision belongs to an MLP of another shape, or a mask needs a bias that the second map lacks.
+    """
     first, second = family.mlp(model)[index]
     if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
         raise NotSupported(f"the MLP of layer {index} has factored maps; prescribe hidden on the original model.")

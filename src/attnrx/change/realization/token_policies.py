@@ -21,6 +21,9 @@ def prescribed_tokens(model: nn.Module) -> TokenPrescription:
     """Returns the policy attached to a model as a prescription, with copies of its predictors where they are learned.
 
     Predictors trained in one model can thus be realized together with other ranks.
+
+    Raises:
+        InvalidInput: The model prunes and merges no tokens.
     """
     reduction = reduction_of(model)
     if reduction is None:
@@ -44,7 +47,12 @@ def realize_tokens_(
     heads: int,
     calibration: ImageData | None = None,
 ) -> None:
-    """Attaches the prescribed token policy to the model, in place, and finds its thresholds on calibration images."""
+    """Attaches the prescribed token policy to the model, in place, and finds its thresholds on calibration images.
+
+    Raises:
+        InvalidInput: The policy finds thresholds on calibration images, and there are none, or its predictors were made
+            for another model.
+    """
     # Fresh predictors depend on the seed of the prescription only, and the random numbers of the caller do not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tokens.seed)

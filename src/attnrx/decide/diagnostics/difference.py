@@ -27,6 +27,9 @@ def compare_diagnoses(before: Diagnosis, after: Diagnosis) -> tuple[Change, ...]
 
     Heads are matched by their index in the original model, so a model can be compared with its compressed form, whose
     heads may be stored in another order, or be removed.
+
+    Raises:
+        InvalidInput: The diagnoses have different numbers of layers.
     """
     if len(before.layers) != len(after.layers):
         raise InvalidInput(

@@ -40,6 +40,11 @@ class Panel:
         return 0 if self.perturbation is None else self.perturbation.count(images)
 
     def observe(self, layer: int, observation: Observation) -> None:
+        """Adds the intermediate results of one layer for one batch.
+
+        Raises:
+            InvalidInput: The layer computed NaN or infinity.
+        """
         _require_finite(layer, observation)
         for accumulator in self._plain:
             accumulator.observe(layer, observation)
@@ -54,7 +59,11 @@ class Panel:
             accumulator.observe(layer, observation)
 
     def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the readings of all diagnostics, one dictionary per layer."""
+        """Returns the readings of all diagnostics, one dictionary per layer.
+
+        Raises:
+            InvalidInput: A reading overflowed.
+        """
         by_accumulator = [accumulator.readings() for accumulator in (*self._plain, *self._paired)]
         merged = [
             {name: value for part in layer for name, value in part.items()}

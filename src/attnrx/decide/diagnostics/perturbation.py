@@ -18,7 +18,7 @@ SHARE, MOST = 8, 256  # by default one image in eight is perturbed: the pass sta
 
 @dataclass(frozen=True)
 class PerturbationResponse(Diagnostic):
-    """Returns perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (Eq. 33).
+    """Returns perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (SVDA, Eq. 33).
 
     `kind` is the perturbation delta: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along
     the sign of the loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are
@@ -62,7 +62,7 @@ class PerturbationResponse(Diagnostic):
 def response(
     clean: Float[Tensor, "batch heads queries keys"], perturbed: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Returns the Frobenius norm of the change of every attention map (Eq. 33)."""
+    """Returns the Frobenius norm of the change of every attention map (SVDA, Eq. 33)."""
     return torch.linalg.vector_norm(perturbed - clean, dim=(-2, -1))
 
 

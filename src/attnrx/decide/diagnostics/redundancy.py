@@ -1,7 +1,7 @@
 """Redundancy: heads of a layer with the same spectrum, and heads with the same output.
 
 Similar spectra alone do not make two heads equal, since their projections differ; the similarity of their outputs
-must accompany them (Section 3.7).
+must accompany them (SVDA, Section 3.7).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from attnrx.vit.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Redundancy(Diagnostic):
-    """Returns spectral_redundancy (Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the diagonal.
+    """Returns spectral_redundancy (SVDA, Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the
+    diagonal.
 
     A head without energy, or one that adds the same to every token of every image, is similar to none, including
     itself: its row is zero.
@@ -80,7 +81,7 @@ class CentredMoment:
 def spectral_redundancy(
     strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"] | None = None
 ) -> Float[Tensor, "heads heads"]:
-    """Returns the cosine between the |strength| of every two heads (Eq. 43), in [0, 1]."""
+    """Returns the cosine between the |strength| of every two heads (SVDA, Eq. 43), in [0, 1]."""
     magnitude = strength.abs() if used is None else strength.abs() * used
     return _cosines(magnitude @ magnitude.T)
 

@@ -48,7 +48,7 @@ class _Shapes(Accumulator):
 def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
-    """Returns each direction's share of its head's squared strengths (p_r, Eq. 22); zeros for a head without energy."""
+    """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22); zeros without energy."""
     magnitude = _magnitude(strength, used)
     largest = _largest(magnitude)[..., None]
     # Divided by the largest one first, so that squares neither overflow nor vanish.
@@ -60,7 +60,7 @@ def energy(
 def entropy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the spectral entropy H in nats (Eq. 23): 0 for one direction, log(directions) for equal strengths.
+    """Returns the spectral entropy H in nats (SVDA, Eq. 23): 0 for one direction, log(directions) for equal strengths.
 
     Differentiable everywhere; a direction of strength zero receives no gradient.
     """
@@ -72,7 +72,7 @@ def entropy(
 def effective_rank(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the effective rank exp(H) (Eq. 24), from 1 to the number of directions (Eq. 25), or 0 without energy."""
+    """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25): 1 to the number of directions; 0 without energy."""
     active = (_magnitude(strength, used) != 0).sum(-1)
     # Rounding may put exp(log(n)) above n, and then its ceiling would be n + 1.
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
@@ -81,7 +81,7 @@ def effective_rank(
 def sparsity(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, Eq. 29).
+    """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, SVDA, Eq. 29).
 
     Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, which does not depend on
     the scale of the strengths.

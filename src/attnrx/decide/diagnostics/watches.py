@@ -112,6 +112,6 @@ class RelevanceWatch:
 
 
 def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
-    """Returns the mean over layers 1..l for every l (Section 8); unknown layers are excluded."""
+    """Returns the mean over layers 1..l for every l (SPOT, Section 8); unknown layers are excluded."""
     is_observed = ~relevance.isnan()
     return relevance.nan_to_num(0.0).cumsum(-2) / is_observed.cumsum(-2)

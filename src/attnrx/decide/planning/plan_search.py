@@ -98,7 +98,12 @@ class PlanBuilder(Protocol):
 def refine_plan(
     space: Space, settings: PlanSettings, requested: str, builder: PlanBuilder, first: Trial
 ) -> tuple[Trial, ...]:
-    """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`)."""
+    """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`).
+
+    Raises:
+        InvalidInput: The storage of trials cannot be opened.
+        CheckpointError: A stored trial was edited or is damaged.
+    """
     if settings.trials < 2:
         return (first,)
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions

@@ -149,7 +149,11 @@ class Planner:
         self.latency: dict[str, Any] | None = None  # of the plan that is returned
 
     def step(self, limit: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        """Returns the optimal plan for these knobs, or the greedy one from the plan `start`."""
+        """Returns the optimal plan for these knobs, or the greedy one from the plan `start`.
+
+        Raises:
+            TargetMet: The unchanged model meets the target.
+        """
         if start is not None:
             found, weights = self.measurements, weights_of(self.space, knobs)
             return greedy_to_budget(self.space, found.cost_table, found.sensitivities, limit, weights, start)
@@ -164,7 +168,12 @@ class Planner:
         return frontier.at(limit)
 
     def for_cost(self, limit: float) -> tuple[Trial, float]:
-        """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement."""
+        """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement.
+
+        Raises:
+            TargetMet: The unchanged model meets the target.
+            NotSupported: The measured latencies of the plans are too far from the predicted ones for a promise.
+        """
         if self.settings.to is None:  # a file gains as well, which is measured later
             require_reachable(self.space, self.measurements.cost_table, limit)
         return self._by_timing(limit) if self.target.minimized == "latency" else (self._searched(limit), limit)
@@ -287,7 +296,11 @@ class Planner:
         return best
 
     def for_drop(self) -> tuple[Trial, float]:
-        """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost."""
+        """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost.
+
+        Raises:
+            NotSupported: No plan keeps the drop within the limit.
+        """
         # Closed forms only: a search at every step would be repeated for every cost. `low` costs too little, `high` is
         # the smallest cost so far that keeps the accuracy, at which a search follows.
         # By its kernels alone the unchanged model may cost less than the original in its own library.
@@ -408,7 +421,11 @@ class _PlansAtCost:
 
 
 def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:
-    """Returns the predictions for other images."""
+    """Returns the predictions for other images.
+
+    Raises:
+        InvalidInput: There are fewer than two images.
+    """
     measured = {"divergence": deviation.divergence, "agreement": deviation.agrees, "change": deviation.change}
     quantities = {name: values for name, values in measured.items() if values is not None}
     count = len(deviation.divergence)

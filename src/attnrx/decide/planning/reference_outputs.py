@@ -50,7 +50,11 @@ class Answers:
 
     @classmethod
     def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
-        """Computes the original's outputs; raises for labels that fit no head, but accepts images without labels."""
+        """Computes the original's outputs; images may have no labels.
+
+        Raises:
+            DataError: There are no images, a label fits no head, or an embedding is zero.
+        """
         if images.has_labels:
             require_labels(images)
         weight, kind = next(model.parameters()), output_kind_of(model)
@@ -102,7 +106,7 @@ class Answers:
             return [stored(candidate(batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of outputs, given per batch."""
+        """Returns the deviation of outputs, given per batch in the shape of those of the original."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None

@@ -75,7 +75,11 @@ class _Reader(TextReader):
 def target_of(
     faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
 ) -> Target:
-    """Returns the target of exactly one of the arguments."""
+    """Returns the target of exactly one of the arguments.
+
+    Raises:
+        InvalidInput: None or several are given.
+    """
     arguments = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
     named = {name: value for name, value in arguments.items() if value is not None}
     if len(named) != 1:

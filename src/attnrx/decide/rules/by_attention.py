@@ -35,7 +35,8 @@ class UniformHeads(Rule):
 
 @dataclass(frozen=True)
 class RemoveHeads(Rule):
-    """Removes a head if a kept head has nearly the same spectrum (Eq. 43) and attention output; for the map "heads".
+    """Removes a head if a kept head has nearly the same spectrum (SVDA, Eq. 43) and attention output; for the map
+    "heads".
 
     Equal spectra alone are not sufficient (Proposition 5 requires equal projections too), so both similarities must
     reach their thresholds. Pairs are processed by descending similarity. Of each pair the head with less strength is

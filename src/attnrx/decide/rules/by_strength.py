@@ -21,7 +21,7 @@ ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling m
 
 @dataclass(frozen=True)
 class Threshold(Rule):
-    """Keeps the directions with |strength| >= tau (Eqs. 8-10); a head may keep none.
+    """Keeps the directions with |strength| >= tau (SVDA, Eqs. 8-10); a head may keep none.
 
     No masked score changes by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
     """
@@ -62,7 +62,7 @@ class Shrinkage(Rule):
     """Subtracts `amount` from every |strength| (soft threshold); removes directions that reach zero; a head may keep
     none.
 
-    No masked score changes by more than amount * scale (Theorem 1), as with Threshold, but strengths change
+    No masked score changes by more than amount * scale (SVDA, Theorem 1), as with Threshold, but strengths change
     continuously. Needs learned strengths.
     """
 
@@ -84,7 +84,7 @@ class NormClip(Rule):
     """Caps |strength| at `limit` and keeps every direction: spectral smoothing.
 
     The limit is absolute, like the bound that it gives: the Lipschitz constant from queries and keys to the scores
-    (Proposition 4) becomes at most limit * scale. Needs learned strengths.
+    (SVDA, Proposition 4) becomes at most limit * scale. Needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -103,7 +103,7 @@ class NormClip(Rule):
 class TopRank(Rule):
     """Keeps the `rank` strongest directions of each head, or all where a head has fewer; ties are resolved by index.
 
-    Of all sets of that size it minimizes the bound of Theorem 1 on the masked scores. Needs learned strengths.
+    Of all sets of that size it minimizes the bound of SVDA's Theorem 1 on the masked scores. Needs learned strengths.
     """
 
     rank: int
@@ -116,7 +116,7 @@ class TopRank(Rule):
 
 @dataclass(frozen=True)
 class EffectiveRank(Rule):
-    """Keeps the strongest directions of each head, as many as its effective rank (Eq. 24), rounded up.
+    """Keeps the strongest directions of each head, as many as its effective rank (SVDA, Eq. 24), rounded up.
 
     A head whose strengths are all zero has effective rank 0 and keeps none, which does not change the model. Needs
     learned strengths.
@@ -131,7 +131,7 @@ class EffectiveRank(Rule):
 
 @dataclass(frozen=True)
 class EnergyRetention(Rule):
-    """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (Eqs. 44 and 45).
+    """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (SVDA, Eqs. 44 and 45).
 
     Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all that are not zero. The removed
     energy is at most 1 - rho of the head's, so no masked score changes by more than sqrt(1 - rho) * norm(strength) *
@@ -173,7 +173,8 @@ class ContributionEnergy(Rule):
 
 @dataclass(frozen=True)
 class UniformRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or that share of its directions (TruncAtt, Section 2.3).
+    """Keeps the `rank` strongest directions of each head, or that share of its directions (IrrAtt's TruncAtt, Section
+    2.3).
 
     With the metric "weights" this is the truncated singular value decomposition of each head's W_Q W_K^T. The rank is
     rounded to a `multiple`: kernels load several values at once, and are slower at a rank in between than at the next

@@ -36,7 +36,7 @@ def largest(
 def fewest_holding(
     share: float, amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Returns a mask of the smallest set of each head that holds this share of the head's amount (Eq. 45 for the
+    """Returns a mask of the smallest set of each head that holds this share of the head's amount (SVDA, Eq. 45 for the
     energy).
 
     Ties are resolved by index. At least one direction is kept; at share 1 all with an amount that is not zero.
@@ -51,7 +51,8 @@ def fewest_holding(
 
 
 def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
-    """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (Theorem 1, Eq. 12).
+    """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (SVDA, Theorem 1, Eq.
+    12).
 
     The bound holds because the rows of query and key have unit length, also where strengths are changed instead of
     removed. It is infinite for dense attention with any change (its rows have any length), and for directions that
@@ -84,7 +85,7 @@ def give_strengths(
 ) -> ScoreDecision:
     """Returns a decision that keeps these directions with these strengths."""
     decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
-    # Theorem 1 bounds scores; the other maps have none.
+    # Theorem 1 of SVDA bounds scores; the other maps have none.
     bounds = score_bound(spectrum, decision).tolist() if spectrum.map == "qk" else [0.0] * len(keep)
     reasons = (
         _describe_kept(spectrum, keep, head)

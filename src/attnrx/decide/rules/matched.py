@@ -76,6 +76,9 @@ class LargestMatched(Rule):
 
     If the spectrum ranks directions correctly, this degrades the model more than `rule`. Strengths do not change. Needs
     learned strengths.
+
+    Raises:
+        NotSupported: By `decide`, if heads share directions.
     """
 
     rule: Rule
@@ -94,6 +97,9 @@ class UniformMatched(Rule):
     A remainder goes to the heads whose next direction is strongest; the part of a head without further directions goes
     to the others. The control measures the benefit of choosing a rank per head. Strengths do not change. Needs learned
     strengths.
+
+    Raises:
+        NotSupported: By `decide`, if heads share directions.
     """
 
     rule: Rule

@@ -70,7 +70,11 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
 
 
 def grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
-    """Returns the moments [heads, directions, directions] of query and key rows that define a metric."""
+    """Returns the moments [heads, directions, directions] of query and key rows that define a metric.
+
+    Raises:
+        UnknownName: There is no such metric.
+    """
     if metric in ("weights", "augmented"):
         query = layer.spectrum.query if metric == "augmented" else layer.spectrum.query[..., :-1]
         key = layer.spectrum.key[..., :-1]
@@ -82,7 +86,11 @@ def grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
 
 
 def rotary_directions(metric: str, layer: LayerDiagnosis) -> RotaryDirections:
-    """Returns the forms of every head of a layer of rotary attention that are best at every rank in a metric."""
+    """Returns the forms of every head of a layer of rotary attention that are best at every rank in a metric.
+
+    Raises:
+        NotSupported: The layer has a norm over all features of query and key.
+    """
     _require_changeable(metric, layer)
     return RotaryDirections(*grams_in(metric, layer), layer)
 

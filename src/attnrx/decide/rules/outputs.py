@@ -168,7 +168,11 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
 
 
 def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters."""
+    """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters.
+
+    Raises:
+        InvalidRule: A layer has no MLP of two linear maps.
+    """
     metric = output_metric(rule, name)
     if any(len(layer.mlp) != 2 for layer in diagnosis.layers):
         raise InvalidRule(
@@ -192,6 +196,9 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | Non
     """Returns the decision about the hidden units of every MLP; None where all stay.
 
     For the rule an MLP is one unit whose directions are its hidden units.
+
+    Raises:
+        InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
     """
     metric = output_metric(rule, HIDDEN)
     units = [layer.hidden for layer in diagnosis.layers]

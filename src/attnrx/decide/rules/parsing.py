@@ -95,6 +95,10 @@ def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | 
     """Returns the rule of every map, and the token policy.
 
     A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10"; a single rule applies to qk.
+
+    Raises:
+        InvalidInput: The rules are neither a text, a rule nor a mapping of maps to rules and a token policy.
+        UnknownName: There is no such map.
     """
     values_by_map = {"qk": rules} if isinstance(rules, Rule) else split_maps(rules) if isinstance(rules, str) else rules
     if not isinstance(values_by_map, Mapping):

@@ -38,8 +38,7 @@ from attnrx.vit.spectrum import Spectrum
 
 
 def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
-    """Returns a prescription for every map that `rules` names, in every layer; a no-op prescription raises
-    NoOpPrescription.
+    """Returns a prescription for every map that `rules` names, in every layer.
 
     The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
     the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
@@ -51,6 +50,12 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `attnrx.prescribe` refuses that
     (`require_remainder`).
+
+    Raises:
+        NoOpPrescription: The prescription changes nothing.
+        InvalidInput: The diagnosis has no layers.
+        InvalidRule: A rule does not apply to its map, or needs readings that the diagnosis lacks.
+        NotSupported: A norm over all features fixes a map, or `hidden` is combined with ranks of the MLP.
     """
     rules_by_map, tokens = parse_rules(rules)
     if not diagnosis.layers:

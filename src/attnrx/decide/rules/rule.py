@@ -125,6 +125,9 @@ class ByLayer(Rule):
 
     A target per layer resolves to this rule: the rank that meets the target differs from layer to layer. As text:
     by_layer(total_rank:0.5; total_rank:0.25).
+
+    Raises:
+        InvalidRule: By `decide`, if the diagnosis has another number of layers.
     """
 
     rules: tuple[Rule, ...]

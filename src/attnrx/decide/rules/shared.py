@@ -135,8 +135,8 @@ class SharedRank(Rule):
 class FusionRank(Rule):
     """Keeps as many directions of every head as the fusion matrix of a CP SlimAtt of `rank` terms assigns to it.
 
-    CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (Algorithm 1), and
-    each head keeps that number of the strongest of its own directions. These are block terms with the identity as
+    CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (IrrAtt, Algorithm 1),
+    and each head keeps that number of the strongest of its own directions. These are block terms with the identity as
     fusion, so no fusion layer is needed. A head never keeps more directions than it has. `start` and `seed` are those
     of the decomposition (see `shared_rank`). The default metric is "augmented".
     """
@@ -168,11 +168,14 @@ class FusionRank(Rule):
 
 @dataclass(frozen=True)
 class FusionOwner(Rule):
-    """Converts a CP SlimAtt, trained or not, into irregular attention (Section 3.1, Eqs. 5 and 6).
+    """Converts a CP SlimAtt, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
 
     Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. This
     is exact where every column of the fusion matrix has one nonzero value, as training with `fusion_ownership` and
     `nonnegative_fusion` produces. The directions themselves do not change.
+
+    Raises:
+        NotSupported: By `decide`, for a layer whose heads share no directions.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

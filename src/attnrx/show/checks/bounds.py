@@ -30,7 +30,7 @@ CLAIMS = {
 ROUNDING = 1e-5
 # Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
 FLOOR = 1e-9
-NOISE = 0.1  # the standard deviation of the perturbation of Proposition 4, in normalized units
+NOISE = 0.1  # the standard deviation of the perturbation of SVDA's Proposition 4, in normalized units
 BATCH = 16  # images per batch; every score of every head is held in float64
 
 
@@ -100,8 +100,8 @@ class SpectralChange:
 
     `lost` is the decrease of every strength, `counted` marks kept heads with any change, and `thresholded` those whose
     pruned directions are their weakest. `threshold` is the smallest kept strength of a head, or the largest pruned one
-    if it keeps none (tau of Eq. 8); it bounds the pruned strengths only in the `thresholded` heads. Pruned heads are
-    not counted: the theorems do not apply to them.
+    if it keeps none (tau of SVDA, Eq. 8); it bounds the pruned strengths only in the `thresholded` heads. Pruned heads
+    are not counted: the theorems do not apply to them.
     """
 
     lost: Float[Tensor, "heads directions"]
@@ -117,14 +117,14 @@ class SpectralChange:
         stays: Bool[Tensor, "heads"],
     ) -> "SpectralChange":
         lost = before - after
-        # A refit changes kept strengths, too: Eq. 12 covers any change, Eq. 13 removals alone (`thresholded`).
+        # A refit changes kept strengths, too: SVDA's Eq. 12 covers any change, Eq. 13 removals alone (`thresholded`).
         counted = (lost != 0).any(-1) & stays
         removed, kept = (after == 0) & (before != 0), after != 0
         largest_removed = torch.where(removed, before.abs(), 0).amax(-1)
         # Infinity and zero are neutral for the minimum and the maximum.
         smallest_kept = torch.where(kept, before.abs(), torch.inf).amin(-1)
         threshold = torch.where(kept.any(-1), smallest_kept, largest_removed)
-        only_removals = ((lost == 0) | removed).all(-1)  # Eq. 18: the change contains only removed entries
+        only_removals = ((lost == 0) | removed).all(-1)  # SVDA, Eq. 18: the change contains only removed entries
         return cls(lost, counted, threshold, counted & only_removals & (largest_removed <= threshold))
 
 

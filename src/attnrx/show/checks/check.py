@@ -209,7 +209,11 @@ class _Reader(TextReader):
 
 
 def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[RequestedCheck, ...]:
-    """Parses the checks in a text, each given once; `registry` maps their names to classes."""
+    """Parses the checks in a text, each given once; `registry` maps their names to classes.
+
+    Raises:
+        InvalidInput: A check is given twice.
+    """
     reader, requested = _Reader(text), {}
     while not requested or reader.take(","):
         name, kind = reader.read_name(registry, "check")

@@ -68,7 +68,13 @@ class Comparison:
 
     @property
     def predictions(self) -> Predictions:
-        """The predictions of all models, computed in one pass over the data on first use."""
+        """The predictions of all models, computed in one pass over the data on first use.
+
+        Raises:
+            InvalidInput: The models differ in the number of outputs, or the reference returns NaN or infinity.
+            NonFiniteOutputs: The candidate returns NaN or infinity.
+            DataError: The labels do not fit the outputs.
+        """
         # On first use: a check that needs no outputs, e.g. of the latency, runs no model over the data.
         # By model, because one may have several roles, e.g. a candidate that is the mask.
         roles: dict[nn.Module, str] = {}

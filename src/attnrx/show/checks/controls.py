@@ -25,11 +25,11 @@ class Controls(Check):
     """The candidate against matched controls, which prune the same number of directions by another criterion.
 
     `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"); `realize` builds a model from
-    each with the settings of the candidate. Two findings per kind: the control's discrepancy minus the candidate's (Eq.
-    46), and the candidate's accuracy minus the control's in points; values above 0 favour the candidate. Intervals
-    resample the images, paired, and the draws if there are several. For "largest" the smaller discrepancy is a claim:
-    it holds if the whole interval is above 0 and fails if no part of it is. The details contain the rules and the token
-    policy of the control; maps without a rule are the candidate's.
+    each with the settings of the candidate. Two findings per kind: the control's discrepancy minus the candidate's
+    (SVDA, Eq. 46), and the candidate's accuracy minus the control's in points; values above 0 favour the candidate.
+    Intervals resample the images, paired, and the draws if there are several. For "largest" the smaller discrepancy is
+    a claim: it holds if the whole interval is above 0 and fails if no part of it is. The details contain the rules and
+    the token policy of the control; maps without a rule are the candidate's.
     """
 
     name: ClassVar[str] = "controls"
@@ -62,7 +62,7 @@ class Controls(Check):
         controls = resample_draws(resampled[:, 1:], seed)
         means = models.mean(0)  # [models, 3]
         distances, accuracies = discrepancy(means[:, :2]).tolist(), (100 * means[:, 2]).tolist()
-        # Means of the two sums first, then the ratio of Eq. 46: it is not a mean over images.
+        # Means of the two sums first, then the ratio of SVDA's Eq. 46: it is not a mean over images.
         nearer = estimate(
             fmean(distances[1:]) - distances[0],
             discrepancy(controls[..., :2]).mean(1) - discrepancy(resampled[:, 0, :2]),

@@ -118,6 +118,9 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
 
     The images of every class are in turns in the first and in the second. Every image is in four mosaics, once in each
     quadrant.
+
+    Raises:
+        DataError: The images have one class, or are too few for a mosaic.
     """
     batches = list(comparison.data.batches(comparison.batch_size, device=comparison.device))
     images, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels"))
@@ -148,7 +151,11 @@ def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
 
 
 def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: float) -> Int[Tensor, "mosaics patches"]:
-    """Returns the class of every patch, -1 for one across two quadrants; `ratio` is height over width."""
+    """Returns the class of every patch, -1 for one across two quadrants; `ratio` is height over width.
+
+    Raises:
+        NotSupported: There are fewer than 2 x 2 patches.
+    """
     # patches = rows * columns and rows / columns = height / width, as patches are square.
     rows = round((patches * ratio) ** 0.5)
     columns = patches // rows

@@ -72,7 +72,11 @@ def neighbours_kept(base: Int[Tensor, "images k"], other: Int[Tensor, "images k"
 def zero_shot(
     outputs: Float[Tensor, "images features"], texts: Float[Tensor, "classes width"]
 ) -> Int[Tensor, "images"]:
-    """Returns the class whose text embedding is most similar to the embedding, per image."""
+    """Returns the class whose text embedding is most similar to the embedding, per image.
+
+    Raises:
+        InvalidInput: The text embeddings have another width.
+    """
     if outputs.shape[1] != texts.shape[1]:
         raise InvalidInput(
             f"text_embeddings of width {texts.shape[1]} for embeddings of width {outputs.shape[1]}: give those of the "

@@ -208,7 +208,11 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at least two independent runs with its t interval."""
+    """Returns the mean of at least two independent runs with its t interval.
+
+    Raises:
+        InvalidInput: There are fewer than two runs.
+    """
     if len(values) < 2:
         raise InvalidInput(f"{len(values)} run(s): an interval over runs needs at least two of them.")
     mean = fmean(values)

@@ -16,7 +16,7 @@ from attnrx.vit.observation import Observation
 
 @dataclass(frozen=True)
 class TargetRank(Loss):
-    """The squared distance of a head's effective rank to `rank` (Eq. 28), averaged over the heads of all layers.
+    """The squared distance of a head's effective rank to `rank` (SVDA, Eq. 28), averaged over the heads of all layers.
 
     Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers` are
     the layers that a diagnosis singled out, the first is 1; none are all.
@@ -48,7 +48,7 @@ class TargetRank(Loss):
 
 @dataclass(frozen=True)
 class PerturbationRobustness(Loss):
-    """The squared Frobenius change of the attention maps under Gaussian noise (Eq. 34).
+    """The squared Frobenius change of the attention maps under Gaussian noise (SVDA, Eq. 34).
 
     Averaged over images, heads and layers: all, or those that a diagnosis singled out (`layers`, the first is 1).
     `scale` is the standard deviation of the noise in normalized units. Images and noisy images pass once more, through
@@ -103,7 +103,8 @@ def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """The distance of the shared directions from having one head each: the constraint S S^T = I of Eq. 7, as a penalty.
+    """The distance of the shared directions from having one head each: the constraint S S^T = I (IrrAtt, Eq. 7), as a
+    penalty.
 
     (sum of |s|)^2 / (sum of s^2) - 1 over the heads, averaged over the directions of all layers: 0 if and only if
     every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows linearly from 0
@@ -129,7 +130,7 @@ class FusionOwnership(Loss):
 
 @dataclass(frozen=True)
 class KeepRatio(Loss):
-    """The squared distance of the share of kept patches from the policy's, over images and stages (Eq. 12)."""
+    """The squared distance of the share of kept patches from the policy's, over images and stages (SPOT, Eq. 12)."""
 
     weight: float = 2.0
 

@@ -72,6 +72,9 @@ class Attention(nn.Module):
         Keys and values are computed from `key_tokens` if given, whose first tokens are then `tokens`; otherwise from
         `tokens`. `positions` are those of all tokens of an image, for rotary positions and biases of pairs; of these
         the layer takes those of the patches that `kept_patches` returns.
+
+        Raises:
+            InvalidInput: The layer has a bias per pair of tokens, which `positions` lack.
         """
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
@@ -195,7 +198,11 @@ class Attention(nn.Module):
     def factors(
         self, tokens: TokenBatch, buckets: tuple[Bucket, ...], positions: Positions | None = None
     ) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of the scores of every bucket that has directions."""
+        """Returns the factors of the scores of every bucket that has directions.
+
+        Raises:
+            InvalidInput: The layer has a bias per pair of tokens, which `positions` lack.
+        """
         rows = self.scores.rows(buckets)
         query, key = self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows)
         return self._score_factors(query, key, rows, buckets, positions)

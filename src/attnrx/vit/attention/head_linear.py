@@ -72,7 +72,9 @@ class FusedQKV:
         """Returns the result of `padded` for every projection."""
         return self.split(self.product(tokens, sides), tokens, sides)
 
-    def split(self, joint: Tensor | None, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
+    def split(
+        self, joint: Float[Tensor, "batch tokens rows"] | None, tokens: TokenBatch, sides: Sequence[Side]
+    ) -> list[Tensor]:
         """Returns the result of `padded` for every projection, from `product` or, where that is None, one by one."""
         if joint is None:
             return [side.padded(tokens, rows) for side, rows in sides]

@@ -39,6 +39,7 @@ class Compression:
         Raises:
             InvalidInput: The layer is compressed already, or has no such rank.
             NotSupported: The scores are not plain dot products, and `qk` is to be compressed.
+            UnknownName: `qk` has an unknown form.
         """
         form, rank = _parsed(self.qk)
         if (form != "full" or self.vo is not None) and not full.is_full:
@@ -53,7 +54,11 @@ class Compression:
         return _read_out(full if form == "full" else _scored(full, form, rank), self.vo)
 
     def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
-        """The ranks of both maps of every layer's MLP, or None if they are unchanged."""
+        """The ranks of both maps of every layer's MLP, or None if they are unchanged.
+
+        Raises:
+            InvalidInput: A layer has no such rank.
+        """
         if self.mlp is None:
             return None
         for spec in specs:

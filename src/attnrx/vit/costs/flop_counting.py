@@ -28,6 +28,9 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
 
     Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises NotSupported
     for a fused kernel that this build of torch cannot count.
+
+    Raises:
+        InvalidInput: The batch is empty.
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")

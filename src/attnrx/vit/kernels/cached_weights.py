@@ -42,7 +42,7 @@ class CachedWeights(Generic[Value]):
 
     @staticmethod
     def possible(parameters: Iterable[Tensor | None]) -> bool:
-        """Whether a value would be cached now."""
+        """Whether a value of these parameters, of any shapes, would be cached now."""
         # A recorded value must be part of the graph: of autograd, so that weights get a gradient, or of a compiler.
         if is_recorded():
             return False
@@ -63,7 +63,7 @@ STORED = (Tensor, torch.nn.Parameter)
 
 
 def content_of(parameters: Iterable[Tensor | None]) -> tuple[Hashable, ...]:
-    """Returns values that are equal for equal contents and addresses of tensors on a CPU."""
+    """Returns values that are equal for equal contents and addresses of tensors of any shapes on a CPU."""
     library, numbers, facts, tensors = native_library(), [], [], []
     for parameter in parameters:
         if parameter is not None:

@@ -45,7 +45,11 @@ _library.define(
 
 
 def require_inference(tensors: Sequence[Tensor | None]) -> None:
-    """Raises InvalidInput for tensors whose gradients a kernel would lose, and for those without strides."""
+    """Checks that a kernel can read tensors of any shapes.
+
+    Raises:
+        InvalidInput: A tensor requires gradients, which the kernel would lose, or has no strides.
+    """
     for tensor in tensors:
         if tensor is None:
             continue

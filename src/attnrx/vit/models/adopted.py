@@ -218,7 +218,10 @@ class Adopted(nn.Module):
         raise NotSupported(f"{self.origin.architecture} has no method that returns the features of all patches.")
 
     def logits(self, images: Tensor) -> Any:
-        """Returns the output of the library's model; `forward` refuses any other than one row per image."""
+        """Returns the output of the library's model; `forward` refuses any other than one row per image.
+
+        `images` have the input shape of the model, [batch, channels, height, width] for pictures.
+        """
         return self.source(images)
 
 

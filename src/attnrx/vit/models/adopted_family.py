@@ -99,6 +99,9 @@ class AdoptedFamily(Family):
 
     A subclass states where the parts of the library's models are (`parts`), how their attention is converted
     (`convert_attention`, `adapter`) and how they are created, and lists unsupported features (`refusals`).
+
+    Raises:
+        NotSupported: By methods that need the library, where it is not installed.
     """
 
     exposes_tokens = True
@@ -188,6 +191,7 @@ class AdoptedFamily(Family):
         Raises:
             NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be
                 copied, or a function (a replaced `forward`, a hook) that holds one of its own parts.
+            InvalidInput: The model was adopted already, has no weights, or takes images that its patches do not tile.
         """
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
@@ -284,7 +288,11 @@ class AdoptedFamily(Family):
         return {}
 
     def fresh(self, name: str, **arguments: Any) -> Adopted:
-        """Adopts a model with fresh weights; on the meta device, where its logits cannot be checked, it has none."""
+        """Adopts a model with fresh weights; on the meta device, where its logits cannot be checked, it has none.
+
+        Raises:
+            InvalidInput: The patches do not tile the images, or are larger.
+        """
         model = self.initialized(name, **arguments)
         if not next(model.parameters()).is_meta:
             return self.adopt(model).eval()
@@ -371,6 +379,11 @@ class AdoptedFamily(Family):
         return bool(self.mlp(model))
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        """Replaces one of the two linear maps of one layer's MLP in place.
+
+        Raises:
+            NotSupported: The model has no MLPs of two linear maps.
+        """
         source = self._adopted(model).source
         maps = self._maps(source)
         if not maps:
@@ -451,6 +464,11 @@ class AdoptedFamily(Family):
         return origin.mean, origin.std
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
+        """Returns where the patches are among the tokens, and how the model pools them.
+
+        Raises:
+            NotSupported: The head needs all tokens.
+        """
         adopted = self._adopted(model)
         parts = self.parts(adopted.source)
         if parts.pooling not in ("class", "mean"):

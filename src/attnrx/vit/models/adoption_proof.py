@@ -44,6 +44,9 @@ def require_equal_logits(
     The limit is the square root of the machine epsilon, relative to the largest logit: rounding is far below it, and a
     missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
     softmax in float32.
+
+    Raises:
+        InvalidInput: The model has no weights.
     """
     first, second = models
     parameter = next(first.parameters())

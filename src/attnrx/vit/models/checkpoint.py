@@ -140,7 +140,12 @@ def is_model_folder(folder: Path | str) -> bool:
 
 
 def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> None:
-    """Raises an error if the folder has files of these names that do not belong to a saved model."""
+    """Checks that a model can be saved in the folder.
+
+    Raises:
+        InvalidInput: The folder is a file.
+        CheckpointError: The folder has files of these names that do not belong to a saved model.
+    """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")

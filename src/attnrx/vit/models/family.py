@@ -25,7 +25,11 @@ STATED_OUTPUTS = "stated_outputs"
 
 
 class Family(ABC):
-    """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
+    """One kind of model. A family is stateless; only its methods with a trailing underscore change a model.
+
+    Raises:
+        InvalidInput: By methods that take a model of this family, for any other.
+    """
 
     name: str
     config_fields: ClassVar[Mapping[str, Any]] = {}

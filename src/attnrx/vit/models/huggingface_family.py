@@ -151,7 +151,7 @@ class HuggingFaceModel(Adopted):
         return False
 
     def logits(self, images: Tensor) -> Tensor:
-        """Returns the logits or the embedding, without the outputs that attnrx attention does not provide."""
+        """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
         reader = reader_of(self.source)
         inputs = reader.input.arguments(images, reader.body_of(self.source).config)
         return reader.answer_of(self.source(**inputs, output_attentions=False, return_dict=True))
@@ -182,10 +182,14 @@ class HuggingFaceAttention(Adapter):
         relative_position_bias: Tensor | None = None,
         **options: Any,
     ) -> tuple[TokenBatch, None] | TokenBatch:
-        """Returns the attention output; raises NotSupported for masks and requests for the attention weights.
+        """Returns the attention output.
 
-        In a layer with a bias per pair of tokens, the mask is that bias. During export, transformers passes an explicit
-        mask that includes every token; it is ignored.
+        In a layer with a bias per pair of tokens, the mask is that bias, [1, heads, tokens, tokens]. During export,
+        transformers passes an explicit mask that includes every token; it is ignored. `position_embeddings` are cosines
+        and sines, [patches, 2 * pairs].
+
+        Raises:
+            NotSupported: A mask or the attention weights are requested.
         """
         biased = self.attention.spec.pair_bias
         if attention_mask is not None and not biased and not torch.compiler.is_exporting():
@@ -324,6 +328,9 @@ class HuggingFaceFamily(AdoptedFamily):
         """Reads the configuration, and the image processor of the folder or hub id that the model was loaded from.
 
         Without one, and unless stated, mean and std are 0.5, as in ViTImageProcessor.
+
+        Raises:
+            InvalidInput: The model takes images of another shape than stated.
         """
         name, config = type(model).__name__, model.config
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
@@ -342,7 +349,11 @@ class HuggingFaceFamily(AdoptedFamily):
         return Origin(name, arguments, shape, mean, std, stated.get("preprocessing") or {})
 
     def create(self, origin: Origin) -> nn.Module:
-        """Creates the class from its configuration."""
+        """Creates the class from its configuration.
+
+        Raises:
+            UnknownName: No reader has this class.
+        """
         if origin.architecture not in READERS:
             raise UnknownName("class of transformers", origin.architecture, READERS)
         kind = _transformers(origin.architecture)

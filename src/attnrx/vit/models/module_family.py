@@ -85,6 +85,12 @@ class ModuleFamily(ReaderFamily):
         return Origin(blueprint.name, {"reader": described}, shape, reader.mean, reader.std)
 
     def create(self, origin: Origin) -> nn.Module:
+        """Creates the class from its arguments, or calls the factory.
+
+        Raises:
+            NotSupported: The class has not been imported, and there is no factory.
+            UserCodeError: The factory raised an exception.
+        """
         reader: Reader = from_dict(origin.arguments["reader"], (Reader,), "reader")
         factory, arguments = self.factory or _imported(origin.architecture), dict(reader.arguments)
         try:

@@ -58,7 +58,11 @@ class OpenClipFamily(ReaderFamily):
         return name in _open_clip("").list_models()
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Returns the image tower alone; `arguments` override fields of its configuration."""
+        """Returns the image tower alone; `arguments` override fields of its configuration.
+
+        Raises:
+            UnknownName: open_clip has no such model.
+        """
         library, models = _open_clip(""), _open_clip(".model")
         if name not in library.list_models():
             raise UnknownName("open_clip model", name, library.list_models())
@@ -94,7 +98,11 @@ class OpenClipFamily(ReaderFamily):
         yield from super().refusals(model)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are those of CLIP, unless stated."""
+        """Reads the arguments of the class from the model; mean and std are those of CLIP, unless stated.
+
+        Raises:
+            InvalidInput: The tower takes images of another shape than stated.
+        """
         tower: Any = model
         block = tower.transformer.resblocks[0]
         # LayerScale is an identity where it is absent; its initial value is not stored, and is replaced by the weights.

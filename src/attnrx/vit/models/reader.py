@@ -87,7 +87,11 @@ class ReaderAttention(Adapter):
     def forward(
         self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
     ) -> TokenBatch | tuple[TokenBatch, None]:
-        """Returns the attention output; raises NotSupported for masks and for keys or values of other tokens."""
+        """Returns the attention output; `key` and `value`, if given, are `tokens` [batch, tokens, width] themselves.
+
+        Raises:
+            NotSupported: A mask, or keys or values of other tokens are given.
+        """
         # Blocks around nn.MultiheadAttention call it with (x, x, x).
         if any(side is not None and side is not tokens for side in (key, value)):
             raise NotSupported("attention to other tokens (key or value is not query) is not supported.")

@@ -108,6 +108,9 @@ class TimmModel(Adopted):
         """Returns features after several blocks, as timm does, with all its options.
 
         Pruned and merged patches are restored. `indices` are the last n blocks, or a list of blocks; None: all.
+
+        Raises:
+            NotSupported: timm is not installed.
         """
         source: Any = self.source
         blocks, last = _timm("models._features").feature_take_indices(len(source.blocks), indices)
@@ -119,7 +122,11 @@ class TimmModel(Adopted):
             )
 
     def get_intermediate_layers(self, images: ImageBatch, n: int | Sequence[int] = 1, **options: Any) -> Any:
-        """Returns features after several blocks, as timm does, in the form of DINO."""
+        """Returns features after several blocks, as timm does, in the form of DINO.
+
+        Raises:
+            NotSupported: timm is not installed.
+        """
         source: Any = self.source
         with self.forward_pass(_timm("models._features").feature_take_indices(len(source.blocks), n)[0]):
             return source.get_intermediate_layers(images, n, **options)
@@ -173,6 +180,14 @@ class TimmAttention(Adapter):
         shared_rel_pos_bias: Tensor | None = None,
         shared_rel_pos: Tensor | None = None,
     ) -> TokenBatch:
+        """Returns the attention output of the tokens `x`, with the arguments of timm's attention.
+
+        `rope` holds sines and cosines, [patches, 2 * head_dim] or with the heads first; the shared biases of pairs are
+        [1, heads, tokens, tokens].
+
+        Raises:
+            NotSupported: A mask is given.
+        """
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
         # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; the sum of all is added.
@@ -238,7 +253,12 @@ class TimmFamily(AdoptedFamily):
                 yield from _unread(attention)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
+        """Reads the entrypoint and its arguments, which timm stores on every model that it creates.
+
+        Raises:
+            NotSupported: The model was not made by `timm.create_model`, or with an argument that cannot be saved.
+            InvalidInput: The model was created for images of another shape than stated.
+        """
         facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
         if "architecture" not in facts:
             raise NotSupported(
@@ -282,7 +302,13 @@ class TimmFamily(AdoptedFamily):
         return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
 
     def create(self, origin: Origin) -> nn.Module:
-        """Calls timm's entrypoint with model arguments only."""
+        """Calls timm's entrypoint with model arguments only.
+
+        Raises:
+            UnknownName: timm has no such model.
+            InvalidInput: timm rejects the arguments, or they are none of a model.
+            CheckpointError: The weights cannot be loaded.
+        """
         # A config.json may come from anywhere: loading it must not read other files or connect to a hub.
         forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
         if ":" in origin.architecture or forbidden:

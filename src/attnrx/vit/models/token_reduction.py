@@ -605,7 +605,9 @@ def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
     return ReducedState(tokens, sizes, indices, moments, accumulated, positions=targets)
 
 
-def replaced_state(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
+def replaced_state(
+    state: TokenState, added: Int[Tensor, "batch added"]
+) -> tuple[Tensor, MapMoments | None, Tensor | None]:
     """Returns patch indices and statistics after new tokens were written at the patches `added`."""
     moments, accumulated = state.moments, state.accumulated
     return (

@@ -90,7 +90,11 @@ class TorchvisionFamily(ReaderFamily):
         yield from super().refusals(model)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are those of ImageNet, unless stated."""
+        """Reads the arguments of the class from the model; mean and std are those of ImageNet, unless stated.
+
+        Raises:
+            InvalidInput: The model takes images of another shape than stated.
+        """
         reader, stored = self.reader(model), {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}

@@ -14,7 +14,7 @@ from attnrx.vit.models.transformer import AttnrxFamily, Layer, Transformer, Tran
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
-# The input scenarios of the paper (Tables 3 and 4), and small ones for demonstrations and tests.
+# The input scenarios of SVDA (Tables 3 and 4), and small ones for demonstrations and tests.
 SCENARIOS: dict[str, dict[str, Any]] = {
     "fashion_mnist": {"channels": 1, "classes": 10},
     "cifar10": {"classes": 10},

@@ -82,7 +82,7 @@ def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: fl
 
 
 def fits_in_chunks(value: Tensor) -> bool:
-    """Whether buffers may be reused: on a CPU, while neither gradients nor a graph are recorded."""
+    """Whether buffers may be reused for a value of any shape: on a CPU, while no gradients or graph are recorded."""
     return value.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
