@@ -74,7 +74,7 @@ def _no_sync(model: FSDPModule) -> Iterator[None]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Returns the shard of this process, a view of a tensor of any shape; one that is not sharded is returned itself."""
+    """Returns the shard of this process, a view of a tensor (any shape); one that is not sharded is returned itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
