@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.realization.directions import compressed_spec
+from attnrx.change.realization import compressed_spec
 from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.decide.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
 from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision

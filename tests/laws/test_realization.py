@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnrx.change.realization import realize, realizing
+from attnrx.change.realization.attention_layers import compressed_attention, mask_attention_
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NotSupported
 from attnrx.vit.models import TransformerConfig, VisionTransformer, family_of, observing
@@ -216,8 +217,8 @@ def test_decisions_are_realized_on_the_device_of_the_model(pattern: str, by: str
     layers = family_of(vit.to("meta")).attention(vit)
     for attention, layer in zip(layers, given.layers, strict=True):
         if by == "mask":
-            realizing._mask_(attention, layer)
+            mask_attention_(attention, layer)
             assert attention.scores.strengths().is_meta
         else:
-            small = realizing._compressed(attention, layer, by)
+            small = compressed_attention(attention, layer, by)
             assert small.scores.strengths().is_meta and len(small.spec.heads) == int(layer.heads.sum())

@@ -1,6 +1,6 @@
 """Realizes prescriptions: a smaller copy of a model, or a masked one, and fits of its weights."""
 
-from attnrx.change.realization.directions import compressed_spec
+from attnrx.change.realization.attention_layers import compressed_spec
 from attnrx.change.realization.fits import realize_and_fit
 from attnrx.change.realization.realizing import realize
 from attnrx.change.realization.token_policies import calibrated, prescribed_tokens, realize_tokens_

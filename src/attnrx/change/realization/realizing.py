@@ -1,6 +1,5 @@
 """Realizes a prescription: ranks layer by layer, then the token policy."""
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -8,33 +7,18 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import mean_divergences
-from attnrx.change.realization.directions import (
-    compressed_spec,
-    copy_kept_rows_,
-    head_order,
-    mask_rewritten_rows_,
-    mask_rows_,
-    write_rewritten_rows_,
-)
-from attnrx.change.realization.outputs import (
-    compress_values_,
-    compressed_linear,
-    copy_values_,
-    mask_linear_,
-    mask_values_,
-    realize_hidden_,
-)
+from attnrx.change.realization.attention_layers import compressed_attention, mask_attention_
 from attnrx.change.realization.strength_refit import refit_strengths
 from attnrx.change.realization.token_policies import realize_tokens_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
-from attnrx.nouns.prescription import LayerPrescription, Prescription
+from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescription
 from attnrx.support.arguments import IMAGES, MODEL, checked, instance, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.vit.attention import Attention
+from attnrx.vit.kernels.packed_linear import PackedLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
-from attnrx.vit.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
+from attnrx.vit.models import Family, LowRankLinear, family_of, model_fingerprint, require_all_tokens, shape_of
 from attnrx.vit.models.verbs import verb
 
 
@@ -122,13 +106,13 @@ def _realized(
     with torch.no_grad():
         for index, (attention, layer) in enumerate(zip(family.attention(model), layers, strict=True)):
             if by == "mask":
-                _mask_(family.attention(changed)[index], layer)
+                mask_attention_(family.attention(changed)[index], layer)
             else:
-                family.set_attention_(changed, index, _compressed(attention, layer, norms))
+                family.set_attention_(changed, index, compressed_attention(attention, layer, norms))
             # Hidden units or ranks of the MLP maps: a prescription has one of them (`prescribe_maps`).
             if layer.hidden is not None:
-                realize_hidden_(family, changed, index, layer.hidden, by)
-            _realize_mlp_(family, changed, index, layer, by)
+                _realize_hidden_(family, changed, index, layer.hidden, by)
+            _realize_linear_maps_(family, changed, index, layer, by)
         if prescription.tokens is not None:
             heads = shape_of(model, family).heads
             # Last, on the realized model: thresholds are calibrated to its tokens. The heads are those of the original.
@@ -162,43 +146,8 @@ def _require_refittable(prescription: Prescription, calibration: ImageData | Non
     return calibration
 
 
-def _mask_(attention: Attention, layer: LayerPrescription) -> None:
-    spec, values = attention.spec, layer.outputs.get("vo")
-    if values is not None:
-        compressed_spec(spec, layer)  # raises NotSupported for decisions that cannot be realized
-        mask_values_(attention, values)
-    if layer.qk.basis is None:
-        mask_rows_(attention, layer.qk)
-    else:
-        mask_rewritten_rows_(attention, layer.qk, layer.qk.basis)
-    # [sum of value dimensions]: the columns of removed heads in the output projection.
-    removed = (~layer.heads).repeat_interleave(torch.tensor(spec.value_dims, dtype=torch.long))
-    attention.output.weight[:, removed] = 0
-    # The values of a removed head do not affect the output; zeros give them norm 0, for reducers that use value norms.
-    attention.value.weight[removed] = 0
-    if attention.value.bias is not None:
-        attention.value.bias[removed] = 0
-
-
-def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> Attention:
-    order, weight = head_order(layer), attention.value.weight
-    small, values = compressed_spec(attention.spec, layer, norms), layer.outputs.get("vo")
-    result = Attention(small, attention.backend).to(weight.device, weight.dtype)
-    if layer.qk.basis is None:
-        copy_kept_rows_(result, attention, layer.qk, order)
-    else:
-        write_rewritten_rows_(result, attention, layer.qk, layer.qk.basis, order)
-    if values is None:
-        copy_values_(result, attention, order)
-    else:
-        compress_values_(result, attention, values, order)
-    # Modules of the library, with weights of their own; a spec has their names only.
-    result.inner_norms.update(copy.deepcopy(dict(attention.inner_norms.items())))
-    result.kept_patches = attention.kept_patches
-    return result.train(attention.training)
-
-
-def _realize_mlp_(family: Family, model: nn.Module, index: int, layer: LayerPrescription, by: str) -> None:
+def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: LayerPrescription, by: str) -> None:
+    """Reduces the maps of one MLP: y = W x + b becomes decode @ (encode @ W x) + a constant, for a mask in one map."""
     for which, name in enumerate(LINEAR_MAPS):
         output = layer.outputs.get(name)
         if output is None:
@@ -206,7 +155,59 @@ def _realize_mlp_(family: Family, model: nn.Module, index: int, layer: LayerPres
         linear = family.mlp(model)[index][which]
         if not isinstance(linear, nn.Linear):
             raise NotSupported(f"the MLP of layer {index} already has two factors; prescribe on the original model.")
+        weight = linear.weight.detach().cpu().double()
+        bias = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach().cpu().double()
+        encode, decode, center = output.encode.double(), output.decode.double(), output.center.double()
+        # decode @ encode @ (y - center) + center, with the constants collected in one bias.
+        first, constant = encode @ weight, center + decode @ (encode @ (bias - center))
         if by == "mask":
-            mask_linear_(linear, output)
-        else:
-            family.set_mlp_(model, index, which, compressed_linear(linear, output))
+            if linear.bias is None:
+                raise InvalidInput(
+                    "a map without a bias cannot hold the mean of its reduced outputs; use by='compress'."
+                )
+            # Rounded once: a mask in the precision of the model differs from the two factors by rounding.
+            linear.weight.copy_(decode @ first)
+            linear.bias.copy_(constant)
+            continue
+        factors = LowRankLinear(linear.in_features, linear.out_features, sum(output.ranks))
+        factors = factors.to(linear.weight.device, linear.weight.dtype).train(linear.training)
+        factors.first.weight.copy_(first)
+        factors.second.weight.copy_(decode)
+        factors.second.bias.copy_(constant)
+        family.set_mlp_(model, index, which, factors)
+
+
+def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:
+    """Removes hidden units of one MLP, and refits its second linear map; by a mask with zeros in their place."""
+    first, second = family.mlp(model)[index]
+    if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
+        raise NotSupported(f"the MLP of layer {index} has factored maps; prescribe hidden on the original model.")
+    keep = hidden.keep.to(first.weight.device)
+    if len(keep) != first.out_features or len(hidden.bias) != second.out_features:
+        raise InvalidInput(
+            f"layers[{index}] of the prescription has {len(keep)} hidden units and {len(hidden.bias)} outputs, the "
+            f"model {first.out_features} and {second.out_features}."
+        )
+    weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
+    # Units that are removed are still computed, and multiplied by zero columns: their activations do not matter.
+    if by == "mask":
+        if second.bias is None:
+            raise InvalidInput("a second map without a bias cannot hold the mean of removed units; use by='compress'.")
+        second.weight.zero_()
+        second.weight[:, keep] = weight
+        second.bias.copy_(bias)
+        return
+    # The first map loses rows; the second one is replaced by the refitted weight, which has the kept columns only.
+    num_kept = int(keep.sum())
+    small = (
+        PackedLinear(first.in_features, num_kept, bias=first.bias is not None),
+        PackedLinear(num_kept, second.out_features),
+    )
+    for which, (linear, original) in enumerate(zip(small, (first, second), strict=True)):
+        linear.to(original.weight.device, original.weight.dtype).train(original.training)
+        family.set_mlp_(model, index, which, linear)
+    small[0].weight.copy_(first.weight[keep])
+    if first.bias is not None:
+        small[0].bias.copy_(first.bias[keep])
+    small[1].weight.copy_(weight)
+    small[1].bias.copy_(bias)
