@@ -98,7 +98,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     optimizer = torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True, capturable=config.cuda_graph)
     if config.cuda_graph:
         for group in optimizer.param_groups:  # a recorded step reads its learning rates from tensors
-            group["lr"] = torch.tensor(config.learning_rate, device=group["params"][0].device)
+            group["lr"] = torch.tensor(config.learning_rate, dtype=torch.float32, device=group["params"][0].device)
     return optimizer
 
 
