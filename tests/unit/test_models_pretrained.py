@@ -275,8 +275,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "has 2 layers, .* 1: blocks cannot",
     ),
     "head": (
-        lambda model: setattr(model, "head", nn.Linear(12, 7).double()),
-        r"num_classes=N.*Its head is Linear\(in_features=12, out_features=7, .* rebuilt one .*out_features=5",
+        lambda model: setattr(model, "head", nn.Sequential(nn.Linear(12, 7), nn.Softmax(-1)).double()),
+        r"num_classes=N.*Its head is Sequential.* rebuilt one Linear\(.*out_features=5",
     ),
     "parameter": (
         lambda model: setattr(model, "pos_embed", nn.Parameter(model.pos_embed[0])),

@@ -15,7 +15,7 @@ from attnrx.support.arguments import MODEL, checked, instance, optional
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import ImageGeometry, Preprocessing
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import family_of
+from attnrx.vit.models import family_of, num_outputs
 from attnrx.vit.outputs import Logits, output_kind_of
 
 
@@ -243,4 +243,4 @@ def _fitted(splits: Splits, geometry: ImageGeometry, model: nn.Module) -> Splits
 def num_classes(model: nn.Module) -> int:
     """Returns the number of classes that a model distinguishes; 0 for a model of embeddings."""
     heads, kind = family_of(model).heads(model), output_kind_of(model)
-    return kind.num_classes(heads[0].out_features) if heads and isinstance(kind, Logits) else 0
+    return kind.num_classes(num_outputs(heads[0])) if heads and isinstance(kind, Logits) else 0

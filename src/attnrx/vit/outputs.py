@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import FAMILIES, STATED_OUTPUTS
+from attnrx.vit.models import FAMILIES, STATED_OUTPUTS, num_outputs
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
 # so that the number is fixed: results on different numbers of images can be compared.
@@ -279,7 +279,7 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     if name is None:
         name = "logits" if family is None else family.output_kind(model)
     heads = () if family is None else family.heads(model)
-    return KINDS["binary_logit" if name == "logits" and heads and heads[0].out_features == 1 else name]
+    return KINDS["binary_logit" if name == "logits" and heads and num_outputs(heads[0]) == 1 else name]
 
 
 # What a user states -> the kind.

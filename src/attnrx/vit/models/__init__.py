@@ -3,7 +3,13 @@
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.checkpoint import is_model_file, require_model_folder
 from attnrx.vit.models.families import FAMILIES, LIBRARIES, build_model, family_of, load_model, model_names, save_model
-from attnrx.vit.models.family import STATED_OUTPUTS, Family, model_fingerprint, require_ordinary_weights
+from attnrx.vit.models.family import (
+    STATED_OUTPUTS,
+    Family,
+    model_fingerprint,
+    num_outputs,
+    require_ordinary_weights,
+)
 from attnrx.vit.models.input_validation import InputValidation
 from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTConfig, lvvit_config
 from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
@@ -76,6 +82,7 @@ __all__ = [
     "model_fingerprint",
     "model_names",
     "named_config",
+    "num_outputs",
     "observing",
     "observing_calls",
     "observing_mlp",

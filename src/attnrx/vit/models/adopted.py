@@ -31,7 +31,8 @@ class Origin:
 
     `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
     `preprocessing` holds the settings, as the library names them, of its transform from a picture to pixels; {} if
-    unknown.
+    unknown. `replaced` describes, by their paths, the parts that were replaced after that (`replaced_parts`), as the
+    head is by `model.head = nn.Linear(192, 10)`.
     """
 
     architecture: str
@@ -40,6 +41,7 @@ class Origin:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self):
         if len(self.input_shape) != 3 or min(self.input_shape) < 1:

@@ -25,7 +25,7 @@ from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache
 from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
 from attnrx.vit.models.checkpoint import read_weight_file
-from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_tensors, require_ordinary_weights
+from attnrx.vit.models.family import Family, MLPRanks, num_outputs, require_ordinary_tensors, require_ordinary_weights
 from attnrx.vit.models.foreign_code import (
     plain_copy,
     reparametrized,
@@ -35,6 +35,7 @@ from attnrx.vit.models.foreign_code import (
 )
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
 from attnrx.vit.models.token_hooks import costs_of_tokens
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
 from attnrx.vit.spec import AttentionSpec
@@ -227,7 +228,17 @@ class AdoptedFamily(Family):
 
     def library_model(self, model: nn.Module) -> nn.Module:
         """Creates the model with its own library, which keeps that library's attention."""
-        return self.create(self._adopted(model).origin)
+        return self._created(self._adopted(model).origin)
+
+    def _created(self, origin: Origin) -> nn.Module:
+        """Creates the model with its own library, and replaces the parts that were replaced in it."""
+        created = self.create(origin)
+        blocks = self.parts(created).blocks
+        for path, part in origin.replaced.items():
+            if path not in dict(created.named_modules()) or f"{path}.".startswith(f"{blocks}."):
+                raise InvalidInput(f"{origin.architecture} has no part {path!r:.80} outside its blocks to replace.")
+            created.set_submodule(path, build_part(part))
+        return created
 
     @abstractmethod
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
@@ -410,6 +421,7 @@ class AdoptedFamily(Family):
             "mean": list(origin.mean),
             "std": list(origin.std),
             "preprocessing": dict(origin.preprocessing),
+            **({"replaced": dict(origin.replaced)} if origin.replaced else {}),
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
@@ -424,9 +436,10 @@ class AdoptedFamily(Family):
         """
         facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
         # Absent in files of earlier versions.
-        settings = description.get("preprocessing", {})
-        origin = Origin(description["architecture"], description["arguments"], **facts, preprocessing=settings)
-        created = self.create(origin)
+        settings, replaced = description.get("preprocessing", {}), description.get("replaced", {})
+        created_as = description["architecture"], description["arguments"]
+        origin = Origin(*created_as, **facts, preprocessing=settings, replaced=replaced)
+        created = self._created(origin)
         self.restore_buffers_(created)
         adopted = self.model_type(created, origin)
         blocks, specs = self.blocks(adopted.source), description["attention"]
@@ -489,10 +502,10 @@ class AdoptedFamily(Family):
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         return self.last_norm(self._adopted(model).source)
 
-    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+    def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         named = dict(self._adopted(model).source.named_modules())
         heads = (named.get(name) for name in self.parts(self._adopted(model).source).classifiers)
-        return tuple(head for head in heads if isinstance(head, nn.Linear))
+        return tuple(head for head in heads if head is not None and num_outputs(head))
 
     def positions(self, adopted: Adopted) -> int:
         """Returns the number of patches of an image."""
@@ -627,10 +640,16 @@ class AdoptedFamily(Family):
     def _require_rebuilt(self, adopted: Adopted) -> None:
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
-            "change in the arguments (e.g. num_classes=N of timm) and load the weights into that model"
+            "change in the arguments (e.g. num_classes=N of timm), and load the weights into that model. Outside the "
+            f"blocks, parts may be replaced by layers of torch.nn: Sequential, {', '.join(LAYERS)}"
         )
         with torch.device("meta"):
             rebuilt = self.build(self.describe(adopted))
+            replaced = replaced_parts(adopted.source, rebuilt.source)
+            blocks = self.parts(adopted.source).blocks
+            if replaced and not any(f"{path}.".startswith(f"{blocks}.") for path in replaced):
+                adopted.origin = replace(adopted.origin, replaced=replaced)
+                rebuilt = self.build(self.describe(adopted))
         difference = difference_in_structure(adopted, rebuilt)
         if difference:
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}. {difference}")

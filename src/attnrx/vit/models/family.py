@@ -126,9 +126,10 @@ class Family(ABC):
         """Returns the module whose output tokens are pooled."""
 
     @abstractmethod
-    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
-        """Returns the linear classifiers of the whole image, which take one token or a mean; () where the model has
-        none.
+    def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns the classifiers of the whole image, which take one token or a mean; () where the model has none.
+
+        Each is a linear map, or an nn.Sequential with some (`num_outputs`).
         """
 
     @abstractmethod
@@ -146,6 +147,12 @@ class Family(ABC):
         Every layer is counted with its own number of tokens under `tokens`, or else under the policy attached to the
         model.
         """
+
+
+def num_outputs(head: nn.Module) -> int:
+    """Returns the outputs of a classifier: those of a linear map, or of the last one in an nn.Sequential; else 0."""
+    parts = (head, *head.modules()) if type(head) is nn.Sequential else (head,)
+    return next((part.out_features for part in reversed(parts) if isinstance(part, nn.Linear)), 0)
 
 
 def model_fingerprint(model: nn.Module) -> str:

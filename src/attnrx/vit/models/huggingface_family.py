@@ -31,6 +31,7 @@ from attnrx.vit.models.adopted import (
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.checkpoint import save_weights
+from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.vit.models.token_hooks import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features, without_reader
@@ -425,6 +426,8 @@ class HuggingFaceFamily(AdoptedFamily):
             return ()
         config: Any = self._adopted(model).source.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
+        if any(num_outputs(head) != len(names) for head in self.heads(model)):  # the head was replaced
+            return ()
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
 

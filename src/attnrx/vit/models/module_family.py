@@ -121,7 +121,7 @@ class ModuleFamily(ReaderFamily):
 
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
-        return ModuleFamily(_blueprint(adopted.source).factory).create(adopted.origin)
+        return ModuleFamily(_blueprint(adopted.source).factory)._created(adopted.origin)
 
 
 def _with_blueprint(model: nn.Module, blueprint: Blueprint) -> nn.Module:

@@ -128,7 +128,7 @@ def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager
     return recording_calls(blocks_of(model, family), lambda call: call.output_tokens)
 
 
-def head_features(model: nn.Module, heads: Sequence[nn.Linear], images: ImageBatch) -> Float[Tensor, "batch features"]:
+def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBatch) -> Float[Tensor, "batch features"]:
     """Runs the model and returns the inputs of its heads, concatenated where there are several."""
     with recording_calls(heads, lambda call: (call.module, call.tokens)) as calls:
         model(images)

@@ -32,6 +32,7 @@ from attnrx.vit.models.adopted import (
     image_shape,
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
+from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.unsupported_features import (
     ATTENTION_FEATURES,
     NOT_PLAIN,
@@ -296,8 +297,9 @@ class TimmFamily(AdoptedFamily):
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
-        data = _timm("data")
-        subset = data.infer_imagenet_subset(self._adopted(model).source)
+        data, heads = _timm("data"), self.heads(model)
+        # By the head, because `num_classes` of a model whose head was replaced is that of the one before.
+        subset = data.infer_imagenet_subset({"num_classes": num_outputs(heads[0])}) if heads else None
         info = None if subset is None else data.ImageNetInfo(subset)
         return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
 

@@ -304,7 +304,7 @@ class AttnrxFamily(Family, Generic[Config]):
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         return self._transformer(model).norm
 
-    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+    def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         return (self._transformer(model).classifier,)
 
     def _transformer(self, model: nn.Module) -> Transformer[Config]:
