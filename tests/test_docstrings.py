@@ -82,7 +82,10 @@ class Raised:
             return
         if isinstance(node, ast.Raise):
             name = name_of(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
-            if name[:1].isupper() and name != "NotImplementedError":  # of abstract methods
+            made_by = self.private.get((None, name))
+            name = name_of(made_by.returns) if made_by else name
+            # Not those of abstract methods, and no private ones, except kinds of public errors.
+            if (name[:1].isupper() and name != "NotImplementedError") or "AttnrxError" in with_bases(name):
                 yield name
         if isinstance(node, ast.Call):
             of_self = isinstance(node.func, ast.Attribute) and name_of(node.func.value) in ("self", "cls")

@@ -321,7 +321,7 @@ def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_a_compiler_without_openmp_builds_it_for_one_thread(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, plain = compilation._compiler(), unbuilt / "plain"
+    compiler, plain = compilation.cpp_compiler(), unbuilt / "plain"
     plain.write_text(f'#!/bin/sh\nfor word; do [ "$word" = -fopenmp ] && exit 1; done\nexec {compiler[0]} "$@"\n')
     plain.chmod(0o755)
     monkeypatch.setenv("CXX", str(plain))

@@ -14,7 +14,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import attnrx as rx
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.realizing import nearest_candidate
-from attnrx.change.realization.repair import _importance
+from attnrx.change.realization.repair import token_importance
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.planner import expected_of
 from attnrx.decide.planning.reference_outputs import Answers
@@ -107,7 +107,7 @@ def test_a_change_of_decisions_shows_and_an_equal_model_is_equal(case: Case) -> 
     assert ("agreement" in expected_of(deviation, kind)) == kind.has_decisions
     assert nearest_candidate([candidate, copy.deepcopy(model)], model, images) is not candidate
     assert rx.distill(candidate, model, IMAGES, Distill(1, (1e-4,))).before > 0.1
-    assert all(len(set(weights.tolist())) > 1 for weights in _importance(model, images)[:-1])
+    assert all(len(set(weights.tolist())) > 1 for weights in token_importance(model, images)[:-1])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

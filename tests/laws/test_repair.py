@@ -161,7 +161,7 @@ def test_a_budget_leaves_fewer_images_then_fewer_steps(own: tuple[nn.Module, Ten
     assert "within" not in notes
     macs, notes = counted(Repair(steps=100, macs=0.6 * whole))
     assert 0.6 * 0.6 < macs / whole < 1.1 * 0.6 and re.search(r"128 of 320 images and \d\d? steps", notes), notes
-    budgets = (module._within_budget(model, small, Repair(steps=100, macs=share * whole), 320) for share in SHARES)
+    budgets = (module.within_budget(model, small, Repair(steps=100, macs=share * whole), 320) for share in SHARES)
     found = [(count, knobs.steps) for knobs, count in budgets]
     assert found == sorted(found) and found[0][0] == 128 and found[-1] == (320, 100)
     assert all(steps == 100 for count, steps in found if count > 128) and len({count for count, _ in found}) > 2

@@ -163,10 +163,10 @@ def test_a_worker_that_comes_too_late_takes_nothing(tmp_path: Path, monkeypatch:
     """Another worker takes the last job between the look at the waiting ones and the request for one."""
     study, other = (SweepStudy(tmp_path / "results.sqlite") for _ in range(2))
     study.add([Job(("slow",))])
-    waiting = study._trials()
+    waiting = study.trials()
     assert other.take() is not None
     with monkeypatch.context() as changed:
-        changed.setattr(study, "_trials", lambda states: waiting)
+        changed.setattr(study, "trials", lambda states: waiting)
         assert study.take() is None
     assert [state.state for state in study.states()] == ["running"]
 

@@ -80,7 +80,7 @@ def test_a_peer_computes_with_its_truncated_maps_and_costs_what_it_says(kind: st
         assert costs.product_macs == count_product_macs(small, next(iter(images.batches(8))).images.double())
     # The same model with its matrices multiplied out: nothing but the ranks has changed.
     multiplied = with_products(
-        model, {address: baseline._at(address).truncated(rank) for address, rank in baseline.ranks(0.7).items()}
+        model, {address: baseline.factors_at(address).truncated(rank) for address, rank in baseline.ranks(0.7).items()}
     )
     torch.testing.assert_close(logits(small, images), logits(multiplied, images), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-4)
@@ -158,7 +158,7 @@ def test_whitening_loses_least_of_what_every_map_gives() -> None:
         weight, moment = weights_at(model, address)[0], data.moments(address).moment
         lost = {}
         for kind, baseline in baselines.items():
-            missed = weight - baseline._at(address).truncated(baseline.ranks(0.5)[address]).weight
+            missed = weight - baseline.factors_at(address).truncated(baseline.ranks(0.5)[address]).weight
             lost[kind] = float((missed @ moment @ missed.mT).trace())
         assert min(lost, key=lambda kind: lost[kind]) == "svd_llm"
 

@@ -96,9 +96,9 @@ def test_importance_of_snapvit_is_half_the_squared_gradient_times_the_squared_we
     assert isinstance(own, SnapVitBaseline)
     model = copy.deepcopy(own.model).eval()
     assert isinstance(model, VisionTransformer)
-    heads, units = torch.zeros(len(own.attention[0].spec.rows)), torch.zeros(len(own._importance[0][1]))
+    heads, units = torch.zeros(len(own.attention[0].spec.rows)), torch.zeros(len(own.importance[0][1]))
     images = own.calibration.take(len(own.calibration))  # in the order of the baseline
-    for views in own._views(images.batches(1), torch.float64):
+    for views in own.views_of(images.batches(1), torch.float64):
         model.zero_grad()
         self_supervised_loss(model(views)).backward()
         losses = {}
@@ -111,14 +111,14 @@ def test_importance_of_snapvit_is_half_the_squared_gradient_times_the_squared_we
         by_rows = (losses[name].sum(1).unflatten(0, (len(heads), -1)).sum(1) for name in ("query", "key", "value"))
         by_columns = losses["output"].sum(0).unflatten(0, (len(heads), -1)).sum(1)
         heads = heads + (sum(by_rows) + by_columns) / len(own.calibration)
-    torch.testing.assert_close(own._importance[0][0], heads.double())
-    torch.testing.assert_close(own._importance[0][1], units.double())
+    torch.testing.assert_close(own.importance[0][0], heads.double())
+    torch.testing.assert_close(own.importance[0][1], units.double())
 
 
 def test_smaller_budgets_of_snapvit_remove_what_larger_ones_remove() -> None:
     own = baseline("snapvit")
     assert isinstance(own, SnapVitBaseline)
-    removed = [own._removed(share) for share in (0.9, 0.6, 0.3, 1 / 4096)]
+    removed = [own.removed(share) for share in (0.9, 0.6, 0.3, 1 / 4096)]
     for larger, smaller in pairwise(removed):
         assert smaller[: len(larger)] == larger and len(smaller) > len(larger)
     least = own.prescription(1 / 4096).layers
@@ -160,10 +160,10 @@ def test_the_schedule_of_diffrate_fits_its_share_and_follows_the_gradient(monkey
     assert logits(small, images).isfinite().all()
     policy = own.policy(share)
     assert parse_policy(str(policy)) == policy and own.costs(1.0).macs == before
-    learned, uniform = own._learned(share), own._uniform(share)
+    learned, uniform = own.learned_shares(share), own.uniform_ratio(share)
     assert learned[0] != pytest.approx(uniform)
     # A uniform schedule would leave the last layer with half a patch, and every stage keeps one.
-    assert own._uniform(0.61) ** 2 * 16 < 1 and own.least < 0.61  # type: ignore[operator]
+    assert own.uniform_ratio(0.61) ** 2 * 16 < 1 and own.least < 0.61  # type: ignore[operator]
     assert own.costs(0.61).macs <= 0.61 * before
     with pytest.raises(NotSupported, match="class token"):
         DiffRateBaseline(cases.model(cases.CONFIGS["dense"]), images)

@@ -97,11 +97,11 @@ def test_modules_that_this_process_imported_from_the_current_folder_are_imported
 def test_a_compiler_in_the_current_folder_is_not_run(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f":.:inside:{os.environ['PATH']}")
     monkeypatch.delenv("CXX", raising=False)
-    compiler = compilation._compiler()
+    compiler = compilation.cpp_compiler()
     if not compiler:
         pytest.skip("there is no compiler")
     assert Path(compiler[0]).is_absolute() and not Path(compiler[0]).is_relative_to(Path.cwd())
-    compilation._output_of([*compiler, "--version"])
+    compilation.output_of([*compiler, "--version"])
     assert not ran(planted)
 
 

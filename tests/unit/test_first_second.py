@@ -88,8 +88,8 @@ def test_a_function_names_what_is_wrong_before_it_loads_a_model(name: str, tmp_p
 def test_a_missing_library_is_named_with_its_extra_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, idle: None, library: str, extra: str, call: Callable[[], object]
 ) -> None:
-    installed = optional._is_installed
-    monkeypatch.setattr(optional, "_is_installed", lambda name: name != library and installed(name))
+    installed = optional.is_installed
+    monkeypatch.setattr(optional, "is_installed", lambda name: name != library and installed(name))
     with pytest.raises(NotSupported, match=rf"needs {library}.*attnrx\[{extra}\]"):
         call()
 

@@ -25,11 +25,11 @@ from attnrx.decide.planning.allocation import Frontier, Step, even_weights, gree
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import Trial, _Proposals, _sampler, refine_plan, varied, weights_of
+from attnrx.decide.planning.plan_search import Proposals, Trial, refine_plan, sampler_of, varied, weights_of
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.reference_outputs import Answers
-from attnrx.decide.planning.sensitivity import Sensitivities, _errors, measure_sensitivities, resumed
+from attnrx.decide.planning.sensitivity import Sensitivities, measure_sensitivities, removed_energies, resumed
 from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Finding
@@ -131,7 +131,7 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
 
 def test_levels_of_hidden_units_that_are_not_measured_cost_more_the_more_goes(space: Space) -> None:
     assert space.mlp_maps == ("hidden",)
-    errors = [_errors(space, "mlp", level) for level in space.available("mlp")]
+    errors = [removed_energies(space, "mlp", level) for level in space.available("mlp")]
     assert all(
         0 < less < more
         for before, after in itertools.pairwise(errors)
@@ -333,7 +333,7 @@ def test_the_diagnosis_of_another_model_is_refused(diagnosis: Diagnosis, images:
 
 
 def test_a_search_takes_every_seed() -> None:
-    assert _sampler(2**63 - 1, 0) is not None
+    assert sampler_of(2**63 - 1, 0) is not None
 
 
 class AddedUp:
@@ -421,7 +421,7 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     start = budget.tried({}, budget.step({}, before))
     budget.made.clear()
     study = optuna.create_study()
-    knobs, step = _Proposals(space, budget, start, even=(), broad=0, settings=PlanSettings()).next(study.ask())
+    knobs, step = Proposals(space, budget, start, even=(), broad=0, settings=PlanSettings()).next(study.ask())
     new = [own for own in budget.made if own.choices != before]
     assert len(new) >= PlanSettings().variations and len({own.sensitivity for own in new}) > 1
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}

@@ -30,11 +30,11 @@ def require_installed(extra: str, purpose: str, *libraries: str) -> None:
         NotSupported: One is missing; the message names the extra that installs it.
     """
     for library in libraries:
-        if not _is_installed(library):
+        if not is_installed(library):
             raise NotSupported(f"{purpose} needs {library}, which is not installed: pip install 'attnrx[{extra}]'.")
 
 
-def _is_installed(library: str) -> bool:
+def is_installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
     except ValueError:  # in sys.modules without a specification

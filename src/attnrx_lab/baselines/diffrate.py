@@ -96,8 +96,12 @@ class DiffRateBaseline(SearchedBaseline):
         return changed
 
     def policy(self, share: float) -> TokenPolicy:
-        """Returns the learned schedule whose MACs are at most this share of the model's."""
-        return self._within(self._learned(share), share)
+        """Returns the learned schedule whose MACs are at most this share of the model's.
+
+        Raises:
+            NotSupported: No schedule has these MACs.
+        """
+        return self._within(self.learned_shares(share), share)
 
     def _policy(self, shares: list[float]) -> TokenPolicy:
         """Returns the policy of these shares of the image's patches, one per stage; at least one patch is kept."""
@@ -125,7 +129,7 @@ class DiffRateBaseline(SearchedBaseline):
             raise _unreachable(share)
         return at(part)
 
-    def _uniform(self, share: float) -> float | None:
+    def uniform_ratio(self, share: float) -> float | None:
         """Returns the share that every stage keeps of its patches in a uniform schedule of these MACs."""
         most = share * self._macs
 
@@ -134,9 +138,13 @@ class DiffRateBaseline(SearchedBaseline):
 
         return largest_share(lambda ratio: self._costs(policy(ratio)).macs <= most)
 
-    def _learned(self, share: float) -> list[float]:
-        """Returns the learned share of the image's patches after every stage."""
-        model, uniform = copy.deepcopy(self.model).eval().requires_grad_(False), self._uniform(share)
+    def learned_shares(self, share: float) -> list[float]:
+        """Returns the learned share of the image's patches after every stage.
+
+        Raises:
+            NotSupported: No schedule has these MACs.
+        """
+        model, uniform = copy.deepcopy(self.model).eval().requires_grad_(False), self.uniform_ratio(share)
         if uniform is None:
             raise _unreachable(share)
         # With the least shares of `_policy`: a late stage of a reachable schedule may be left with less than one patch.

@@ -276,13 +276,15 @@ class FactoringBaseline(ModelCompressor):
 
     def make(self, share: float) -> nn.Module:
         ranks = self.ranks(share)
-        return with_factors(self.model, {address: self._at(address).truncated(rank) for address, rank in ranks.items()})
+        return with_factors(
+            self.model, {address: self.factors_at(address).truncated(rank) for address, rank in ranks.items()}
+        )
 
     def ranks(self, share: float) -> dict[MapAddress, int]:
         shapes = {at: linear_at(self.model, at).get_parameter("weight").shape for at in self.map_addresses}
         return {at: max(1, floor(share * break_even_rank(*shape))) for at, shape in shapes.items()}
 
-    def _at(self, address: MapAddress) -> LowRank:
+    def factors_at(self, address: MapAddress) -> LowRank:
         if address not in self._full_rank:
             self._full_rank[address] = self.factor(self.model, address, self.statistics)
         return self._full_rank[address]

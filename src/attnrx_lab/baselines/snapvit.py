@@ -49,12 +49,12 @@ class SnapVitBaseline(PrescribedBaseline):
     name = "snapvit"
 
     def layers(self, share: float, fitted: bool = True) -> list[LayerPrescription]:
-        removed = self._removed(share)
+        removed = self.removed(share)
         layers = []
         for index, layer in enumerate(self.diagnosis.layers):
             units, spectrum = layer.hidden, layer.spectrum
             assert units is not None
-            importance = self._importance[index]
+            importance = self.importance[index]
             heads, hidden = (torch.ones(len(each), dtype=torch.bool) for each in importance)
             for structure in (each for each in removed if each.layer == index):
                 (heads if structure.is_head else hidden)[structure.number] = False
@@ -71,7 +71,7 @@ class SnapVitBaseline(PrescribedBaseline):
             layers.append(LayerPrescription(decisions))
         return layers
 
-    def _removed(self, share: float) -> list[Structure]:
+    def removed(self, share: float) -> list[Structure]:
         """Returns the least important structures that have together at most 1 - share of the parameters of all."""
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
@@ -90,7 +90,7 @@ class SnapVitBaseline(PrescribedBaseline):
     def _ranking(self) -> list[Structure]:
         """All structures, by increasing importance per parameter."""
         structures = []
-        for layer, (attention, parts) in enumerate(zip(self.attention, self._importance, strict=True)):
+        for layer, (attention, parts) in enumerate(zip(self.attention, self.importance, strict=True)):
             width, inputs = attention.spec.width, self._linear(layer, "fc1").shape[1]
             # Without biases. Rows of query and key, rows of value and columns of the output projection.
             head_params = [
@@ -109,7 +109,7 @@ class SnapVitBaseline(PrescribedBaseline):
         )
 
     @cached_property
-    def _importance(self) -> list[tuple[Float[Tensor, "heads"], Float[Tensor, "units"]]]:
+    def importance(self) -> list[tuple[Float[Tensor, "heads"], Float[Tensor, "units"]]]:
         """The sum of H theta^2 / 2 over the weights of every head, and of every hidden unit, by layer."""
         curvature = self._curvature
         importance = []
@@ -136,14 +136,14 @@ class SnapVitBaseline(PrescribedBaseline):
         images = self.calibration.take(min(GRADIENT_IMAGES, len(self.calibration)))
         count = 0
         # One image at a time: H is the mean of squared gradients, not the square of the mean gradient.
-        for views in self._views(images.batches(1, device=weights[0].device), weights[0].dtype):
+        for views in self.views_of(images.batches(1, device=weights[0].device), weights[0].dtype):
             gradients = torch.autograd.grad(self_supervised_loss(model(views)), weights)
             for total, gradient in zip(sums, gradients, strict=True):
                 total += gradient.square()
             count += 1
         return {place: total.cpu().double() / count for place, total in zip(places, sums, strict=True)}
 
-    def _views(self, batches: Iterator, dtype: torch.dtype) -> Iterator[ImageBatch]:
+    def views_of(self, batches: Iterator, dtype: torch.dtype) -> Iterator[ImageBatch]:
         """Yields every image with a random crop of it, resized to its size."""
         for number, batch in enumerate(batches):
             image = batch.images.to(dtype)

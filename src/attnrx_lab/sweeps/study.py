@@ -130,7 +130,7 @@ class SweepStudy:
         # Not `study.ask`, which takes any waiting job: those of other files are not the caller's.
         states = self._optuna.trial.TrialState
         study_id = self._storage.get_study_id_from_name(NAME)
-        for waiting in self._trials((states.WAITING,)):
+        for waiting in self.trials((states.WAITING,)):
             job = _job(waiting)
             if ids is not None and job.id not in ids:
                 continue
@@ -153,7 +153,7 @@ class SweepStudy:
     def requeue_abandoned(self, own: bool = False) -> None:
         """Adds the jobs again whose sweep on this machine has ended without a result; with `own`, those of this one."""
         running = self._optuna.trial.TrialState.RUNNING
-        for trial in self._trials((running,)):
+        for trial in self.trials((running,)):
             host, process = trial.user_attrs.get("owner", (None, None))
             if host == platform.node() and (process == os.getpid() if own else not process_runs(process)):
                 with suppress(ValueError):  # another sweep was faster
@@ -170,13 +170,13 @@ class SweepStudy:
     def states(self, ids: Collection[str] | None = None) -> tuple[JobState, ...]:
         """Returns every job, or those of these ids, with its last attempt, in the order in which they were added."""
         trials: dict[str, list[FrozenTrial]] = {}
-        for trial in self._trials():
+        for trial in self.trials():
             job = _job(trial)
             if ids is None or job.id in ids:
                 trials.setdefault(job.id, []).append(trial)
         return tuple(map(_state, trials.values()))
 
-    def _trials(self, states: Any = None) -> "list[FrozenTrial]":
+    def trials(self, states: Any = None) -> "list[FrozenTrial]":
         """Returns the trials of jobs, in these states of Optuna.
 
         Raises:

@@ -147,7 +147,7 @@ def repair(
         require_all_tokens(model, what)
     result = Repaired(copy_module(candidate))
     _require_alike(reference, result.model, len(images))
-    knobs, count = _within_budget(reference, result.model, requested, len(images))
+    knobs, count = within_budget(reference, result.model, requested, len(images))
     if count < len(images) or knobs.steps < requested.steps:
         result.notes.append(
             f"repair: {count} of {len(images)} images and {knobs.steps} steps, within {knobs.macs:.3g} "
@@ -157,7 +157,7 @@ def repair(
     with evaluating((reference, result.model)):
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
-        weights = _importance(reference, images)
+        weights = token_importance(reference, images)
         base, notes = _first_tokens(reference, images)
         result.notes = [*result.notes, *images.notes, *notes]
         tokens, _ = _first_tokens(result.model, images)
@@ -185,7 +185,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int) -> N
         raise InvalidInput(f"repair was given {images} images; give at least {2 * HELD_OUT}, better 512 or more.")
 
 
-def _within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
+def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, images: int) -> tuple[Repair, int]:
     """Returns the settings with as many steps, and the number of images, as the budget allows."""
     if knobs.macs is None:
         return knobs, images
@@ -373,7 +373,7 @@ class _Reached(Exception):
     """Ends a forward pass at its first block, because the others are not needed."""
 
 
-def _importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
+def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
     """Returns the weights of the tokens after every block: the root mean square of the gradient of the outputs with
     respect to them, mean 1, mixed with EVEN.
 

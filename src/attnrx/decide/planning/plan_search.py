@@ -98,7 +98,7 @@ class PlanBuilder(Protocol):
 def refine_plan(
     space: Space, settings: PlanSettings, requested: str, builder: PlanBuilder, first: Trial
 ) -> tuple[Trial, ...]:
-    """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`).
+    """Builds and measures further plans, and returns all trials in order, `first` included (see `Proposals`).
 
     Raises:
         InvalidInput: The storage of trials cannot be opened.
@@ -109,10 +109,10 @@ def refine_plan(
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
     # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-    study = _study(settings.storage, f"attnrx 8 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
+    study = open_study(settings.storage, f"attnrx 8 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (settings.trials - len(even))))
-    proposals = _Proposals(space, builder, first, even, broad, settings)
+    proposals = Proposals(space, builder, first, even, broad, settings)
 
     def objective(trial: Any) -> float:
         trial.set_user_attr(OWNER, [platform.node(), os.getpid()])
@@ -131,7 +131,7 @@ def refine_plan(
     if num_measured < settings.trials:
         for _ in track(range(settings.trials - num_measured), "searching plans"):
             # A sampler per trial: a resumed search draws the same knobs as one without interruption.
-            study.sampler = _sampler(settings.seed, _num_valid(study))
+            study.sampler = sampler_of(settings.seed, _num_valid(study))
             study.optimize(objective, n_trials=1)  # one by one, for the progress
     # All trials of the study, so that a resumed search has the finalists of one without interruption.
     return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
@@ -141,7 +141,7 @@ def _optuna() -> Any:
     return required_module("optuna", "plan", "refining a plan (with trials above 0)")
 
 
-def _study(storage: str | None, name: str) -> Any:
+def open_study(storage: str | None, name: str) -> Any:
     """Returns the study of this name in the storage, with the trials that it has; raises InvalidInput if that cannot be
     opened.
     """
@@ -181,7 +181,7 @@ def _require_readable(study: Any, space: Space, storage: str | None) -> None:
         raise CheckpointError(f"{problem} ({cause}). Delete it; it is made again.") from error
 
 
-def _sampler(seed: int, number: int) -> Any:
+def sampler_of(seed: int, number: int) -> Any:
     """Returns the sampler of the knobs of one proposal."""
     own_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
     # Multivariate: the best weight of one axis depends on those of others.
@@ -206,7 +206,7 @@ def _num_valid(study: Any, before: int | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class _Proposals:
+class Proposals:
     """Proposes the next plan: from every `even` schedule, then for `broad` trials with knobs sampled by Optuna, then
     variations of the best plan.
     """

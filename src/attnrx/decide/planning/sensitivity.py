@@ -225,7 +225,9 @@ def _curves(
     # To second order the divergence is proportional to the squared error of a map, which is the removed energy: in
     # logarithms it is a line of slope one with an offset per layer, so both interpolations are of small deviations from
     # it.
-    energies = {level: np.log(np.maximum(_errors(space, axis, level), 1e-30)) for level in space.available(axis)}
+    energies = {
+        level: np.log(np.maximum(removed_energies(space, axis, level), 1e-30)) for level in space.available(axis)
+    }
     # [layer, measured level], as `logs`.
     log_errors = np.stack([energies[level] for level in levels], axis=1)
     logs = np.log(np.maximum(np.stack([measured[axis, level] for level in levels], axis=1) / images, LEAST))
@@ -238,7 +240,8 @@ def _curves(
     return np.maximum.accumulate(sensitivities, axis=1)
 
 
-def _errors(space: Space, axis: str, level: int) -> list[float]:
+def removed_energies(space: Space, axis: str, level: int) -> list[float]:
+    """Returns the sum of the squared strengths that a level of an axis removes from every layer."""
     piece = space.piece(axis, level)
     assert piece is not None
     if axis == "qk":  # the prescription may not contain the original strengths of pruned directions

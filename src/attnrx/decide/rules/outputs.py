@@ -73,6 +73,9 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
 
     For the rule a layer is one unit whose directions are its heads. In the metric "centered" the square of a strength
     is the increase of the error in backward elimination (`elimination_losses`).
+
+    Raises:
+        MissingMoments: The rule needs moments that the diagnosis lacks.
     """
     metric = output_metric(rule, HEADS)
     _require_moments(diagnosis, HEADS, rule, metric)
@@ -112,6 +115,9 @@ def decide_values(
     the output projection, so that a squared strength is the error of removing the direction from that head alone. The
     output projection is then refit to the kept directions of all heads together. In "weights" the directions are the
     singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept.
+
+    Raises:
+        MissingMoments: The rule needs moments that the diagnosis lacks.
     """
     metric = CENTERED if rule is None else output_metric(rule, "vo")
     if rule is not None:

@@ -50,7 +50,7 @@ def native_library() -> ctypes.CDLL | None:
     if os.environ.get(BUILD, "1") == "0" or os.name != "posix":
         return None
     try:
-        compiler = _compiler()
+        compiler = cpp_compiler()
         return _built(compiler) if compiler else None
     except (OSError, AttnrxError) as error:
         warnings.warn(
@@ -114,8 +114,12 @@ def _source() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES))
 
 
-def _compiler() -> list[str]:
-    """Returns the command of the compiler, empty if there is none."""
+def cpp_compiler() -> list[str]:
+    """Returns the command of the compiler, empty if there is none.
+
+    Raises:
+        InvalidInput: CXX names no program.
+    """
     variable = os.environ.get("CXX", "").strip()
     if not variable:
         return next(([path] for name in COMPILERS if (path := find_program(name)) is not None), [])
@@ -144,7 +148,7 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     """
     # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
     # be shared by machines with equal names.
-    defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
+    defined = output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
     source = _source()
     key = _sha256("\n".join((source, *command, defined)))[:16]
     record = cache_folder() / "kernels" / f"native-{key}.json"
@@ -168,11 +172,16 @@ def _sha256(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def _build(command: list[str], path: Path) -> None:
-    _output_of([*command, *map(str, SOURCES), "-o", str(path)])
+def build(command: list[str], path: Path) -> None:
+    output_of([*command, *map(str, SOURCES), "-o", str(path)])
 
 
-def _output_of(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
+    """Runs a compiler and returns its output.
+
+    Raises:
+        NotSupported: It returned an error.
+    """
     result = run_program(command, PATIENCE)
     if result.returncode:
         reason = result.stderr.strip()[-300:] or f"exit code {result.returncode}"
@@ -287,7 +296,7 @@ def _build_into(record: Path, command: list[str], about: dict[str, object]) -> N
     # Built elsewhere, because its name in the cache contains the hash of its content.
     with TemporaryDirectory() as folder:
         library = Path(folder) / "library.so"
-        _build(command, library)
+        build(command, library)
         content = library.read_bytes()
     digest = sha256(content).hexdigest()
     _write_private(_library_path(record, digest), content)
