@@ -5,6 +5,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from attnrx.change.exporting import Format
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import PlanSettings
@@ -48,9 +49,9 @@ def spanned() -> Space:
     return Space(original(), diagnosed(), Ward(), form="total_rank", step=2)
 
 
-def timed(space: Space, levels: tuple[int, ...] = SETTINGS.timed_levels) -> CostTable:
+def timed(space: Space, levels: tuple[int, ...] = SETTINGS.timed_levels, form: Format | None = None) -> CostTable:
     """Returns a cost table of few timings in this process."""
-    return measured_cost_table(space, SETTINGS.protocol, SETTINGS.noise(space.model), levels)
+    return measured_cost_table(space, SETTINGS.protocol, SETTINGS.noise(space.model), levels, form)
 
 
 def made(space: Space, choices: Choices) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import attnrx as rx
+from attnrx.change.exporting import parse_format
 from attnrx.decide.planning.cost_correction import (
     MOST,
     STAGES,
@@ -77,7 +78,8 @@ def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
 def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
     timing = SETTINGS.protocol, SETTINGS.noise(space.model), [8, 17]
     timer = _Timer(space, *timing)
-    after, before = timer._place_after_stage(space.model, 2), timer._place(space.model, 2)
+    layers = range(2, 3)
+    after, before = timer._place_after_stage(space.model, layers), timer._place(space.model, layers)
     assert isinstance(after, nn.Module) and isinstance(before, nn.Module)
     tokens = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     with torch.inference_mode():
@@ -85,6 +87,40 @@ def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
     backends = [own.backend for own in after.modules() if isinstance(own, Attention)]
     assert [type(own) for own in backends] == [AttentionCapture]
     assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), *timing).prunes_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(None, "onnx"), (None, "openvino"), (pretrained.BEIT, "openvino"), ("eva02_tiny_patch14_224", "onnx")],
+)
+@pytest.mark.usefixtures("no_type_checks")  # sizes of a trace are no int
+def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str | None, form: str) -> None:
+    for library in parse_format(form).libraries:
+        pytest.importorskip(library)
+    own = planned.spanned()
+    if name is not None:  # biases, or rotations, of all patches
+        model = rx.load(pretrained.of_timm(name, depth=3)).float()
+        own = replace(own, model=model, _pieces={})
+    protocol, tokens = replace(SETTINGS.protocol, conditions=Conditions(threads=1)), own.shape.layout.tokens
+    grid = [tokens - 2, tokens - 1, tokens]
+    timer = _Timer(own, protocol, SETTINGS.noise(own.model), grid, parse_format(form))
+    eager = _Timer(own, protocol, SETTINGS.noise(own.model), grid)
+    layers = range(1, 3)
+    for place in ("_place", "_place_after_stage"):
+        run, expected = (getattr(each, place)(own.model, layers) for each in (timer, eager))
+        for n in grid if place == "_place_after_stage" else grid[-1:]:
+            rows = timer._placed(timer.rows[n])
+            with torch.inference_mode():
+                assert_close(run(rows), expected(rows), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_table_of_a_runtime_has_every_level(space: Space) -> None:
+    pytest.importorskip("onnxscript")
+    units = replace(space, axes=("mlp",), reducer=None, _pieces={})
+    table = timed(units, (4,), parse_format("onnx"))
+    assert table.total(Choices.nothing(3)) == pytest.approx(1.0) and table.attention[0, 0, 0, -1] > 0
+    assert (np.diff(table.mlp[0, :, -1]) <= 1e-12).all()
 
 
 @pytest.mark.parametrize("name", [pretrained.BEIT, "eva02_tiny_patch14_224"])
@@ -173,6 +209,19 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     assert free.total(some) == pytest.approx(1.25 * cost_table.total(some))
     ranks = corrected(cost_table, replace(even, axes=RANKS, reducer=None, _pieces={}), timing)
     assert requested[-1] == ("own", *RANKS) and (ranks.stages == cost_table.stages).all()
+
+
+def test_a_late_stage_costs_as_much_as_an_early_one_where_calls_dominate() -> None:
+    sizes = {**cases.TINY, "patch_size": cases.TINY["patch_size"] // 2}
+    config = ViTConfig.uniform("dense", width=16, depth=6, heads=2, **sizes)
+    model = cases.model(config)
+    deep = replace(planned.spanned(), model=model, diagnosis=rx.diagnose(model, cases.pixels(config, 8), moments=True))
+    deep = replace(deep, axes=("tokens",), _pieces={})
+    exact = exact_cost_table(deep, "macs")
+    truth = replace(exact, stages=exact.stages + 0.02 * exact.whole)
+    plans = {"own": Choices.nothing(6), **{str(stages): _some_at(deep, stages) for stages in STAGES}}
+    found = corrected(exact, deep, lambda models: {name: truth.total(plans[name]) for name in models})
+    assert found.stages[0, 1:] == pytest.approx(truth.stages[0, 1:], rel=1e-6)
 
 
 def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_the_lesser_factor() -> None:

@@ -205,6 +205,26 @@ def test_tokens_by_image_are_calibrated_and_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(batch), found.model(batch), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("target", "speed", "is_changed"), [("macs", 0.9, False), ("macs", 1.1, True), ("params", 0.9, True)]
+)
+def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
+    target: str, speed: float, is_changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def speeds(models: Mapping[str, torch.nn.Module], *_: Any) -> dict[str, float]:
+        costs = [rx.models.family_of(model).costs(model).params for model in models.values()]
+        assert list(models) == ["unchanged", "smaller"] and costs[1] < costs[0]
+        return {"unchanged": 2.0, "smaller": 2.0 * speed}
+
+    monkeypatch.setattr("attnrx.verbs.shrink.file_speeds", speeds)
+    lines: list[str] = []
+    request: dict[str, Any] = {target: 0.8}
+    found = rx.shrink(original(), images(48), **request, to="onnx", log=lines.append)
+    assert (found.prescription is not None) == is_changed
+    assert (model_fingerprint(found.model) != model_fingerprint(original())) == is_changed
+    assert f"as onnx: {speed:.2f}x the speed of the unchanged model" in lines
+
+
 def result(rules: str = "vo=uniform_rank:0.5", dtype: torch.dtype = torch.float32) -> Shrunk:
     """A smaller model as `shrink` returns it, without a plan."""
     model = copy.deepcopy(original()).to(dtype)

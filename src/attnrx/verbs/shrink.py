@@ -35,7 +35,7 @@ from attnrx.data.model_data import adapt_preprocessing, input_options, splits_fo
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
 from attnrx.decide.planning.plan_settings import EFFORTS
-from attnrx.decide.planning.plan_timing import final_protocol, rounds_of
+from attnrx.decide.planning.plan_timing import file_speeds, final_protocol, rounds_of
 from attnrx.decide.planning.target import DROP, target_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
@@ -158,7 +158,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     the plan sees training and validation images, and the evidence is about test images; other data are divided into
     three parts. No two parts have images of the same pixels.
 
-    If the unchanged model is as fast as requested, by its kernels or by the format, it is the result.
+    The result is the unchanged model if that is as fast as requested, by its kernels or by the format, or if its file
+    in the format `to` is faster than that of the smaller model.
 
     Args:
         model: A model, or what `load` reads.
@@ -174,8 +175,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         by_image: Every image has its own number of tokens, and those of the plan are means over images; no model.onnx,
             whose shapes are fixed.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
-            is made with the costs of the model in attnrx, corrected by the measured speed of the files of its plans;
-            `Shrunk.save_exported` writes the file.
+            is made with the latency of blocks in the runtime of the format; `Shrunk.save_exported` writes the file.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
         columns: The columns of images and labels, for tables.
         folder: The intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes the
@@ -317,6 +317,9 @@ class ShrinkRun:
             begin("realizing and repairing")
             chosen = _by_image(plan.with_predictions) if by_image else plan.with_predictions
             slim, fits = self._realized(chosen, log)
+            if self.settings.to is not None and self._is_slower(slim, target):
+                yield self.unchanged(target)
+                continue
             # `attnrx realize` and the matched controls read this record, and repeat it.
             how = {"by": "compress", "norms": REALIZED_NORMS[0], "refine": 0}
             how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self.fitted_classes}
@@ -341,6 +344,20 @@ class ShrinkRun:
             log(f"not repaired: {error}")
         others = [fit for fit in fits if not isinstance(fit, Repair)]
         return realize_and_fit(self.original, prescription, images, others, log=log), tuple(others)
+
+    def _is_slower(self, model: nn.Module, target: Target) -> bool:
+        """Whether the file of a model is slower than that of the original, in place of which it is not written; a model
+        of fewer parameters is, because it need not be faster.
+        """
+        settings = self.settings
+        models = {"unchanged": self.original, "smaller": model}
+        speeds = file_speeds(models, self.original, settings, self.planned, rounds_of(settings.batch))
+        gain = speeds["smaller"] / speeds["unchanged"]
+        settings.log(f"as {settings.to}: {gain:.2f}x the speed of the unchanged model")
+        if gain >= 1 or target.minimized == "params":
+            return False
+        settings.log(f"as {settings.to} the smaller model is slower, so the result is the unchanged one")
+        return True
 
     def unchanged(self, target: Target) -> Shrunk:
         """Returns the original, with the evidence of its speed relative to its own library."""

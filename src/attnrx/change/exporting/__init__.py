@@ -16,6 +16,7 @@ from attnrx.change.exporting.format import Format, dtype_name
 from attnrx.change.exporting.formats import FORMATS, parse_format
 from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
+from attnrx.change.exporting.runtime import Runtime
 from attnrx.change.exporting.torch_formats import AOTInductor, Program
 from attnrx.change.exporting.writing import (
     DYNAMIC,
@@ -42,6 +43,7 @@ __all__ = [
     "OpenVINO",
     "PatchFeatures",
     "Program",
+    "Runtime",
     "bare_subject",
     "compare_with_original",
     "dtype_name",

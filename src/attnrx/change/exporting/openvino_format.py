@@ -90,7 +90,7 @@ class OpenVINO(Format):
         return "bf16" if self.precision == "bf16" else "f32"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file for every number of images that occurs: up to a third faster than for any number."""
+        """Compiles the file for every shape that occurs: up to a third faster than for any number of images."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self._hint,
@@ -100,11 +100,11 @@ class OpenVINO(Format):
         model = core.read_model(str(path))
 
         def run(images: Tensor) -> Tensor:
-            if len(images) not in compiled:
+            if images.shape not in compiled:
                 model.reshape(list(images.shape))
-                compiled[len(images)] = core.compile_model(model, "CPU", hints)
+                compiled[images.shape] = core.compile_model(model, "CPU", hints)
             # A copy, which the next call cannot overwrite.
-            return torch.from_numpy(compiled[len(images)](to_numpy(images))[0].copy())
+            return torch.from_numpy(compiled[images.shape](to_numpy(images))[0].copy())
 
         return run
 

@@ -358,8 +358,16 @@ def _captured(subject: ExportSubject, form: Format) -> torch.export.ExportedProg
         advice = "Give batch=N, the number of images that the file is to take at once."
     else:
         problem, advice = "this model cannot be captured by torch.export", ""
-    with raising(problem, advice), torch.no_grad(), _unfused(subject.model) if form.unfused else nullcontext():
-        return torch.export.export(subject.model, (example,), dynamic_shapes=shapes)
+    with raising(problem, advice):
+        return captured(subject.model, example, shapes, form)
+
+
+def captured(
+    model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None, form: Format
+) -> torch.export.ExportedProgram:
+    """Captures a model, or a part of it, for inputs like the example, of which `shapes` states the free sizes."""
+    with torch.no_grad(), _unfused(model) if form.unfused else nullcontext():
+        return torch.export.export(model, (example,), dynamic_shapes=shapes)
 
 
 @contextmanager

@@ -26,9 +26,9 @@ def corrected(
 
     `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
     unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of
-    that axis; models with token reduction at some stages fix, by least squares, the cost of a stage, proportional to
-    its number of input tokens, and the share of the savings by tokens that a whole model misses, because a block that
-    is timed alone finds its weights in the cache.
+    that axis; models with token reduction at some stages fix, by least squares, the cost of a stage, a constant and a
+    part proportional to its number of input tokens, and the share of the savings by tokens that a whole model misses,
+    because a block that is timed alone finds its weights in the cache.
     """
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
@@ -52,18 +52,23 @@ def corrected(
     if not some:
         return cost_table
     tokens = space.shape.layout.tokens
-    # Two unknowns by non-negative least squares over the models: measured minus predicted share = slope * input tokens
-    # of all stages + missed * predicted savings. Both are costs, which noise must not make negative.
+    # Three unknowns by non-negative least squares over the models: measured minus predicted share = constant * stages +
+    # slope * input tokens of all stages + missed * predicted savings. All are costs, which noise must not make
+    # negative. The constant is that of calling operations, of which a stage has many: most of its cost for one image.
     missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
     stage_tokens = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / cost_table.whole
+    num_stages = np.array([sum(map(bool, choices.num_pruned)) for choices in some.values()]) / cost_table.whole
     saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
     optimize = required_module("scipy.optimize", "plan", "a cost model of measured latency")
-    (slope, missed), _ = optimize.nnls(np.stack([stage_tokens, saved_by_tokens], axis=1), missing)
+    # Tokens as shares of all of them, so that both parts of a stage have the same unit. A shallow model has fewer plans
+    # than unknowns: then a stage has no constant.
+    columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
+    slope, missed, constant = [*optimize.nnls(columns, missing)[0], 0.0, 0.0][:3]
     return replace(
         cost_table,
         attention=_less_saved(cost_table.attention, missed),
         mlp=_less_saved(cost_table.mlp, missed),
-        stages=cost_table.stages + slope * np.arange(tokens + 1),
+        stages=cost_table.stages + constant + slope * np.arange(tokens + 1) / tokens,
     )
 
 

@@ -1,8 +1,10 @@
-"""Cost tables of measured latency: the time of a block by rank and number of tokens on this machine."""
+"""Cost tables of measured latency: the time of a block by rank and number of tokens on this machine, in PyTorch or in
+the runtime of a file format.
+"""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from hashlib import sha256
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from attnrx.change.exporting import Format, Runtime
 from attnrx.change.realization import realize
 from attnrx.decide.planning.cost_correction import corrected, never_slower, never_slower_mlp
 from attnrx.decide.planning.cost_table import CostTable
@@ -25,7 +28,7 @@ from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import call_in_subprocess_if
-from attnrx.vit.costs import LatencyProtocol, compare_latencies, interleave
+from attnrx.vit.costs import LatencyProtocol, interleave
 from attnrx.vit.costs.conditions import PRECISIONS
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
@@ -37,12 +40,16 @@ from attnrx.vit.models import (
     family_of,
     recording_calls,
 )
+from attnrx.vit.models.adopted import LastLayer
 from attnrx.vit.tokens import TokenPolicy
 
 # The shares of the tokens at which blocks are timed; times in between are interpolated linearly.
 TIMED = (0.25, 0.5, 0.75, 1.0)
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
+# The successive blocks that are timed as one in the runtime of a format, where calling it costs as much as a part of a
+# block.
+BLOCKS_OF_FORMAT = 2
 # Tables that are measured before a plan gives up, and the largest spread of timings of a table that is kept.
 ATTEMPTS, STEADY = 3, 0.3
 REFERENCE, ALL = "original", "all"
@@ -51,9 +58,9 @@ REFERENCE, ALL = "original", "all"
 def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
     """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
 
-    It is kept in the cache folder, for this hardware, this version of torch and these kernels. A table that no model
-    can have (`CostTable.problem`), from the cache or measured under load, is measured again; one of noisy timings is
-    used, and not kept.
+    It is kept in the cache folder, for this hardware, these versions of torch and the runtime, and these kernels. A
+    table that no model can have (`CostTable.problem`), from the cache or measured under load, is measured again; one of
+    noisy timings is used, and not kept.
 
     Raises:
         NotSupported: All of ATTEMPTS tables were implausible.
@@ -67,10 +74,12 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         torch.__version__,
         installed_versions("attnrx"),
         kernel_version(),
+        Runtime(settings.conditions, settings.form).versions,
     )
     # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple
     timing = settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess
+    timing = *timing, settings.form
     request = (facts, shape, space.shape.layout, linear, timing, choices)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
@@ -122,20 +131,17 @@ def _fits(table: CostTable, space: Space) -> bool:
     )
 
 
-def timed_cost_table(space: Space, settings: PlanSettings, reference: nn.Module) -> CostTable:
-    """Times blocks, then whole models beside the `reference`, and returns the corrected cost table.
+def timed_cost_table(
+    space: Space, settings: PlanSettings, latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]
+) -> CostTable:
+    """Times blocks, then whole models by `latency_shares`, and returns the corrected cost table.
 
     With `in_subprocess` both have a process of their own: after the blocks were timed in it, whole models were slower.
+    The runtime of a format is used in this process, because it allocates its memory itself.
     """
-    images, protocol = settings.noise(space.model), settings.protocol
-    how = {"in_subprocess": settings.in_subprocess, "on_line": settings.log}
-
-    def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
-        sides = models, reference, images, replace(protocol, rounds=settings.whole_rounds)
-        comparisons = call_in_subprocess_if(compare_latencies, *sides, **how)
-        return {name: 1 / comparison.faster.value for name, comparison in comparisons.items()}
-
-    blocks = call_in_subprocess_if(measured_cost_table, space, protocol, images, settings.timed_levels, **how)
+    arguments = space, settings.protocol, settings.noise(space.model), settings.timed_levels, settings.form
+    forked = settings.in_subprocess and settings.form is None
+    blocks = call_in_subprocess_if(measured_cost_table, *arguments, in_subprocess=forked, on_line=settings.log)
     return corrected(blocks, space, latency_shares)
 
 
@@ -144,8 +150,10 @@ def measured_cost_table(
     protocol: LatencyProtocol,
     images: Float[Tensor, "batch channels height width"],
     levels: Sequence[int],
+    form: Format | None = None,
 ) -> CostTable:
-    """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images.
+    """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images; with
+    a `form` all in the runtime of this format, and several blocks in place of one.
 
     After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
     by that of the original block in the same round. The costs are shares of the latency of attnrx's own model and do
@@ -166,7 +174,7 @@ def measured_cost_table(
     # Without the axis of tokens it is the number of all tokens alone.
     least = min(space.shape.layout.prefix + 1, tokens)
     grid = sorted({max(least, round(share * tokens)) for share in TIMED})
-    timer = _Timer(space, protocol, images, grid)
+    timer = _Timer(space, protocol, images, grid, form)
     # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
     # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
@@ -181,7 +189,7 @@ def measured_cost_table(
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = never_slower_mlp(between_levels(space, "mlp", mlp, mlp_levels, 0), space)
     # The last block is timed without compression only; its share of a block's time is assumed for all levels.
-    last = timer.last() / attention[0, 0]
+    last = timer.last(attention[0, 0]) / attention[0, 0]
     counts = np.arange(tokens + 1)
     all_attention = _with_last(
         _interpolated(counts, grid, attention), _interpolated(counts, grid, last * attention), space.depth
@@ -211,43 +219,67 @@ def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
 
 
 class _Called(nn.Module):
-    """A block with the arguments that its model passes beside the tokens, e.g. the rotations of rotary positions.
+    """Successive blocks with the arguments that their model passes beside the tokens, e.g. the rotations of rotary
+    positions.
 
-    With a `reduction` the block is in its state after a stage: every token has a size and the index of a patch.
+    With a `reduction` the blocks are in their state after a stage: every token has a size and the index of a patch.
+    With `last`, the shortcut of the last block, that block computes the class token only.
     """
 
-    def __init__(self, block: nn.Module, call: ModuleCall, reduction: TokenReduction | None = None):
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        call: ModuleCall,
+        last: LastLayer | None = None,
+        reduction: TokenReduction | None = None,
+    ):
         super().__init__()
-        self.block, self.args, self.kwargs, self.reduction = block, call.args, call.kwargs, reduction
+        self.blocks, self.args, self.kwargs = nn.ModuleList(blocks), call.args, call.kwargs
+        self.last, self.reduction = last, reduction
 
-    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Any:
+    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+        # In the call, as in a model's: a copy of a module has no state of a call.
+        with nullcontext() if self.last is None else self.last.forward_pass(True):
+            return self._after_stage(tokens)
+
+    def _after_stage(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         if self.reduction is None:
-            return self.block(tokens, *self.args, **self.kwargs)
+            return self._run(tokens)
         # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
         # whatever their values are.
         run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
-        run.sizes = tokens.new_ones(tokens.shape[:2])
+        run.sizes = 1 + 0 * tokens[..., 0]  # not a constant, which a runtime could fold
         run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
         with self.reduction.continuing(run):
-            return self.block(tokens, *self.args, **self.kwargs)
+            return self._run(tokens)
+
+    def _run(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+        for block in self.blocks:
+            output = block(tokens, *self.args, **self.kwargs)
+            tokens = output[0] if isinstance(output, tuple) else output
+        return tokens
 
 
 class _Timer:
-    """Times blocks and models under one set of conditions, in units of the original block with all tokens.
+    """Times blocks and models in one runtime, in units of the original block with all tokens.
 
-    The timed block is one after a stage, or without the axis of tokens the first block.
+    The timed blocks are those after a stage, or without the axis of tokens the first ones.
     """
 
-    def __init__(self, space: Space, protocol: LatencyProtocol, images: Tensor, grid: list[int]):
+    def __init__(
+        self, space: Space, protocol: LatencyProtocol, images: Tensor, grid: list[int], form: Format | None = None
+    ):
         self.space, self.protocol, self.images, self.grid = space, protocol, images, grid
-        self.conditions = protocol.conditions
+        self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
         self.family = family_of(space.model)
         self.prunes_tokens = TOKENS in space.axes
-        self.layer = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
+        first = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
+        # Without the last layer, which may be shorter.
+        count = 1 if form is None else max(min(BLOCKS_OF_FORMAT, space.depth - 1 - first), 1)
+        self.layers = range(first, first + count)
         # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
         calls = _recorded_calls(space, protocol, images)
         self.call = calls[-1]
-        self.original = self._place(space.model, self.layer)
         width, count = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
         # Noise in place of tokens: the operations of a block do not depend on values.
@@ -255,38 +287,49 @@ class _Timer:
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
+        self.original = self._place(space.model, self.layers)
 
-    def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
-        block = blocks_of(model, self.family)[layer]
-        return self.conditions.prepare(_Called(block, self.call))
+    def _place(self, model: nn.Module, layers: range, shortened: bool = False) -> Callable[[torch.Tensor], Any]:
+        called = self._called(model, layers, shortened)
+        return self.runtime.prepare(called, self._placed(self.rows[self.grid[-1]]))
 
-    def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
+    def _called(
+        self, model: nn.Module, layers: range, shortened: bool, reduction: TokenReduction | None = None
+    ) -> _Called:
+        blocks = blocks_of(model, self.family)[layers.start : layers.stop]
+        return _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
+
+    def _place_after_stage(
+        self, model: nn.Module, layers: range, shortened: bool = False
+    ) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
         assert reducer is not None
         policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
         reduction = attach_tokens_(model, self.family, policy)
         # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
         reduction.use_policy_(replace(policy, keep=(1.0,)))
-        block = blocks_of(model, self.family)[layer]
-        return self.conditions.prepare(_Called(block, self.call, reduction))
+        called = self._called(model, layers, shortened, reduction)
+        # Not an example of all tokens, whose number may be that of a table of positions, and is fixed then.
+        return self.runtime.prepare(called, self._placed(self.rows[self.grid[0]]))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
         before any stage."""
-        return self._times(self._at(levels) if any(levels.values()) else self.space.model, self.layer)
+        times = self._times(self._at(levels) if any(levels.values()) else self.space.model, self.layers, False)
+        return times / len(self.layers)
 
-    def last(self) -> np.ndarray:
-        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
-        model = copy_module(self.space.model)
-        shortened: Any = getattr(model, "last", None)
-        # A model sets it during its own forward pass, and here the block is called without the model.
-        if shortened is not None:
-            shortened.call.at_work = True
-        return self._times(model, self.space.depth - 1)
+    def last(self, full: np.ndarray) -> np.ndarray:
+        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one; those of
+        other blocks are `full`.
+        """
+        count, depth = len(self.layers), self.space.depth
+        times = self._times(self.space.model, range(depth - count, depth), True)
+        return (times - (count - 1) * full).clip(min=0.0)
 
-    def _times(self, model: nn.Module, layer: int) -> np.ndarray:
-        before = self._place(model, layer)
-        after = self._place_after_stage(model, layer) if self.prunes_tokens else before
+    def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
+        """Returns the times of all these layers together, the last of which may be `shortened`."""
+        before = self._place(model, layers, shortened)
+        after = self._place_after_stage(model, layers, shortened) if self.prunes_tokens else before
         rows = {n: self._placed(tokens) for n, tokens in self.rows.items()}
         runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
         all_tokens = rows[self.grid[-1]]
@@ -300,16 +343,16 @@ class _Timer:
     def _at(self, levels: Mapping[str, int]) -> nn.Module:
         choices = Choices.nothing(self.space.depth)
         for axis, level in levels.items():
-            if level:
-                choices = choices.with_level(axis, self.layer, level)
+            for layer in self.layers if level else ():
+                choices = choices.with_level(axis, layer, level)
         return realize(self.space.model, self.space.prescription(choices))
 
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Returns the median over rounds of every time divided by the reference's of the same round."""
+        """Returns the median over rounds of every time, in original blocks: those of REFERENCE in the same round."""
         protocol = self.protocol
         with self.conditions.held():
             seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
-        ratios = {name: times / seconds[REFERENCE] for name, times in seconds.items()}
+        ratios = {name: len(self.layers) * times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
             if name != REFERENCE:
                 low, middle, high = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
@@ -322,7 +365,7 @@ class _Timer:
         images = conditions.prepare_images(self.images)
         # What blocks cost together is the time of the model less that of the model without blocks.
         models = {"own": space.model, "empty": self._empty()}
-        runs = {name: partial(conditions.prepare(model), images) for name, model in models.items()}
+        runs = {name: partial(self.runtime.prepare(model, images), images) for name, model in models.items()}
         rows = self._placed(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
         # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.exporting import parse_format
+from attnrx.change.exporting import Format, parse_format
 from attnrx.decide.planning.space import AXES, LEVELS, RANKS, TOKENS, Space, require_axes, step_for
 from attnrx.decide.planning.target import Target
 from attnrx.nouns.diagnosis import Diagnosis
@@ -55,8 +55,8 @@ class PlanSettings:
 
     What is planned. `axes` are by default all that the model has; those left out are logged with the reason. The token
     `reducer` is by default `ward`, with a relevance where the outputs are those of a class token. With `to`, a format
-    of `attnrx.export`, a target of latency is that of the file in this format: the files of whole plans are timed, and
-    the plan leaves to the runtime and the precision what they gain.
+    of `attnrx.export`, a target of latency is that of the file in this format: blocks and whole plans are timed in its
+    runtime.
 
     How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
     `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `space.LEVELS`; between them the times are
@@ -149,6 +149,11 @@ class PlanSettings:
         if effort not in EFFORTS:
             raise UnknownName("effort", effort, EFFORTS)
         return replace(EFFORTS[effort], **changes)
+
+    @property
+    def form(self) -> Format | None:
+        """The format `to`, parsed."""
+        return None if self.to is None else parse_format(self.to)
 
     @property
     def protocol(self) -> LatencyProtocol:

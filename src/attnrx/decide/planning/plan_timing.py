@@ -1,7 +1,6 @@
 """The speed of whole plans, as models in attnrx or as files of another format, relative to the library's model."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.change.exporting import export, parse_format, precision_for
+from attnrx.change.exporting import export, precision_for
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.measured_costs import cached_cost_table, timed_cost_table
@@ -23,8 +22,9 @@ from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
 
 # Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
-# MIN_IMAGES images, and as many as take MIN_MACS multiply-accumulates, because below that calls of operations dominate.
-MIN_IMAGES, MIN_MACS, ROUND_FACTOR = 8, 1e10, 4
+# MIN_IMAGES images, and as many as take MIN_MACS multiply-accumulates, because below that calls of operations dominate;
+# of files, which do not run in chunks, as many as take FILE_MACS.
+MIN_IMAGES, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 1e10, 4e10, 4
 # The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES.
 ROUNDS = 32
 
@@ -65,7 +65,8 @@ class PlanTimer:
             return requested
         # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
         # one thread the CPU time is the latency, without the load of other processes.
-        enough = ceil(MIN_MACS / family_of(self.space.model).costs(self.space.model).macs)
+        least = MIN_MACS if requested.form is None else FILE_MACS
+        enough = ceil(least / family_of(self.space.model).costs(self.space.model).macs)
         batch, alone = min(requested.batch, max(MIN_IMAGES, enough)), requested.conditions.threads == 1
         clock = "cpu" if alone and requested.protocol.resolved_clock == "wall" else requested.clock
         more = max(MIN_IMAGES // batch, 1)
@@ -81,7 +82,7 @@ class PlanTimer:
         """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
 
         def measure() -> CostTable:
-            return timed_cost_table(self.space, self.settings, self.library_model)
+            return timed_cost_table(self.space, self.settings, self._latency_shares)
 
         return cached_cost_table(self.space, self.settings, measure)
 
@@ -109,24 +110,47 @@ class PlanTimer:
 
     def of_file(self, model: nn.Module) -> float:
         """Returns how much faster the file of a model is than the library's model."""
-        with self._file(model) as file:
-            return final_speeds({"file": file}, self.space.model, self.library_model, self.requested)["file"]
+        return self._file_speeds({"file": model}, ROUND_FACTOR * self.settings.whole_rounds)["file"]
 
-    def unchanged(self) -> tuple[float, float]:
-        """Returns the speeds of the unchanged model, in attnrx and as a file of the format."""
-        with self._file(self.space.model) as file:
-            models = {"model": self.space.model, "file": file}
-            speeds = final_speeds(models, self.space.model, self.library_model, self.requested)
-        self.log(f"unchanged: {speeds['model']:.2f}x in attnrx, {speeds['file']:.2f}x as {self.requested.to}")
-        return speeds["model"], speeds["file"]
+    def _latency_shares(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
+        """Returns the latency of models, or of their files, as shares of that of the library's model."""
+        settings = self.settings
+        if settings.form is not None:
+            return {name: 1 / speed for name, speed in self._file_speeds(models, settings.whole_rounds).items()}
+        protocol = replace(settings.protocol, rounds=settings.whole_rounds)
+        sides = models, self.library_model, settings.noise(self.space.model), protocol
+        speeds = call_in_subprocess_if(
+            compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log
+        )
+        return {name: 1 / speed.faster.value for name, speed in speeds.items()}
 
-    @contextmanager
-    def _file(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Yields a temporary file of a model as a module."""
-        assert self.requested.to is not None
-        form = parse_format(self.requested.to)
-        self.log(f"timing a file of {self.requested.to}")
-        with TemporaryDirectory() as folder:  # the runtime reads the file while it is timed
-            calibration = self.images.take(min(form.wanted, len(self.images)))
-            path, precision = Path(folder) / f"model{form.suffix}", precision_for(model, form)
-            yield export(model, path, to=form, precision=precision, calibration=calibration)
+    def _file_speeds(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
+        return file_speeds(models, self.space.model, self.settings, self.images, rounds)
+
+
+def file_speeds(
+    models: Mapping[str, nn.Module], original: nn.Module, settings: PlanSettings, images: ImageSet, rounds: int
+) -> dict[str, float]:
+    """Returns how much faster than the library's model of the `original` the files of models are, in the format of the
+    settings, calibrated on `images`; all are timed in turns.
+    """
+    form = settings.form
+    assert form is not None
+    settings.log(f"timing files of {settings.to}: {', '.join(models)}")
+    calibration = images.take(min(form.wanted, len(images)))
+    # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.
+    with TemporaryDirectory() as folder:
+        files = {
+            name: export(
+                model,
+                Path(folder) / f"{index}{form.suffix}",
+                to=form,
+                precision=precision_for(model, form),
+                calibration=calibration,
+            )
+            for index, (name, model) in enumerate(models.items())
+        }
+        reference = family_of(original).library_model(original)
+        protocol = replace(settings.protocol, rounds=rounds)
+        speeds = compare_latencies(files, reference, settings.noise(original), protocol)
+    return {name: speed.faster.value for name, speed in speeds.items()}

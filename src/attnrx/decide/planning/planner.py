@@ -160,8 +160,9 @@ class Planner:
         frontier = self.measurements.frontier(knobs)
         # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
         if frontier.nothing <= limit:
+            where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             raise TargetMet(
-                f"{self.target} is met by the unchanged model: in attnrx's kernels its {self.target.minimized} is "
+                f"{self.target} is met by the unchanged model {where}: its {self.target.minimized} is "
                 f"{frontier.nothing:.3f} of that in its own library, so there is nothing to plan. Save it as it is "
                 f"with rx.save, or request less than {frontier.nothing:.3f} (faster={1 / frontier.nothing:.2f})."
             )
@@ -174,8 +175,7 @@ class Planner:
             TargetMet: The unchanged model meets the target.
             NotSupported: The measured latencies of the plans are too far from the predicted ones for a promise.
         """
-        if self.settings.to is None:  # a file gains as well, which is measured later
-            require_reachable(self.space, self.measurements.cost_table, limit)
+        require_reachable(self.space, self.measurements.cost_table, limit)
         return self._by_timing(limit) if self.target.minimized == "latency" else (self._searched(limit), limit)
 
     def _by_timing(self, limit: float) -> tuple[Trial, float]:
@@ -185,10 +185,8 @@ class Planner:
         # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost and timed,
         # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
         # that are fast enough the one with the lowest divergence is returned, and not the last.
-        # Costs are those of models in attnrx; a plan for a file may cost as much more as the format gains.
         largest = LARGEST * self.measurements.cost_table.total(Choices.nothing(self.space.depth))
-        allowed = limit if self.settings.to is None else min(limit * self._gain_of_format(), largest)
-        allowed *= FIRST_FACTOR if self.settings.adjusts else 1.0  # few attempts follow to correct a miss
+        allowed = limit * (FIRST_FACTOR if self.settings.adjusts else 1.0)  # few attempts follow to correct a miss
         best, trial = None, None
         timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
@@ -223,17 +221,6 @@ class Planner:
             )
         self.latency = self.measurements.latency(best[0].step.choices)
         return best[0], best[1]
-
-    def _gain_of_format(self) -> float:
-        """Returns how much faster the unchanged model is as a file of the requested format than in attnrx."""
-        # Measured on the unchanged model; what a format gains on a smaller one differs, which the attempts correct.
-        model, file = self.measurements.timer.unchanged()
-        if self.target.limit * file >= 1:
-            raise TargetMet(
-                f"{self.target} is met by the unchanged model as {self.settings.to}, which is {file:.2f}x as fast: "
-                "there is nothing to plan."
-            )
-        return file / model
 
     def _attempt(self, attempt: int, limit: float, last: Trial | None) -> Trial:
         """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
