@@ -93,7 +93,7 @@ def test_tiny_run_fills_the_table(name: str, runs: Path):
         pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
     file = load_recipe(name)
     scenario = file.rows[0].scenario
-    table = reproduce(name, tiny=True, seeds=(SEED,), only=scenario, folder=runs)
+    (table,) = reproduce(name, tiny=True, seeds=(SEED,), only=scenario, folder=runs)
     rows = [row for row in file.rows if row.scenario == scenario]
     assert list(table.rows) == [row.label for row in rows]
     # The uniform cut has no uniform control, ranks from training are only priced, and a row has no difference from
@@ -120,7 +120,7 @@ def test_compression_ratios_of_irratt_are_the_papers_but_for_one(runs: Path):
     """A tiny run prices the models of the paper all the same: every printed ratio comes out, and one is not its own."""
     pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
     deit = ("deit_small", "deit_base")
-    table = reproduce("irratt/table1", tiny=True, seeds=(SEED,), only=deit, folder=runs)
+    (table,) = reproduce("irratt/table1", tiny=True, seeds=(SEED,), only=deit, folder=runs)
     ratios = [cell for cell in table.cells if cell.column in ("mhsa", "macs", "params")]
     assert len(ratios) == 57 and all(cell.expected is not None for cell in ratios)  # 54, and DeiT-B itself
     missed = [(cell.row, cell.column, cell.value) for cell in ratios if cell.verdict != "agrees"]
@@ -132,7 +132,7 @@ def test_compression_ratios_of_irratt_are_the_papers_but_for_one(runs: Path):
 @pytest.mark.slow
 def test_numbers_of_others_are_quoted_and_not_measured(runs: Path):
     pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
-    table = reproduce("irratt/table2", tiny=True, seeds=(SEED,), only="deit_base", folder=runs)
+    (table,) = reproduce("irratt/table2", tiny=True, seeds=(SEED,), only="deit_base", folder=runs)
     assert not {cell.row for cell in table.cells} & {"VTP", "WDPruning", "UVC"}
     assert "| VTP | \N{EN DASH} (-1.1) | \N{EN DASH} (56.8) |" in table.to_markdown()
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.support.errors import NotSupported, TrainingInterrupted, UnknownName
 from attnrx.vit.attention import Explicit
 from attnrx.vit.models import family_of
-from attnrx_lab.papers import ReproducedTable, estimate_training, reproduce_all
+from attnrx_lab.papers import ReproducedTable, estimate_training, reproduce
 from attnrx_lab.papers.estimate import training_flops
 from attnrx_lab.papers.reproduce import planned_experiments
 from attnrx_lab.papers.svda import SvdaExperiment
@@ -28,7 +28,7 @@ def values(table: ReproducedTable) -> dict[tuple[str, str], float]:
 def test_processes_give_the_tables_of_one(tmp_path: Path) -> None:
     names = ("svda/table1", "svda/table2")
     one, several = (
-        reproduce_all(names, folder=tmp_path / str(processes), processes=processes, **TINY) for processes in (1, 2)
+        reproduce(names, folder=tmp_path / str(processes), processes=processes, **TINY) for processes in (1, 2)
     )
     assert [table.recipe.name for table in several] == list(names)
     for alone, beside in zip(one, several, strict=True):
@@ -39,14 +39,14 @@ def test_processes_give_the_tables_of_one(tmp_path: Path) -> None:
 def test_when_the_time_is_up_the_table_has_the_finished_runs(processes: int, tmp_path: Path) -> None:
     long: dict[str, Any] = {**TINY, "epochs": 50_000, "processes": processes, "folder": tmp_path}
     with pytest.raises(TrainingInterrupted, match="no run was finished in 8 seconds"):
-        reproduce_all(["svda/table1"], seconds=8.0, **long)
+        reproduce(["svda/table1"], seconds=8.0, **long)
     runs = tmp_path / "svda" / "cifar10-tiny"
     # New processes may need all of the time to start.
     assert processes > 1 or list((runs / "seed-1" / "train" / "checkpoints").glob("step-*"))
     assert not list(runs.glob("*/result.json")) and not (tmp_path / "svda" / "table1.md").exists()
     short: dict[str, Any] = {**TINY, "folder": tmp_path / "short"}
-    reproduce_all(["svda/table1"], **{**short, "seeds": (2,)})
-    (table,) = reproduce_all(["svda/table1"], seconds=1e-3, processes=processes, **short)
+    reproduce(["svda/table1"], **{**short, "seeds": (2,)})
+    (table,) = reproduce(["svda/table1"], seconds=1e-3, processes=processes, **short)
     assert table.seeds == (2,) and "cifar10: seeds 2 instead of 42, 43, 44" in table.deviations
 
 
@@ -55,13 +55,13 @@ def test_every_table_takes_the_scenarios_that_it_has(tmp_path: Path) -> None:
     planned = planned_experiments(names, **{**seeds, "only": ("cifar10", "fashion_mnist")})
     assert [experiment.scenario for experiment in planned] == ["cifar10", "fashion_mnist", "cifar10"]
     with pytest.raises(UnknownName, match=r"scenario of the recipe svda/table1, svda/table2.*fashion_mnist"):
-        reproduce_all(names, folder=tmp_path, **{**seeds, "only": ("cifar10", "fashion")})
+        reproduce(names, folder=tmp_path, **{**seeds, "only": ("cifar10", "fashion")})
 
 
 def test_an_error_in_a_process_ends_the_others(tmp_path: Path) -> None:
-    reproduce_all(["svda/table1"], folder=tmp_path, **{**TINY, "seeds": (1,)})
+    reproduce(["svda/table1"], folder=tmp_path, **{**TINY, "seeds": (1,)})
     with pytest.raises(NotSupported, match="draws was 3 and is now 4"):
-        reproduce_all(["svda/table1"], folder=tmp_path, processes=2, draws=4, **TINY)
+        reproduce(["svda/table1"], folder=tmp_path, processes=2, draws=4, **TINY)
 
 
 def test_operations_of_a_step_are_those_that_torch_counts() -> None:

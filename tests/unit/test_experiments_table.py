@@ -229,7 +229,7 @@ def test_reproduce_ends_in_exit_code_1_where_a_number_is_off(
         "svda/table6",
         lambda row, column: true(row, column) if column == "over_random" or over_largest is None else over_largest,
     )
-    monkeypatch.setattr(attnrx_lab.papers, "reproduce_all", lambda names, **_: [found])
+    monkeypatch.setattr(attnrx_lab.papers, "reproduce", lambda names, **_: [found])
     assert main(["reproduce", "svda/table6"]) == code
     assert ("off: CIFAR-10, over_largest: 0, the paper +2.08 pp" in capsys.readouterr().out) == bool(code)
 

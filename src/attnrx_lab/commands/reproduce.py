@@ -73,7 +73,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         estimates = papers.estimate_training(arguments.recipe, log=log, **options)
         return Outcome({"estimates": [asdict(each) for each in estimates]}, tuple(map(str, estimates)))
     limits = {"processes": arguments.processes, "seconds": arguments.seconds}
-    tables = papers.reproduce_all(arguments.recipe, log=log, folder=arguments.out, **limits, **options)
+    tables = papers.reproduce(arguments.recipe, log=log, folder=arguments.out, **limits, **options)
     shown: list[str] = []
     for table in tables:
         off = (

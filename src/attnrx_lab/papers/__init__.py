@@ -2,7 +2,7 @@
 
 from attnrx_lab.papers.estimate import TrainingEstimate, estimate_training
 from attnrx_lab.papers.experiment import Experiment, Run
-from attnrx_lab.papers.reproduce import load_recipe, recipe_names, reproduce, reproduce_all
+from attnrx_lab.papers.reproduce import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.table import ReproducedTable, make_table
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "make_table",
     "recipe_names",
     "reproduce",
-    "reproduce_all",
 ]

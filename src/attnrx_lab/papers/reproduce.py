@@ -38,37 +38,7 @@ def load_recipe(name: str) -> Recipe:
 
 
 def reproduce(
-    name: str,
-    *,
-    only: str | Sequence[str] | None = None,
-    seeds: Sequence[int] | None = None,
-    tiny: bool = False,
-    folder: str | Path = "runs",
-    processes: int = 1,
-    seconds: float | None = None,
-    log: Log = no_log,
-    **knobs: Any,
-) -> ReproducedTable:
-    """Makes a recipe's table, training where necessary; every difference from the paper is listed in the table.
-
-    `only` names one scenario or several (a dataset, for the tables of SVDA), in the order of their runs. `seeds`
-    replace the recipe's, and `knobs` the settings of its protocol: each experiment lists its own, None means unchanged.
-    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption;
-    each recipe measures the numbers of its own table. Several processes may work in one folder. The table is saved as
-    NAME.json and NAME.md in the folder.
-
-    `processes` runs that many of the runs side by side. After `seconds` the runs that are not finished are interrupted,
-    and the table holds the others.
-
-    Raises:
-        TrainingInterrupted: No run was finished in `seconds`; the same call continues.
-    """
-    limits = {"processes": processes, "seconds": seconds}
-    return reproduce_all((name,), only=only, seeds=seeds, tiny=tiny, folder=folder, **limits, log=log, **knobs)[0]
-
-
-def reproduce_all(
-    names: Sequence[str],
+    names: str | Sequence[str],
     *,
     only: str | Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
@@ -79,14 +49,32 @@ def reproduce_all(
     log: Log = no_log,
     **knobs: Any,
 ) -> tuple[ReproducedTable, ...]:
-    """Makes several tables as `reproduce` does, in their order; those without a finished run are left out.
+    """Makes the tables of recipes, training where necessary; a table lists every difference from the paper.
 
-    Every scenario of `only` is one of some of the recipes.
+    Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption;
+    each recipe measures the numbers of its own table. Several processes may work in one folder. A table is saved as
+    NAME.json and NAME.md in the folder.
+
+    Args:
+        names: A recipe or several, e.g. "svda/table1".
+        only: One scenario or several (a dataset, for the tables of SVDA), in the order of their runs; each is one of
+            some of the recipes.
+        seeds: In place of those of the recipes.
+        tiny: Trains small models for few steps, to try the code.
+        folder: The folder of runs and tables.
+        processes: The number of runs side by side.
+        seconds: After these the runs that are not finished are interrupted, and the tables hold the others.
+        log: Is called with progress messages.
+        **knobs: Settings of the protocols: each experiment lists its own; None means unchanged.
+
+    Returns:
+        The tables in the order of the names, without those that have no finished run.
 
     Raises:
-        UnknownName: No recipe has such a scenario.
-        TrainingInterrupted: No run was finished within `seconds`.
+        UnknownName: There is no such recipe, or none has such a scenario.
+        TrainingInterrupted: No run was finished in `seconds`; the same call continues.
     """
+    names = (names,) if isinstance(names, str) else names
     changes = {knob: value for knob, value in knobs.items() if value is not None}
     plans = _plans(names, only, seeds, tiny, changes)
     jobs = [
