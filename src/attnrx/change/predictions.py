@@ -9,7 +9,8 @@ from torch import nn
 from attnrx.data import ImageSet, require_labelled
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import evaluating
+from attnrx.vit.models import InputValidation, evaluating, family_of, observing
+from attnrx.vit.observation import Observation
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
 
 BATCH = 64  # images at once where the caller states nothing
@@ -71,6 +72,35 @@ def outputs_of(
 def stored(outputs: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
     """Returns outputs on the CPU in float32 or float64: sums and comparisons of half precision would be rounded."""
     return outputs.detach().cpu().to(torch.promote_types(outputs.dtype, torch.float32))
+
+
+def observe_images(
+    model: nn.Module,
+    images: ImageSet,
+    observe: Callable[[int, Observation], None],
+    operation: str,
+    task: str,
+    batch_size: int = BATCH,
+) -> None:
+    """Runs a model over images and calls `observe` with the number and the intermediate results of every layer.
+
+    Args:
+        model: The model, in evaluation mode during the call.
+        images: The images; a ScaleWarning is issued if they are not on the scale of the model.
+        observe: Is called once per layer and batch.
+        operation: The name of the public function, for errors and warnings.
+        task: What is shown as progress.
+        batch_size: Images at once.
+
+    Raises:
+        DataError: The images do not have the model's input shape, or contain NaN or infinity.
+    """
+    family, device = family_of(model), next(model.parameters()).device
+    validation = InputValidation(model, family, operation)
+    with evaluating([model]), observing(model, family, observe):
+        for batch in track(images.batches(batch_size, device=device), task, -(-len(images) // batch_size)):
+            model(validation.take(batch.images))
+    validation.notes()  # called for its warning
 
 
 def predict(

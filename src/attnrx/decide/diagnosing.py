@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.change.predictions import observe_images
 from attnrx.data import MAX_IMAGES, Batch, ImageData
 from attnrx.data.model_data import images_for
 from attnrx.decide.diagnostics import (
@@ -232,23 +233,17 @@ def measure_divergence(
     shapes = [layer.spectrum.strength.shape for layer in rewritten_diagnosis.layers]
     # The ranks of a head are 0..directions.
     sums = [torch.zeros(heads, directions + 1, dtype=torch.float64) for heads, directions in shapes]
-    num_images = 0
 
     def observe(index: int, observation: Observation) -> None:
         divergences = _divergences(observation, rewritten_diagnosis.layers[index], bases[index])
         sums[index] += divergences * observation.query.shape[0]
 
     shown = images_for(model, images, "images")
-    weight, input_validation = next(model.parameters()), InputValidation(model, family_of(model), "measure_divergence")
-    with evaluating([model]), observing(model, family_of(model), observe):
-        for batch in shown.batches(batch_size, device=weight.device):
-            model(input_validation.take(batch.images))
-            num_images += len(batch.images)
-    input_validation.notes()  # warns about images on another scale
-    if not num_images:
+    if not len(shown):
         raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
+    observe_images(model, shown, observe, "measure_divergence", "measuring divergence", batch_size)
     layers = tuple(
-        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / num_images})
+        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / len(shown)})
         for layer, total in zip(diagnosis.layers, sums, strict=True)
     )
     return replace(diagnosis, layers=layers)
@@ -344,13 +339,10 @@ def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bo
     # One tensor of indices per stage, [images, patches after the stage].
     if not run.trail:  # a policy that keeps every patch runs no stage
         return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
-    return torch.stack([_kept_mask(indices, patches) for indices in run.trail], dim=1).cpu()
-
-
-def _kept_mask(indices: Int[Tensor, "images kept"], patches: int) -> Bool[Tensor, "images patches"]:
     # One more column collects the indices of no patch (-1), and is cut off.
-    mask = torch.zeros(len(indices), patches + 1, dtype=torch.bool, device=indices.device)
-    return mask.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches]
+    none = torch.zeros(images, patches + 1, dtype=torch.bool, device=run.trail[0].device)
+    masks = [none.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches] for indices in run.trail]
+    return torch.stack(masks, dim=1).cpu()
 
 
 def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from attnrx.change.predictions import observe_images
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import ANY, MODEL, checked
 from attnrx.support.errors import DataError, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention
-from attnrx.vit.models import InputValidation, evaluating, family_of, observing, require_all_tokens
+from attnrx.vit.models import family_of, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.observation import Observation
 
@@ -74,7 +74,6 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
 
 
 def _moments(model: nn.Module, calibration: ImageData) -> list[RowMoments]:
-    family = family_of(model)
     image_set = images_for(model, calibration, "calibration", limit=OBSERVED)
     images = image_set.take(min(OBSERVED, len(image_set)))
     if not len(images):
@@ -89,13 +88,9 @@ def _moments(model: nn.Module, calibration: ImageData) -> list[RowMoments]:
             rows = torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
             sums[index, name] = sums.get((index, name), 0) + rows.mT @ rows
 
-    validation, weight = InputValidation(model, family, "to_svda"), next(model.parameters())
-    with evaluating([model]), observing(model, family, observe):
-        for batch in track(images.batches(BATCH, device=weight.device), "reading moments", -(-len(images) // BATCH)):
-            model(validation.take(batch.images))
-    validation.notes()  # called for its warning
+    observe_images(model, images, observe, "to_svda", "reading moments", BATCH)
     moments = []
-    for index in range(len(family.attention(model))):
+    for index in range(len(family_of(model).attention(model))):
         # The last entry is the number of rows, so the last column becomes the mean.
         query, key = (sums[index, name] / sums[index, name][:, -1:, -1:] for name in ("query", "key"))
         mean = key[:, :-1, -1]

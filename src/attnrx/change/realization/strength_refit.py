@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from attnrx.change.decompositions import StrengthFit
-from attnrx.change.predictions import BATCH
+from attnrx.change.predictions import observe_images
 from attnrx.data import ImageSet
 from attnrx.nouns.prescription import LayerPrescription, Prescription
-from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import InputValidation, evaluating, family_of, observing
+from attnrx.vit.models import family_of
 from attnrx.vit.observation import Observation
 
 
@@ -19,8 +18,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
     bit-identical.
     """
-    family = family_of(model)
-    attentions = family.attention(model)
+    attentions = family_of(model).attention(model)
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
     def observe(index: int, observation: Observation) -> None:
@@ -31,12 +29,7 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
         left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
         fits[index].observe(left, right, observation.scores, observation.scale)
 
-    weight, input_validation = next(model.parameters()), InputValidation(model, family, "realize")
-    with evaluating([model]), observing(model, family, observe):
-        batches = calibration.batches(BATCH, device=weight.device)
-        for batch in track(batches, "fitting strengths", -(-len(calibration) // BATCH)):
-            model(input_validation.take(batch.images))
-    input_validation.notes()  # called for its warning
+    observe_images(model, calibration, observe, "realize", "fitting strengths")
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
 
 

@@ -43,9 +43,8 @@ class _Moments(OutputMoments):
         for layer, (readings, outputs) in enumerate(zip(per_layer, self.outputs, strict=True)):
             readout = self.readouts[layer].double().cpu()
             heads, v_head_dim = readout.shape[:2]
-            covariance = outputs.value.cpu().double() / max(outputs.rows, 1)
             readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, v_head_dim)
-            readings["output_covariance"] = covariance.reshape(heads, v_head_dim, heads * v_head_dim)
+            readings["output_covariance"] = outputs.covariance().reshape(heads, v_head_dim, heads * v_head_dim)
             readings["readout_gram"] = readout @ readout.mT
         return per_layer
 

@@ -65,6 +65,11 @@ class CentredMoment:
         self.mean = torch.zeros(())
         self.value = torch.zeros(())
 
+    def covariance(self) -> Float[Tensor, "features features"]:
+        """Returns the moment per row, symmetric, in float64 on the CPU; zero without rows."""
+        covariance = self.value.cpu().double() / max(self.rows, 1)
+        return (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
+
     def add(self, rows: Float[Tensor, "rows features"]) -> None:
         count = rows.shape[0]
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))

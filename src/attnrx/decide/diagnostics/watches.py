@@ -36,8 +36,7 @@ class MapWatch:
         weight = weight.detach().cpu().double()
         bias = None if bias is None else bias.detach().cpu().double()
         mean = self.moment.mean.cpu().double()
-        covariance = self.moment.value.cpu().double() / max(self.moment.rows, 1)
-        covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
+        covariance = self.moment.covariance()
         if self.on_inputs:
             factors = activation_aware(weight, bias, covariance)
             mean = weight @ mean + (0.0 if bias is None else bias)
@@ -69,8 +68,7 @@ def hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment 
     strength = {"weights": first.weight.detach().cpu().double().norm(dim=1) * after}
     if moment is None or not moment.rows:
         return HiddenDiagnosis(strength, weight, bias)
-    covariance = moment.value.cpu().double() / moment.rows
-    covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
+    covariance = moment.covariance()
     # The root mean square of what a unit adds to the outputs, without its mean, which the bias can take over.
     strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
     strength["centered"] = unit_losses(covariance, weight).sqrt()

@@ -1,4 +1,8 @@
-"""Budgets: the largest kept share whose closed-form MACs fit a target; no model is built."""
+"""Budgets of given rules: the largest share whose closed-form MACs fit a target; no model is built.
+
+A plan (`planner.py`) chooses ranks and tokens of every layer by what they change. This is for what it cannot do: one
+share of rules that the user states, the same share of the MACs of a part of every layer, and models without weights.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

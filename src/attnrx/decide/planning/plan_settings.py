@@ -33,7 +33,7 @@ from attnrx.support.progress import Log, no_log
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.costs.latency import CLOCKS
 from attnrx.vit.models import family_of
-from attnrx.vit.tokens import Reducer, Ward, parse_reducer
+from attnrx.vit.tokens import Ward, parse_reducer
 
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 # On CUDA they are multiples of at most 8 for every target: products of half precision with other sizes are slow
@@ -188,12 +188,16 @@ class PlanSettings:
         for axis in self.axes or AXES:
             try:
                 if axis == TOKENS:
-                    space = self._with_tokens(space)
+                    layout = family_of(model).token_layout(model)
+                    relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
+                    reducer = Ward(relevance=relevance) if self.reducer is None else parse_reducer(self.reducer)
+                    space = replace(space, axes=AXES, reducer=reducer, step=step_for(layout.patches))
                 space.require_choices(axis)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:
                 # An axis that the model has, but the diagnosis did not measure, is not left out.
-                if self._is_requested(axis) or isinstance(error, MissingMoments):
+                is_requested = self.axes is not None or (axis == TOKENS and self.reducer is not None)
+                if is_requested or isinstance(error, MissingMoments):
                     raise
                 reasons[axis] = str(error)
         if not present:
@@ -201,20 +205,6 @@ class PlanSettings:
         for axis, reason in reasons.items():
             self.log(f"the plan is without {axis}: {reason}")
         return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
-
-    def _is_requested(self, axis: str) -> bool:
-        return self.axes is not None or (axis == TOKENS and self.reducer is not None)
-
-    def _with_tokens(self, space: Space) -> Space:
-        """Returns the space with the axis of tokens; raises NotSupported if the model cannot prune or merge them."""
-        patches = family_of(space.model).token_layout(space.model).patches
-        return replace(space, axes=AXES, reducer=self._reducer(space.model), step=step_for(patches))
-
-    def _reducer(self, model: nn.Module) -> Reducer:
-        if self.reducer is not None:
-            return parse_reducer(self.reducer)
-        layout = family_of(model).token_layout(model)
-        return Ward(relevance=RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0)
 
 
 EFFORTS: Mapping[str, PlanSettings] = {

@@ -1,7 +1,8 @@
 """Matched controls: prescriptions that keep the same number of directions of every map, selected differently."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -10,12 +11,12 @@ from attnrx.decide.rules.parsing import parse_rules
 from attnrx.decide.rules.prescribing import prescribe_maps
 from attnrx.decide.rules.rule import Rule
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.prescription import LayerPrescription, Prescription, TokenPrescription
+from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.arguments import NATURAL, checked, each, instance, one_of, optional, whole
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.maps import HEADS, TOKENS
-from attnrx.vit.tokens import Random, TokenPolicy
+from attnrx.vit.tokens import Random
 from attnrx.vit.tokens.fusing import Soft
 
 CONTROLS = ("random", "largest", "uniform")
@@ -84,14 +85,13 @@ def _of_kind(
         return
     for draw in range(draws if kind == "random" else 1):
         fixed = {HEADS} if rules.keys() != {HEADS} else set()  # other maps depend on the heads that stay
-        controls = {name: rule if name in fixed else _control(kind, rule, seed + draw) for name, rule in rules.items()}
+        made: dict[str, Callable[[Rule], Rule]] = {
+            "random": partial(RandomMatched, seed=seed + draw),
+            "largest": LargestMatched,
+            "uniform": UniformMatched,
+        }
+        controls = {name: rule if name in fixed else made[kind](rule) for name, rule in rules.items()}
         yield prescribe_maps(diagnosis, {**controls, TOKENS: prescription.tokens})
-
-
-def _control(kind: str, rule: Rule, seed: int) -> Rule:
-    if kind == "random":
-        return RandomMatched(rule, seed)
-    return LargestMatched(rule) if kind == "largest" else UniformMatched(rule)
 
 
 def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> Iterator[Prescription]:
@@ -100,27 +100,25 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
         raise InvalidInput("controls of a prescription without rules and tokens: there is nothing to match.")
     if kind != "random":
         raise NotSupported(f"the control {kind!r} does not exist for tokens; use 'random'.")
+    reducer = tokens.policy.reducer
     for draw in range(draws):
-        policy = _random_policy(tokens.policy, seed + draw)
+        scores = Random(seed + draw)
+        # Only the scores are random: fusing pruned patches is part of the policy, and of its costs.
+        policy = replace(
+            tokens.policy, reducer=replace(reducer, scores=scores) if isinstance(reducer, Soft) else scores
+        )
         yield replace(prescription, tokens=TokenPrescription.of(policy))
-
-
-def _random_policy(policy: TokenPolicy, seed: int) -> TokenPolicy:
-    """Returns the policy with random scores; the treatment of pruned patches stays the same."""
-    reducer = policy.reducer
-    # Only the scores are random: fusing pruned patches is part of the policy, and of its costs.
-    return replace(policy, reducer=replace(reducer, scores=Random(seed)) if isinstance(reducer, Soft) else Random(seed))
 
 
 def _same(one: Prescription, other: Prescription) -> bool:
     """Returns whether two prescriptions keep the same directions of every map."""
-    first, second = (
-        [part for layer in prescription.layers for part in (layer.qk.keep, layer.heads, *_encodings(layer))]
-        for prescription in (one, other)
-    )
+
+    def kept(prescription: Prescription) -> Iterator[Tensor]:
+        for layer in prescription.layers:
+            yield from (layer.qk.keep, layer.heads)
+            if layer.hidden is not None:
+                yield layer.hidden.keep
+            yield from (layer.outputs[name].encode for name in sorted(layer.outputs))
+
+    first, second = list(kept(one)), list(kept(other))
     return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
-def _encodings(layer: LayerPrescription) -> list[Tensor]:
-    hidden = [] if layer.hidden is None else [layer.hidden.keep]
-    return [*hidden, *(layer.outputs[name].encode for name in sorted(layer.outputs))]

@@ -1,6 +1,6 @@
 """Metrics in which the directions of a head are optimal, and spectra rewritten in them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -28,19 +28,10 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "mix": {"key_softmax": MIX, "key_covariance": 1 - MIX},
 }
 
-
-def _balanced(metric: str) -> Callable[[LayerDiagnosis], Balanced]:
-    return lambda layer: balance(*grams_in(metric, layer))
-
-
 # weights: the matrices W_Q W_K^T (TruncAtt). augmented: with the query bias as one more row, because it changes the
 # softmax; the key bias does not. activation: the mean square of the scores on the data. centered: that of the scores
 # minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax.
-METRICS: Mapping[str, Callable[[LayerDiagnosis], Balanced]] = {
-    "weights": lambda layer: svd_directions(layer.spectrum.query[..., :-1], layer.spectrum.key[..., :-1]),
-    "augmented": lambda layer: svd_directions(layer.spectrum.query, layer.spectrum.key[..., :-1]),
-    **{metric: _balanced(metric) for metric in KEY_MOMENTS},
-}
+METRICS = ("weights", "augmented", *KEY_MOMENTS)
 
 
 def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
@@ -52,8 +43,6 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
             share their directions.
         InvalidInput: The diagnosis lacks the moments of the metric.
     """
-    if metric not in METRICS:
-        raise UnknownName("metric", metric, (OWN, *METRICS))
     _require_changeable(metric, layer)
     if layer.spectrum.has_norms:
         raise NotSupported(
@@ -66,21 +55,24 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
             "SlimAtt, IrrAtt); the strengths rank the shared directions: omit the metric, or prescribe the original "
             "model."
         )
-    return METRICS[metric](layer)
+    if metric in KEY_MOMENTS:
+        return balance(*_grams_in(metric, layer))
+    return svd_directions(*_weight_rows(metric, layer))  # from the rows, whose Grams have lost digits
 
 
-def grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
-    """Returns the moments [heads, directions, directions] of query and key rows that define a metric.
-
-    Raises:
-        UnknownName: There is no such metric.
+def _weight_rows(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
+    """Returns the rows [heads, directions, features] of query and key by whose product "weights" or "augmented" is
+    defined.
     """
-    if metric in ("weights", "augmented"):
-        query = layer.spectrum.query if metric == "augmented" else layer.spectrum.query[..., :-1]
-        key = layer.spectrum.key[..., :-1]
-        return query.double() @ query.double().mT, key.double() @ key.double().mT
+    spectrum = layer.spectrum
+    return spectrum.query if metric == "augmented" else spectrum.query[..., :-1], spectrum.key[..., :-1]
+
+
+def _grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
+    """Returns the moments [heads, directions, directions] of query and key rows that define a metric."""
     if metric not in KEY_MOMENTS:
-        raise UnknownName("metric", metric, (OWN, *METRICS))
+        query, key = (rows.double() for rows in _weight_rows(metric, layer))
+        return query @ query.mT, key @ key.mT
     keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
     return layer.reading("query_gram"), keys
 
@@ -89,13 +81,16 @@ def rotary_directions(metric: str, layer: LayerDiagnosis) -> RotaryDirections:
     """Returns the forms of every head of a layer of rotary attention that are best at every rank in a metric.
 
     Raises:
+        UnknownName: The metric is none of METRICS.
         NotSupported: The layer has a norm over all features of query and key.
     """
     _require_changeable(metric, layer)
-    return RotaryDirections(*grams_in(metric, layer), layer)
+    return RotaryDirections(*_grams_in(metric, layer), layer)
 
 
 def _require_changeable(metric: str, layer: LayerDiagnosis) -> None:
+    if metric not in METRICS:
+        raise UnknownName("metric", metric, (OWN, *METRICS))
     if "qk" in layer.spectrum.fixed:
         raise NotSupported(
             f"metric={metric!r} would combine directions of a layer with a norm over all features of query and key."

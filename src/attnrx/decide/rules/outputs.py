@@ -1,6 +1,6 @@
 """Applies rules to heads, vo, fc1, fc2 and hidden."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from attnrx.change.decompositions import (
 from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.metrics import OWN
 from attnrx.decide.rules.rule import Rule, inner_rules, metric_of
-from attnrx.nouns.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
 from attnrx.support.errors import InvalidRule, MissingMoments, UnknownName
 from attnrx.support.shapes import Float, Tensor
@@ -79,20 +79,19 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
     """
     metric = output_metric(rule, HEADS)
     _require_moments(diagnosis, HEADS, rule, metric)
-    layers = []
+    spectra, readings = [], []
     for layer in diagnosis.layers:
         strength = _head_strengths(layer, metric)
         identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
-        readings = {name: value for name, value in layer.readings.items() if name in PAIRS}
-        readings["heads"] = torch.tensor([layer.spectrum.heads])  # their numbers in the original model
-        layers.append(LayerDiagnosis(_spectrum(identity, identity, strength[None], (0,), HEADS), readings))
-    view = replace(diagnosis, layers=tuple(layers))
-    decisions: list[HeadDecision | None] = []
-    for index, layer in enumerate(layers):
-        decision = rule.decide(view, index)
-        heads = HeadDecision(decision.keep[0], layer.spectrum.strength[0], metric_reasons(decision, metric))
-        decisions.append(None if bool(heads.keep.all()) else heads)
-    return decisions
+        spectra.append(_spectrum(identity, identity, strength[None], (0,), HEADS))
+        numbers = torch.tensor([layer.spectrum.heads])  # in the original model
+        readings.append({**{name: layer.readings[name] for name in PAIRS if name in layer.readings}, "heads": numbers})
+    decided = _decided(rule, diagnosis, spectra, readings)
+    decisions = [
+        HeadDecision(decision.keep[0], spectrum.strength[0], metric_reasons(decision, metric))
+        for decision, spectrum in zip(decided, spectra, strict=True)
+    ]
+    return [None if bool(decision.keep.all()) else decision for decision in decisions]
 
 
 def _head_strengths(layer: LayerDiagnosis, metric: str) -> Float[Tensor, "heads"]:
@@ -125,12 +124,13 @@ def decide_values(
     balanced = [_value_directions(layer, metric) for layer in diagnosis.layers]
     tables = [_value_spectrum(table, layer, metric) for table, layer in zip(balanced, diagnosis.layers, strict=True)]
     spectra = [without_heads(table, removal) for table, removal in zip(tables, heads, strict=True)]
-    view = _view(diagnosis, spectra)
+    if rule is None:
+        decided = [keep_only(spectrum, spectrum.used) for spectrum in spectra]
+    else:
+        decided = _decided(rule, diagnosis, spectra)
     decisions: list[OutputDecision | None] = []
     for index, (layer, directions) in enumerate(zip(diagnosis.layers, balanced, strict=True)):
-        spectrum = spectra[index]
-        decision = keep_only(spectrum, spectrum.used) if rule is None else rule.decide(view, index)
-        decision = limited_to_heads(decision, heads[index])
+        decision = limited_to_heads(decided[index], heads[index])
         if bool((decision.keep | ~tables[index].used).all()):
             decisions.append(None)
             continue
@@ -192,10 +192,21 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
     spectra = [
         _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
     ]
-    # The view has the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
-    view = _view(diagnosis, spectra)
-    decisions = iter([_decide_map(rule, view, index, entry, metric) for index, entry in enumerate(entries)])
-    return [None if entry is None else next(decisions) for entry in maps]
+    # Of the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
+    decided = iter(zip(_decided(rule, diagnosis, spectra), tables, strict=True))
+    decisions: list[OutputDecision | None] = [None] * len(maps)
+    for index, entry in enumerate(maps):
+        if entry is None:
+            continue
+        decision, table = next(decided)
+        (rank,) = decision.ranks
+        if 0 < rank and pays(rank, table.directions.shape[1], entry.inputs):
+            # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder; a copy, because
+            # files hold no tensors that share their memory.
+            encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
+            factors = encode, encode.mT.clone(), table.center, table.strength[None]
+            decisions[index] = OutputDecision((rank,), *factors, reasons)
+    return decisions
 
 
 def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | None]:
@@ -220,36 +231,25 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | Non
     # Rows without features: an identity of all hidden units would be a large table that no rule reads.
     rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]
     spectra = [_spectrum(empty, empty, strength, (0,), HIDDEN) for empty, strength in zip(rows, strengths, strict=True)]
-    view = _view(diagnosis, spectra)
-    return [_decide_units(rule.decide(view, index), entry, metric) for index, entry in enumerate(entries)]
-
-
-def _decide_units(decision: ScoreDecision, units: HiddenDiagnosis, metric: str) -> HiddenDecision | None:
-    keep, weight, bias = decision.keep[0], units.weight.double(), units.bias.double()
-    if bool(keep.all()):
-        return None
-    new_weight = weight[:, keep]
-    if metric != WEIGHTS:
-        assert units.covariance is not None and units.mean is not None
-        new_weight, mean = compensated(units.covariance, weight, keep), units.mean.double()
-        # The refit is about the means, so the bias keeps the mean output.
-        bias = bias + weight @ mean - new_weight @ mean[keep]
-    return HiddenDecision(keep, units.strength[metric], new_weight, bias, metric_reasons(decision, metric))
+    decisions: list[HiddenDecision | None] = []
+    for decision, entry in zip(_decided(rule, diagnosis, spectra), entries, strict=True):
+        keep, weight, bias = decision.keep[0], entry.weight.double(), entry.bias.double()
+        if bool(keep.all()):
+            decisions.append(None)
+            continue
+        new_weight = weight[:, keep]
+        if metric != WEIGHTS:
+            assert entry.covariance is not None and entry.mean is not None
+            new_weight, mean = compensated(entry.covariance, weight, keep), entry.mean.double()
+            # The refit is about the means, so the bias keeps the mean output.
+            bias = bias + weight @ mean - new_weight @ mean[keep]
+        reasons = metric_reasons(decision, metric)
+        decisions.append(HiddenDecision(keep, entry.strength[metric], new_weight, bias, reasons))
+    return decisions
 
 
 def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:
     return tuple(f"{reason}; metric {metric}" for reason in decision.reasons)
-
-
-def _decide_map(rule: Rule, view: Diagnosis, index: int, entry: MapDiagnosis, metric: str) -> OutputDecision | None:
-    decision, table = rule.decide(view, index), entry.metrics[metric]
-    (rank,) = decision.ranks
-    if not 0 < rank or not pays(rank, table.directions.shape[1], entry.inputs):
-        return None
-    # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder; a copy, because files hold
-    # no tensors that share their memory.
-    encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
-    return OutputDecision((rank,), encode, encode.mT.clone(), table.center, table.strength[None], reasons)
 
 
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
@@ -279,6 +279,13 @@ def _spectrum(
     return Spectrum(left, right, strength.double(), used, 1.0, "none", units, of)
 
 
-def _view(diagnosis: Diagnosis, spectra: Sequence[Spectrum]) -> Diagnosis:
-    """Returns a diagnosis with the spectra of another map in place of the scores, as input of a rule."""
-    return replace(diagnosis, layers=tuple(LayerDiagnosis(spectrum, {}) for spectrum in spectra))
+def _decided(
+    rule: Rule, diagnosis: Diagnosis, spectra: Sequence[Spectrum], readings: Sequence[Mapping[str, Tensor]] = ()
+) -> list[ScoreDecision]:
+    """Returns the decisions of a rule about another map: it sees a diagnosis with the spectra of this map in place of
+    those of the scores.
+    """
+    readings = readings or [{}] * len(spectra)
+    layers = tuple(LayerDiagnosis(*parts) for parts in zip(spectra, readings, strict=True))
+    view = replace(diagnosis, layers=layers)
+    return [rule.decide(view, index) for index in range(len(layers))]

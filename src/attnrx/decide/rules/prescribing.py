@@ -68,7 +68,11 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     if HEADS in stated:
         _require_readings(diagnosis, stated[HEADS])
         heads = decide_heads(diagnosis, stated[HEADS])
-    scores, spectra = _decide_scores(_without_removed(diagnosis, heads), stated.get("qk"))
+    without_removed = [
+        replace(layer, spectrum=without_heads(layer.spectrum, removal))
+        for layer, removal in zip(diagnosis.layers, heads, strict=True)
+    ]
+    scores, spectra = _decide_scores(replace(diagnosis, layers=tuple(without_removed)), stated.get("qk"))
     scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
     # By map a list over the layers; transposed below.
     decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
@@ -121,14 +125,6 @@ def _num_kept(layer: LayerPrescription, name: str) -> int | None:
     if name == HIDDEN:
         return None if layer.hidden is None else int(layer.hidden.keep.sum())
     return sum(layer.outputs[name].ranks) if name in layer.outputs else None
-
-
-def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None]) -> Diagnosis:
-    pairs = zip(diagnosis.layers, heads, strict=True)
-    return replace(
-        diagnosis,
-        layers=tuple(replace(layer, spectrum=without_heads(layer.spectrum, removal)) for layer, removal in pairs),
-    )
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
