@@ -411,13 +411,13 @@ class _Pass:
                 diagnoses[layer] = hidden_diagnosis(first, second, self.hidden.get(layer))
         return diagnoses
 
-    def _map_diagnosis(self, place: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
+    def _map_diagnosis(self, key: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
         # The plain SVD needs no images, so every diagnosis has it.
         metrics = {"weights": singular_directions(linear.weight, linear.bias)}
-        if place in self.watches:
-            metrics["centered"] = self.watches[place].read(linear.weight, linear.bias)
+        if key in self.watches:
+            metrics["centered"] = self.watches[key].read(linear.weight, linear.bias)
         return MapDiagnosis(linear.in_features, metrics)
 
     def run(self, batch: Batch) -> None:

@@ -47,11 +47,11 @@ def _steps(strength: Tensor, multiple: int) -> Float[Tensor, "units steps"]:
     return energy.unflatten(1, (-1, multiple)).sum(-1) if energy.shape[1] else energy
 
 
-def _require_total(total: int, multiple: int, least: int, most: int) -> None:
-    if multiple < 1 or total % multiple or not least <= total <= most:
+def _require_total(total: int, multiple: int, least: int, largest: int) -> None:
+    if multiple < 1 or total % multiple or not least <= total <= largest:
         raise InvalidInput(
             f"a total rank of {total} in multiples of {multiple} is not possible: give a multiple between {least} and "
-            f"{most}."
+            f"{largest}."
         )
 
 
@@ -75,10 +75,10 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
     Raises:
         InvalidInput: The multiple, the minimum or the total is not possible with these directions.
     """
-    units, most = loss.shape[0], loss.shape[1] - 1
-    _require_directions(most, multiple, minimum)
+    units, largest = loss.shape[0], loss.shape[1] - 1
+    _require_directions(largest, multiple, minimum)
     floor = -(-minimum // multiple)
-    _require_total(total, multiple, units * floor * multiple, units * most)
+    _require_total(total, multiple, units * floor * multiple, units * largest)
     choices = loss.detach().cpu().double()[:, floor * multiple :: multiple]
     steps = _cheapest(choices.numpy(), total // multiple - units * floor)
     return tuple((step + floor) * multiple for step in steps)

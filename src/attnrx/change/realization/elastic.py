@@ -152,8 +152,8 @@ class Elastic:
     def __repr__(self) -> str:
         return "\n".join((f"Elastic({str(self.folder)!r})", *map(str, self.sizes)))
 
-    def load(self, of: str, most: float, **given: Any) -> nn.Module:
-        """Returns the model that costs at most the share `most` of the original's `of`: macs, params or latency.
+    def load(self, quantity: str, limit: float, **given: Any) -> nn.Module:
+        """Returns the model that costs at most the share `limit` of the original's `quantity`: macs, params or latency.
 
         Latency is interpolated linearly in the MACs between the stored sizes; tokens do not change the parameters, so a
         budget of parameters takes a stored size. `given` are arguments of `load_model`.
@@ -161,13 +161,13 @@ class Elastic:
         Raises:
             NotSupported: No size is small enough, or the latency was not measured.
         """
-        if of == "params":
-            fitting = [size for size in self.sizes if size.params <= most]
+        if quantity == "params":
+            fitting = [size for size in self.sizes if size.params <= limit]
             if not fitting:
-                raise self._too_small(of, most)
+                raise self._too_small(quantity, limit)
             return self.model_of(_least_divergent(fitting, lambda size: size.params), **given)
-        sizes = self.sizes if of == "macs" else self._fastest()
-        macs = most if of == "macs" else self._macs_for(most, sizes)
+        sizes = self.sizes if quantity == "macs" else self._fastest()
+        macs = limit if quantity == "macs" else self._macs_for(limit, sizes)
         for size in self._candidates(macs, sizes):
             model = self.model_of(size, **given)
             # The MACs of the original, without loading it.
@@ -176,7 +176,7 @@ class Elastic:
             # Smaller than requested is the last resort: such a size is returned even if its tokens cannot be changed.
             if is_own or fit_tokens_(model, macs * original_macs) or size.macs <= macs:
                 return model
-        raise self._too_small(of, most)
+        raise self._too_small(quantity, limit)
 
     def model_of(self, size: Size, **given: Any) -> nn.Module:
         """Loads a size, and checks that it is the model of its entry.
@@ -247,11 +247,11 @@ class Elastic:
                 return fewer_macs + (more_macs - fewer_macs) * (latency - fast) / max(slow - fast, 1e-9)
         raise self._too_small("latency", latency)
 
-    def _too_small(self, of: str, most: float) -> NotSupported:
+    def _too_small(self, quantity: str, limit: float) -> NotSupported:
         sizes = "\n".join(map(str, self.sizes))
         return NotSupported(
-            f"{self.folder} has no size with {most:.3g} of the original's {of}. It has\n{sizes}\nRequest more, or make "
-            "a smaller size with attnrx.elastic."
+            f"{self.folder} has no size with {limit:.3g} of the original's {quantity}. It has\n{sizes}\nRequest more, "
+            "or make a smaller size with attnrx.elastic."
         )
 
 
@@ -266,8 +266,8 @@ def is_elastic(folder: Path | str) -> bool:
     return (Path(folder) / INDEX).is_file()
 
 
-def fit_tokens_(model: nn.Module, most: float) -> bool:
-    """Changes the numbers of tokens of the model's policy, in place, so that it costs at most `most` MACs, and hardly
+def fit_tokens_(model: nn.Module, limit: float) -> bool:
+    """Changes the numbers of tokens of the model's policy, in place, so that it costs at most `limit` MACs, and hardly
     less.
 
     The shares of pruned patches of all stages are multiplied by one factor. Returns False, with the model unchanged,
@@ -285,12 +285,12 @@ def fit_tokens_(model: nn.Module, most: float) -> bool:
     # At the largest factor one patch remains after the last stage. `high` fits the budget at every step, so the result
     # does.
     low, high = 0.0, (1 - 1 / patches) / (1 - policy.keep[-1])
-    if macs(high) > most:
+    if macs(high) > limit:
         reduction.use_policy_(policy)
         return False
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if macs(middle) > most else (low, middle)
+        low, high = (middle, high) if macs(middle) > limit else (low, middle)
     reduction.use_policy_(scaled(policy, high))
     return True
 

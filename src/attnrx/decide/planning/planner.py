@@ -402,8 +402,8 @@ class _PlansAtCost:
         found = self.planner.measurements
         trial = found.trial(knobs, step, found.trial_answers)
         unit = f" {found.answers.kind.unit}".rstrip()
-        spend = self.planner.target.minimized
-        self.planner.log(f"a plan of {100 * step.cost:.1f} % of the {spend}: divergence {trial.divergence:.3g}{unit}")
+        cost = f"{100 * step.cost:.1f} % of the {self.planner.target.minimized}"
+        self.planner.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}")
         return trial
 
 
@@ -440,14 +440,14 @@ def explained(
     even = weights_of(space, {})
     for layer in range(space.depth):
         for axis in (*RANKS, TOKENS):
-            value = _of(choices, axis)[layer]
+            value = _values_of(choices, axis)[layer]
             if not value:
                 continue
             back = choices.with_num_pruned(layer, 0) if axis == TOKENS else choices.with_level(axis, layer, 0)
-            alone = nothing.with_num_pruned(layer, value) if axis == TOKENS else nothing.with_level(axis, layer, value)
+            single = nothing.with_num_pruned(layer, value) if axis == TOKENS else nothing.with_level(axis, layer, value)
             what = f"{value} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[value]:g} of their rank"
             # Savings are given all other choices, because those of ranks depend on the tokens that remain.
-            saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(alone, even)
+            saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(single, even)
             damage = f"alone {cost:.2g} {unit}".rstrip()
             lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.quantity}, {damage}")
     return tuple(lines)
@@ -455,12 +455,12 @@ def explained(
 
 def described_choices(space: Space, choices: Choices) -> str:
     """Returns the mean share of the ranks that every changed axis keeps, and the patches left at the end."""
-    means = {axis: sum(space.levels[level] for level in _of(choices, axis)) / space.depth for axis in RANKS}
+    means = {axis: sum(space.levels[level] for level in _values_of(choices, axis)) / space.depth for axis in RANKS}
     parts = [f"{axis} {100 * mean:.0f} % of the ranks" for axis, mean in means.items() if mean < 1]
     if any(choices.num_pruned):
         parts.append(f"{space.patches - choices.left[-1]} of {space.patches} patches at the end")
     return ", ".join(parts)
 
 
-def _of(choices: Choices, axis: str) -> Sequence[int]:
+def _values_of(choices: Choices, axis: str) -> Sequence[int]:
     return choices.num_pruned if axis == TOKENS else getattr(choices, axis)

@@ -161,10 +161,10 @@ def measured_layers(depth: int, every: int) -> tuple[int, ...]:
 
 def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
     """Interpolates logarithms [layer, _] linearly between the measured layers."""
-    filled = np.empty_like(logs)
+    interpolated = np.empty_like(logs)
     for index, column in enumerate(logs.T):
-        filled[:, index] = np.interp(range(len(logs)), layers, column[list(layers)])
-    return filled
+        interpolated[:, index] = np.interp(range(len(logs)), layers, column[list(layers)])
+    return interpolated
 
 
 class _BatchProbe:

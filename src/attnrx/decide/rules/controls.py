@@ -85,12 +85,12 @@ def _of_kind(
         return
     for draw in range(draws if kind == "random" else 1):
         fixed = {HEADS} if rules.keys() != {HEADS} else set()  # other maps depend on the heads that stay
-        made: dict[str, Callable[[Rule], Rule]] = {
+        control_of: dict[str, Callable[[Rule], Rule]] = {
             "random": partial(RandomMatched, seed=seed + draw),
             "largest": LargestMatched,
             "uniform": UniformMatched,
         }
-        controls = {name: rule if name in fixed else made[kind](rule) for name, rule in rules.items()}
+        controls = {name: rule if name in fixed else control_of[kind](rule) for name, rule in rules.items()}
         yield prescribe_maps(diagnosis, {**controls, TOKENS: prescription.tokens})
 
 

@@ -46,20 +46,20 @@ NEEDS = {
 PAIRS = ("spectral_redundancy", "output_similarity")
 
 
-def output_metric(rule: Rule, of: str) -> str:
+def output_metric(rule: Rule, name: str) -> str:
     """Returns the metric of a rule for one of OUTPUT_MAPS or UNIT_MAPS: the one it states, or its default.
 
     Raises:
         UnknownName: The metric does not exist for this map.
     """
     known, default = OUTPUT_METRICS, CENTERED
-    if of == HEADS:
+    if name == HEADS:
         known, default = HEAD_METRICS, _head_metric(rule)
-    elif of == HIDDEN:
+    elif name == HIDDEN:
         known = HIDDEN_METRICS
     metric = metric_of(rule) or default
     if metric not in known:
-        raise UnknownName(f"metric of {of}", metric, known)
+        raise UnknownName(f"metric of {name}", metric, known)
     return metric
 
 
@@ -273,10 +273,10 @@ def _value_spectrum(directions: Balanced, layer: LayerDiagnosis, metric: str) ->
 
 
 def _spectrum(
-    left: Tensor, right: Tensor, strength: Float[Tensor, "units directions"], units: tuple[int, ...], of: str
+    left: Tensor, right: Tensor, strength: Float[Tensor, "units directions"], units: tuple[int, ...], name: str
 ) -> Spectrum:
     used = torch.ones_like(strength, dtype=torch.bool)
-    return Spectrum(left, right, strength.double(), used, 1.0, "none", units, of)
+    return Spectrum(left, right, strength.double(), used, 1.0, "none", units, name)
 
 
 def _decided(

@@ -37,7 +37,7 @@ class _Choice:
 
     error: float
     slow: int
-    still: int
+    unrotated: int
     rotated: int
 
 
@@ -56,10 +56,10 @@ class _Head:
         coherence: Float[Tensor, "frequencies"],
     ):
         self.left, self.right, self.pairs = left, right, pairs
-        self.size, self.num_still = len(pairs), int((pairs < 0).sum())
-        count = (self.size - self.num_still) // 2
+        self.size, self.num_unrotated = len(pairs), int((pairs < 0).sum())
+        count = (self.size - self.num_unrotated) // 2
         # [pairs, 2]: the rows of the real and the imaginary part of every pair.
-        self.rows_of = self.num_still + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
+        self.rows_of = self.num_unrotated + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
         self.mean = coherence[pairs[self.rows_of[:, 0]]].clamp(0, 1)
         # The mean squares of the products of two pairs' shares of the scores, if queries and keys are independent.
         products = left * right.mT
@@ -74,11 +74,11 @@ class _Head:
         num_slow = int((self.mean >= LEAST_COHERENCE).sum())
         for slow in range(num_slow + 1):
             for choice in self._path(slow):
-                rank = choice.still + 2 * choice.rotated
+                rank = choice.unrotated + 2 * choice.rotated
                 # With all directions the original is exact; rounding must not prefer another form.
                 if choice.error < best[rank].error and (rank < self.size or not slow):
                     best[rank] = choice
-        best[self.size] = _Choice(0.0, 0, self.num_still, len(self.mean))
+        best[self.size] = _Choice(0.0, 0, self.num_unrotated, len(self.mean))
         for rank in range(1, self.size + 1):  # an odd rank may be worth no more than the even one below
             if best[rank - 1].error < best[rank].error:
                 best[rank] = best[rank - 1]
@@ -90,25 +90,25 @@ class _Head:
         # removed ordinary directions (`tails`, by the number kept), and the removed fast pairs (`rests`).
         static, fast = self.slowest[:slow], self._fast(slow)
         lost = float((self.energy[static] * (1 - self.mean[static].square())).sum())
-        gains = self._still(slow).strength[0].square()
+        gains = self._unrotated(slow).strength[0].square()
         tails = torch.cat([gains.flip(0).cumsum(0).flip(0), gains.new_zeros(1)]).tolist()
         # Pairs are not orthogonal: entry k sums the products of all pairs from k on, cross terms included.
         joint_errors = self.products[fast][:, fast].flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
         rests = torch.cat([joint_errors.clamp_min(0), joint_errors.new_zeros(1)]).tolist()
-        still, rotated, path = 0, 0, []
+        unrotated, rotated, path = 0, 0, []
         energy, gain = self.energy[fast].tolist(), gains.tolist()
         while True:
-            path.append(_Choice(tails[still] + rests[rotated] + lost, slow, still, rotated))
-            if still < len(gain) and rotated < len(energy):
-                next_is_pair = energy[rotated] / 2 > gain[still]  # a pair costs two ranks
+            path.append(_Choice(tails[unrotated] + rests[rotated] + lost, slow, unrotated, rotated))
+            if unrotated < len(gain) and rotated < len(energy):
+                next_is_pair = energy[rotated] / 2 > gain[unrotated]  # a pair costs two ranks
                 if next_is_pair:  # the odd rank in between holds one more ordinary direction
-                    path.append(_Choice(tails[still + 1] + rests[rotated] + lost, slow, still + 1, rotated))
+                    path.append(_Choice(tails[unrotated + 1] + rests[rotated] + lost, slow, unrotated + 1, rotated))
             else:
                 next_is_pair = rotated < len(energy)
             if next_is_pair:
                 rotated += 1
-            elif still < len(gain):
-                still += 1
+            elif unrotated < len(gain):
+                unrotated += 1
             else:
                 return path
 
@@ -120,11 +120,11 @@ class _Head:
     def _static_rows(self, slow: int) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
         """Returns the rows without rotation, and the mean cosine of each."""
         static = self.slowest[:slow]
-        rows = torch.cat([torch.arange(self.num_still), self.rows_of[static].flatten()])
-        ones = torch.ones(self.num_still, dtype=torch.float64)
+        rows = torch.cat([torch.arange(self.num_unrotated), self.rows_of[static].flatten()])
+        ones = torch.ones(self.num_unrotated, dtype=torch.float64)
         return rows, torch.cat([ones, self.mean[static].repeat_interleave(2)])
 
-    def _still(self, slow: int) -> Balanced:
+    def _unrotated(self, slow: int) -> Balanced:
         rows, mean = self._static_rows(slow)
         left, right = (gram[rows][:, rows] for gram in (self.left, self.right))
         return balance(left[None], (mean[:, None] * right * mean)[None])
@@ -133,10 +133,11 @@ class _Head:
         """Returns left and right rows [kept, d], strengths [kept] and pairs [kept] of the form of this rank."""
         choice = self.choices[rank]
         rows, mean = self._static_rows(choice.slow)
-        balanced = self._still(choice.slow)
+        balanced = self._unrotated(choice.slow)
         # The mean cosine is a factor of the key side, as in the balanced form.
-        left, right = (self.left.new_zeros(choice.still, self.size) for _ in range(2))
-        left[:, rows], right[:, rows] = balanced.left[0, : choice.still], balanced.right[0, : choice.still] * mean
+        left, right = (self.left.new_zeros(choice.unrotated, self.size) for _ in range(2))
+        left[:, rows] = balanced.left[0, : choice.unrotated]
+        right[:, rows] = balanced.right[0, : choice.unrotated] * mean
         pairs = self._fast(choice.slow)[: choice.rotated]
         pairs = pairs[self.pairs[self.rows_of[pairs, 0]].argsort()]
         largest = float(self.energy.max().clamp_min(0).sqrt()) if len(pairs) else 0.0
@@ -146,11 +147,11 @@ class _Head:
         # Rows of a pair are only scaled, by the same factor: a combination with others would not commute with rotation.
         scaled_rows = torch.zeros(len(indices), self.size, dtype=torch.float64)
         scaled_rows[torch.arange(len(indices)), indices] = strength.rsqrt()
-        none = torch.full((choice.still,), -1)
+        none = torch.full((choice.unrotated,), -1)
         return (
             torch.cat([left, scaled_rows]),
             torch.cat([right, scaled_rows]),
-            torch.cat([balanced.strength[0, : choice.still], strength]),
+            torch.cat([balanced.strength[0, : choice.unrotated], strength]),
             torch.cat([none, self.pairs[indices]]),
         )
 
