@@ -529,6 +529,13 @@ def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         HF.load("google/vit-base-patch16-224")
 
 
+def test_a_timm_that_is_too_old_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = of_timm(VIT, depth=1)
+    monkeypatch.delattr("timm.models.get_model_args")
+    with pytest.raises(NotSupported, match=r"need timm 1\.0\.31 or newer, and \S+ is installed: pip install -U"):
+        load(vit)
+
+
 @pytest.mark.data
 def test_a_real_vit_tiny_keeps_its_logits() -> None:
     weights = Path(os.environ.get("ATTNRX_DATA", "")) / "vit_tiny_patch16_224.safetensors"
