@@ -244,7 +244,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
         try:
             found = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
         except (NotSupported, NoOpPrescription) as refused:
-            assert re.search("cannot be promised|the cheapest|nothing to plan", str(refused))
+            assert re.search("cannot be promised|out of reach|nothing to plan", str(refused))
             return
         assert found.measured is not None and found.measured["faster"] >= 1 / 0.9
         return
@@ -271,9 +271,9 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
         "promised_agreement",
         "promised_change",
     ]
-    # The very images that were promised by; ten of them may predict an agreement so badly that it has no limit.
-    assert findings[0].outcome == "holds"
-    assert all(finding.outcome == ("reported" if finding.limit is None else "holds") for finding in findings)
+    # The very images that were promised by; ten of them exclude little, and may predict an agreement without a limit.
+    for finding in findings:
+        assert finding.outcome in (("reported",) if finding.limit is None else ("holds", "undecided"))
     broken = Comparison(cases.model(CONFIG, seed=5), model, pixels(CONFIG, 10), prescription=kept)
     assert Promises()(broken)[0].outcome == "fails"
 
