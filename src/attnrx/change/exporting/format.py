@@ -71,8 +71,6 @@ class Format(ABC):
     """The optional libraries that write and run the file, which `extra` installs."""
     extra: ClassVar[str] = "onnx"
     runtime: ClassVar[str]
-    unfused: ClassVar[bool] = True
-    """Whether attention is exported unfused at exact ranks, instead of as one fused call at padded ranks."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
     on_cuda: ClassVar[bool] = False
     """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""

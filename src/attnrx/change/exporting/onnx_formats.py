@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnrx.change.exporting.flat_attention import use_flat_attention
 from attnrx.change.exporting.format import INPUT, Format, Run, library, run_script, to_numpy
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
@@ -32,15 +33,15 @@ class Onnx(Format):
 
     Weights above MOST_BYTES are in an external file.
 
-    Attention is exported unfused at exact ranks: ONNX Runtime's matrix products accept any width, so padding would only
-    add operations. `opset` is the operator set version, 18 to 23; it includes GELU from 20 on.
+    `opset` is the operator set version, 18 to 23. It has GELU from 20 on, and attention in one operation from 23 on:
+    give a smaller one for a runtime that does not have it yet.
     """
 
     name: ClassVar[str] = "onnx"
     libraries: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnxruntime")
     runtime: ClassVar[str] = "ONNX Runtime"
     suffix: ClassVar[str] = ".onnx"
-    opset: int = 20
+    opset: int = 23
 
     def __post_init__(self):
         if self.opset not in OPSETS:
@@ -71,12 +72,14 @@ class Onnx(Format):
         library("onnxscript.optimizer").fold_constants(
             translated.model, input_size_limit=MOST_BYTES, output_size_limit=MOST_BYTES
         )
-        # In this order: equal weights become one, then nodes with equal inputs, and then nothing uses their copies.
         passes = library("onnx_ir.passes.common")
+        # In this order: equal weights become one, then nodes with equal inputs, and then nothing uses their copies.
         for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
             getattr(passes, f"{name}Pass")()(translated.model)
+        use_flat_attention(translated.model)
+        passes.RemoveUnusedNodesPass()(translated.model)
         _name_batch(translated.model)
-        size = sum(tensor.nbytes for tensor in program.state_dict.values())
+        size = sum(tensor.nbytes for tensor in weights_of(program))
         translated.save(str(path), external_data=size > MOST_BYTES)
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
@@ -106,6 +109,11 @@ class Onnx(Format):
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         # None: all outputs, of which there is one.
         return lambda images: torch.from_numpy(session.run(None, {INPUT: to_numpy(images)})[0])
+
+
+def weights_of(program: torch.export.ExportedProgram) -> list[Tensor]:
+    """Returns the weights and the constants of a program."""
+    return [each for each in (*program.state_dict.values(), *program.constants.values()) if isinstance(each, Tensor)]
 
 
 def _output_axes(program: torch.export.ExportedProgram) -> int:

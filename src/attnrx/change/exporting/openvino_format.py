@@ -77,7 +77,7 @@ class OpenVINO(Format):
             finally:
                 onnx.unlink(missing_ok=True)
         else:
-            model = openvino.convert_model(program.run_decompositions({torch.ops.aten.index_add.default: _index_add}))
+            model = openvino.convert_model(program)
         # By default the weights would be stored in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)
 
@@ -107,8 +107,3 @@ class OpenVINO(Format):
             return torch.from_numpy(compiled[images.shape](to_numpy(images))[0].copy())
 
         return run
-
-
-def _index_add(table: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor:
-    """Adds rows to a matrix by an operation that OpenVINO can translate."""
-    return table.scatter_add(dim, index[:, None].expand_as(rows), rows)

@@ -51,7 +51,7 @@ class Runtime:
         threads = self.conditions.threads or torch.get_num_threads()
         # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
         with TemporaryDirectory() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
-            program = captured(ready, example, ({1: Dim.AUTO},), form)
+            program = captured(ready, example, ({1: Dim.AUTO},))
             path = Path(folder) / f"part{form.suffix}"
             form.write(program, path, [example])
             return form.open(path, self.conditions.device, threads)

@@ -23,7 +23,6 @@ class Program(Format):
     name: ClassVar[str] = "program"
     runtime: ClassVar[str] = "torch.export"
     suffix: ClassVar[str] = ".pt2"
-    unfused: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ROUNDING)
     on_cuda: ClassVar[bool] = True
     runs_code: ClassVar[bool] = True

@@ -1,5 +1,6 @@
 """Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 
 from attnrx.change.exporting.export_files import (
     present_script,
@@ -45,9 +47,10 @@ from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
-from attnrx.vit.attention import Attention, Eager, Fused, using
+from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
+from attnrx.vit.kernels.cached_weights import fixed_weights
 from attnrx.vit.models import (
     TokenReduction,
     described_tokens,
@@ -311,7 +314,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     batches = subject.batches(form.wanted)
     steps = track(("capturing", "writing", "comparing"), f"exporting {path.name}, steps")
     next(steps)
-    program = _captured(subject, form)
+    program = _captured(subject)
     next(steps)
     with temporary_folder(path) as room:
         written = room / path.name
@@ -348,7 +351,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     return Exported(path, form, subject.images, facts).eval()
 
 
-def _captured(subject: ExportSubject, form: Format) -> torch.export.ExportedProgram:
+def _captured(subject: ExportSubject) -> torch.export.ExportedProgram:
     """Captures the model with torch.export for a fixed or a dynamic batch size."""
     images = subject.images
     example = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
@@ -359,24 +362,61 @@ def _captured(subject: ExportSubject, form: Format) -> torch.export.ExportedProg
     else:
         problem, advice = "this model cannot be captured by torch.export", ""
     with raising(problem, advice):
-        return captured(subject.model, example, shapes, form)
+        return captured(subject.model, example, shapes)
 
 
-def captured(
-    model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None, form: Format
-) -> torch.export.ExportedProgram:
+def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
     """Captures a model, or a part of it, for inputs like the example, of which `shapes` states the free sizes."""
-    with torch.no_grad(), _unfused(model) if form.unfused else nullcontext():
-        return torch.export.export(model, (example,), dynamic_shapes=shapes)
+    with torch.no_grad(), _portable(model, example):
+        program = torch.export.export(model, (example,), dynamic_shapes=shapes)
+    return _simplified(program)
 
 
 @contextmanager
-def _unfused(model: nn.Module) -> Iterator[None]:
-    """Replaces fused attention by eager attention at exact ranks; proportional attention is already unfused."""
+def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
+    """Runs the attention of the model in one operation per layer, with the weights that it needs as constants.
+
+    Layers whose attention is captured for a token reducer keep their backend.
+    """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    layers = [layer for layer in layers if isinstance(layer.backend, Fused)]
-    with using(layers, [Eager() for _ in layers]):
+    backends = [_portable_backend(layer.backend) for layer in layers]
+    with using(layers, backends), fixed_weights() if layers else nullcontext():
+        if layers:
+            model(example)  # computes the constants
         yield
+
+
+def _portable_backend(backend: Backend) -> Backend:
+    if isinstance(backend, AttentionCapture):
+        return backend if backend.wanted else Portable(backend.sizes)
+    return backend if backend.watches else Portable()
+
+
+def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Removes operations that change nothing, those without users, and weights that no operation reads."""
+    graph, aten = program.graph, torch.ops.aten
+    for node in graph.nodes:
+        if node.target is aten.dropout.default or (node.target is aten.slice.Tensor and _takes_all(*node.args[1:])):
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in graph.find_nodes(op="placeholder"):
+        spec = specs[node.name]
+        # A constant was made of several weights, and nothing reads these any more.
+        if spec.kind != InputKind.USER_INPUT and not node.users:
+            graph.erase_node(node)
+            program.graph_signature.input_specs.remove(spec)
+            if spec.target in program.state_dict:
+                del program.state_dict[spec.target]
+    program.graph_module.recompile()
+    return program
+
+
+def _takes_all(dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> bool:
+    """Whether aten.slice with these arguments returns all of its input; Python writes one for each `:` of an index."""
+    return not start and step == 1 and (stop is None or stop == sys.maxsize)
 
 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:

@@ -314,11 +314,11 @@ def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Ca
         identity = torch.eye(state.patches.shape[1], dtype=state.tokens.dtype, device=state.tokens.device)
         return {**merged_tables, "members": identity.expand(len(state.tokens), -1, -1)}
 
-    def finished(tables: dict[str, Tensor], merged: Tensor | None) -> Tensor:
+    def finished(tables: dict[str, Tensor]) -> Tensor:
         # [images, tokens after, patches before]: the row in which a patch has a share. argmax does not take booleans.
         state, into = states.pop(), (tables.pop("members") > 0).to(torch.int8).argmax(1)
         records.goals.setdefault(state.stage, []).append((state.patch_indices.cpu(), into.cpu()))
-        return original.finished(tables, merged)
+        return original.finished(tables)
 
     return {"tables": tables, "finished": finished}
 

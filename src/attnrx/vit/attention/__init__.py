@@ -5,6 +5,7 @@ from attnrx.vit.attention.backends.auto import Auto, Fused, Native
 from attnrx.vit.attention.backends.backend import Backend, Eager
 from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAttention, Observed, sized_softmax
 from attnrx.vit.attention.backends.explicit import Explicit
+from attnrx.vit.attention.backends.portable import Portable
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import unit_rows
 from attnrx.vit.attention.named_backends import BACKENDS, backend_of, use_backend
@@ -24,6 +25,7 @@ __all__ = [
     "Fused",
     "Native",
     "Observed",
+    "Portable",
     "Positions",
     "ScoreFactors",
     "backend_of",

@@ -7,6 +7,7 @@ import torch
 
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.kernels.cached_weights import has_fixed_weights
 
 ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
 HeadOutputs = Float[Tensor, "batch queries features"]
@@ -30,7 +31,8 @@ class AttentionContext(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor) -> "AttentionContext":
         """Returns the context of tokens of shape [batch, tokens, width]."""
-        free = not is_recorded()
+        # A run that computes the constants of a graph takes the same way as the graph.
+        free = not (is_recorded() or has_fixed_weights())
         # A recorded graph must not depend on the threads of the machine that records it.
         threads = torch.get_num_threads() if free else 0
         return cls(tokens.shape[0], tokens.shape[1], tokens.device.type, tokens.dtype, threads, free)

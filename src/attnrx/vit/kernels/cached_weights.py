@@ -1,7 +1,9 @@
 """Values derived from parameters, cached while no gradients are needed and the parameters have the same content."""
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +14,32 @@ from attnrx.support.shapes import Tensor
 from attnrx.vit.kernels.compilation import kernel_threads, native_library
 
 Value = TypeVar("Value")
+
+
+class _Fixed(threading.local):
+    active = False
+
+
+_FIXED = _Fixed()
+
+
+@contextmanager
+def fixed_weights() -> Iterator[None]:
+    """Keeps every cached value that is computed in the context until its end, without hashes of the parameters.
+
+    A graph that is recorded in the context after a run of the model has these values as constants, such as one matrix
+    for query, key and value, in place of the operations that compute them. The parameters must not change meanwhile.
+    """
+    before, _FIXED.active = _FIXED.active, True
+    try:
+        yield
+    finally:
+        _FIXED.active = before
+
+
+def has_fixed_weights() -> bool:
+    """Whether this thread is in the context of `fixed_weights`."""
+    return _FIXED.active
 
 
 class CachedWeights(Generic[Value]):
@@ -29,10 +57,16 @@ class CachedWeights(Generic[Value]):
 
     def __call__(self, key: Hashable, parameters: Sequence[Tensor | None], build: Callable[[], Value]) -> Value:
         """Returns the value, from the cache if that is safe; a parameter may be None."""
-        if not self.possible(parameters):
+        if _FIXED.active:
+            # A value that is built while a graph is recorded is part of the graph, and must not be stored.
+            if is_recorded() and (self._kept is None or self._kept[0] != (_FIXED, key)):
+                return build()
+            state: tuple[Hashable, ...] = (_FIXED, key)
+        elif self.possible(parameters):
+            state = (key, *content_of(parameters))
+        else:
             self._kept = None
             return build()
-        state = (key, *content_of(parameters))
         entry = self._kept
         if entry is None or entry[0] != state:
             # Outside inference mode, so that callers in and out of inference mode can use the value.
@@ -42,7 +76,9 @@ class CachedWeights(Generic[Value]):
 
     @staticmethod
     def possible(parameters: Iterable[Tensor | None]) -> bool:
-        """Whether a value of these parameters, of any shapes, would be cached now."""
+        """Whether a value of these parameters, of any shapes, would be cached now, or is fixed."""
+        if _FIXED.active:
+            return True
         # A recorded value must be part of the graph: of autograd, so that weights get a gradient, or of a compiler.
         if is_recorded():
             return False

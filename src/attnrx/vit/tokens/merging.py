@@ -60,11 +60,8 @@ class Merging(Reducer):
         """Divides the patches of one round, of which at most `most` are merged; others are in neither set."""
         return ALTERNATING
 
-    def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
-        """Returns the patches for the next layer.
-
-        Only patches at `merged` (indices over all images, possibly repeated) have changed; None: any may have changed.
-        """
+    def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
+        """Returns the patches for the next layer."""
         return tables["patches"]
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
@@ -85,21 +82,20 @@ class Merging(Reducer):
             kept = indices_of(state.present_mask > 0, state.num_present)
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
-        tables, num_rows, merged = self.first_tables(tables), sizes.shape[1], None
+        tables, num_rows = self.first_tables(tables), sizes.shape[1]
         present_indices = kept
         destinations = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1) if state.tracked else None
         while (patches := sizes.shape[1]) > count:
             merging = self._round(state, tables, sizes, patches - count)
             tables = {name: merging.of(table) for name, table in tables.items()}
-            # After several rounds, any patch may have changed.
-            merged = merging.into if patches == num_rows else None
-            sizes, kept = merging.sizes, merging.stay if kept is None else kept.gather(1, merging.stay)
+            stay = merging.stay
+            sizes, kept = merging.sizes, stay if kept is None else kept.gather(1, stay)
             destinations = None if destinations is None else merging.destinations.gather(1, destinations)
         if kept is None:
             kept = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1)
         if destinations is not None and present_indices is not None:  # pruned patches have none
             destinations = torch.full_like(state.patch_indices, -1).scatter(1, present_indices, destinations)
-        return Reduction(kept, self.finished(tables, merged), sizes=sizes, destinations=destinations)
+        return Reduction(kept, self.finished(tables), sizes=sizes, destinations=destinations)
 
     def reduce_by_cost(
         self, state: TokenState, threshold_of: Callable[[Float[Tensor, "batch first"]], float]
@@ -138,7 +134,7 @@ class Merging(Reducer):
         # Goals are in the second set, so the size of a merged source becomes exactly 0.
         merged_sizes[:, first] -= source_sizes
         for name, table in tables.items():
-            # As in `Round`: changes add up, so several sources can have one goal.
+            # mean = goal + sum of shares * (source - goal): changes add up, so several sources can have one goal.
             change = (table[:, first] - gathered_rows(table, goals)) * shares
             tables[name] = table.scatter_add(1, goals[..., None].expand_as(change), change)
         remains = merged_sizes > 0
@@ -147,9 +143,7 @@ class Merging(Reducer):
         positions = remains.cumsum(1) - 1
         positions[:, first] = torch.where(merges, positions.gather(1, goals), positions[:, first])
         tables = {name: gathered_rows(table, stay) for name, table in tables.items()}
-        changed = (merged_sizes != sizes).gather(1, stay)
-        new_sizes = merged_sizes.gather(1, stay)
-        patches = self.finished(tables, (changed & (new_sizes > 0)).flatten().nonzero()[:, 0])
+        new_sizes, patches = merged_sizes.gather(1, stay), self.finished(tables)
         destinations = torch.full_like(state.patch_indices, -1)
         destinations = destinations.scatter(1, kept, positions.masked_fill(sizes == 0, -1))
         return Reduction(kept.gather(1, stay), patches, sizes=new_sizes, destinations=destinations)
@@ -165,44 +159,40 @@ class Merging(Reducer):
 
 
 class Round:
-    """One round: patches at `sources` are merged into those at `goals`; `stay` are the indices of the remaining
-    patches.
+    """One round: patches at `sources` are merged into those at `goals`.
 
-    Only goals change: weighted differences are added to them. `into` are their indices after the round, over all
-    images. The number of tensor operations is kept small, because launch overhead dominates for small batches.
+    `destinations` [batch, patches] is the index after the round of every patch, or of the one that it is merged into.
+    `shares` [batch, left, patches] are the weights of the patches in the means that are left, so that one matrix
+    product merges a table: few operations, because starting them takes most of the time for small batches, and the same
+    result in every run, other than sums by index on a GPU. A patch that is not merged has the weight 1, exactly.
     """
 
     def __init__(self, sizes: Float[Tensor, "batch patches"], sources: Indices, goals: Indices):
-        patches = sizes.shape[1]
-        num_left = patches - sources.shape[1]
-        source_sizes = sizes.gather(1, sources)
-        merged_sizes = sizes.scatter_add(1, goals, source_sizes)
+        num_left = sizes.shape[1] - sources.shape[1]
         # Integers, because TorchScript cannot scatter booleans, and ONNX cannot sum them.
-        remains = torch.ones_like(sizes, dtype=torch.int64).scatter(1, sources, 0)
-        self.stay = indices_of(remains > 0, num_left)
-        self.sizes = merged_sizes.gather(1, self.stay)
-        # mean = goal + sum of shares * (source - goal): additive, so several sources can have one goal.
-        self._shares = (source_sizes / merged_sizes.gather(1, goals)).flatten()[:, None]
-        # Rows of all images are indexed at once: image times patches, plus the index within the image.
-        image = torch.arange(sizes.shape[0], device=sizes.device)[:, None]
-        offset = image * patches
-        self._sources, self._goals, self._stay = ((offset + rows).flatten() for rows in (sources, goals, self.stay))
-        # The cumulated sum counts the remaining patches up to one, so less 1 it is the index of that one.
-        self._order, self._merged = remains.cumsum(1) - 1, (sources, goals)
-        self.into = (image * num_left + self._order.gather(1, goals)).flatten()
+        self._remains = torch.ones_like(sizes, dtype=torch.int64).scatter(1, sources, 0)
+        # The number of remaining patches up to one is its index after the round, counted from 1.
+        order = self._remains.cumsum(1)
+        numbers = order.scatter(1, sources, order.gather(1, goals))
+        rows = torch.arange(1, num_left + 1, device=sizes.device)[:, None]
+        weights = sizes[:, None] * (numbers[:, None] == rows)
+        total = weights.sum(2, keepdim=True)
+        self.sizes, self.shares, self._numbers = total[..., 0], weights / total, numbers
+
+    @property
+    def stay(self) -> Int[Tensor, "batch left"]:
+        """The indices of the patches that are left."""
+        return indices_of(self._remains > 0, self.sizes.shape[1])
 
     @property
     def destinations(self) -> Int[Tensor, "batch patches"]:
-        """The index after the round of every patch, or of the one that it was merged into."""
-        sources, goals = self._merged
-        return self._order.scatter(1, sources, self._order.gather(1, goals))
+        return self._numbers - 1
 
     def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
         """Returns the merged rows of a table."""
-        rows = table.flatten(0, 1)
-        remaining = rows.index_select(0, self._stay)
-        change = (rows.index_select(0, self._sources) - rows.index_select(0, self._goals)) * self._shares
-        return remaining.index_add_(0, self.into, change).view(*self.stay.shape, -1)
+        merged = self.shares @ table
+        # Under autocast the product has a lower precision than the table.
+        return merged if merged.dtype == table.dtype else merged.to(table.dtype)
 
 
 def _inverse(kept: Indices, present_mask: Bool[Tensor, "batch patches"]) -> Indices:
@@ -218,7 +208,9 @@ def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tenso
 
 def _indices_in(side: Side, positions: Indices) -> Indices:
     """Returns the patch indices of these positions in a set."""
-    return side.start + side.step * positions if isinstance(side, slice) else side.gather(1, positions)
+    if not isinstance(side, slice):
+        return side.gather(1, positions)
+    return side.step * positions + side.start if side.start else side.step * positions
 
 
 def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) -> Int[Tensor, "batch present"]:

@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.native_merging import Merged, native_merge, native_merge_by_cost
 from attnrx.vit.tokens.merging import Merging, Tables
 from attnrx.vit.tokens.reducer import NativeMerge, Shape
@@ -92,24 +90,14 @@ class Ward(Merging):
         """Returns the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
         squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_weights"))
         # 2 x y - (|x|^2 + |y|^2), the negative squared distance: [batch, first, second].
-        distances = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
+        distances = 2 * (first["patches"] @ second["patches"].transpose(1, 2)) - squares
         # Rounding can make the squared distance of equal patches negative.
-        return distances.clamp_max_(0).div_(weights)
+        return distances.clamp_max(0) / weights
 
-    def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
+    def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
         """Returns the patches, rescaled to their stored norms."""
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches
-        rows, lengths = patches.flatten(0, 1), tables["lengths"].flatten(0, 1)
-        if merged is not None:
-            rows, lengths = rows.index_select(0, merged), lengths.index_select(0, merged)
         # A mean of opposite patches can be zero, and stays zero.
-        stretched = rows * (lengths / rows.norm(dim=-1, keepdim=True).clamp_min(1e-6))
-        if merged is not None:
-            # A patch with several merged sources is written repeatedly, with the same value.
-            whole = patches.flatten(0, 1)
-            # In place, unless traced: OpenVINO loses the shape of a view that is written to.
-            copy = whole.index_copy if torch.jit.is_tracing() else whole.index_copy_
-            stretched = copy(0, merged, stretched)
-        return stretched.view_as(patches)
+        return patches * (tables["lengths"] / patches.norm(dim=-1, keepdim=True).clamp_min(1e-6))

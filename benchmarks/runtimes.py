@@ -1,0 +1,166 @@
+"""Speeds of exported files against the conversion of the runtime's vendor, in one interleaved run per cell.
+
+    python benchmarks/runtimes.py --out runs/runtimes                       # ViT-Tiny, all cells
+    python benchmarks/runtimes.py --only openvino-bf16 --batches 1 --threads 1 --rounds 60
+    python benchmarks/runtimes.py --counts                                  # operations by type alone, no timing
+
+The anchor is timm's own model: `openvino.convert_model`, and `torch.onnx.export` with its defaults. Every other model
+is exported by attnrx, with a dynamic batch size. "static" compiles each file for one batch size, "free" for any. The
+latency does not depend on the weights, which are random. Cells that were measured before are read from the folder, so
+that an interrupted run goes on.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import openvino
+import timm
+import torch
+
+import attnrx as rx
+from attnrx.support.storage import read_json, write_json
+from attnrx.support.tables import markdown_table
+from attnrx.vit.costs.latency import Ratio, interleave
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import parse_policy
+
+ANCHOR, UNCHANGED = "timm", "unchanged"
+MODELS = ("hidden=uniform_rank:0.5", "tokens=ward:0.7@4,7,10", "tokens=ward:0.4@5", "tokens=ward:13@every")
+RUNTIMES = {"openvino-f32": ".xml", "openvino-bf16": ".xml", "onnx-f32": ".onnx"}
+ROUNDS = {1: 60, 8: 20, 32: 10}
+
+
+def model_of(name: str, architecture: str) -> torch.nn.Module:
+    """Returns the model of timm, or the one of attnrx with a rule text."""
+    torch.manual_seed(0)
+    library_model = timm.create_model(architecture).eval()
+    if name == ANCHOR:
+        return library_model
+    model = rx.load(library_model)
+    if name.startswith("tokens="):
+        attach_tokens_(model, family_of(model), parse_policy(name.removeprefix("tokens=")))
+    elif name != UNCHANGED:
+        model = rx.realize(model, rx.prescribe(rx.diagnose(model, torch.randn(8, *images_of(1).shape[1:])), name))
+    return model.eval()
+
+
+def images_of(batch: int) -> torch.Tensor:
+    """Returns noise as images of a batch, [batch, 3, 224, 224]."""
+    return torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+
+
+def file_of(name: str, architecture: str, suffix: str, folder: Path) -> Path:
+    """Writes the file of a model, unless it exists."""
+    stem = "".join(letter if letter.isalnum() else "-" for letter in name)
+    path = folder / f"{architecture}-{stem}-{suffix[1:]}{suffix}"
+    if path.exists():
+        return path
+    model = model_of(name, architecture)
+    if name != ANCHOR:
+        rx.export(model, path, "openvino" if suffix == ".xml" else "onnx")
+    elif suffix == ".xml":
+        converted = openvino.convert_model(model, example_input=images_of(2))
+        converted.reshape([-1, 3, 224, 224])
+        openvino.save_model(converted, path, compress_to_fp16=False)
+    else:
+        shapes = ({0: torch.export.Dim("batch")},)
+        program: Any = torch.onnx.export(
+            model, (images_of(2),), dynamo=True, dynamic_shapes=shapes, input_names=["images"], verbose=False
+        )
+        program.save(path)
+    return path
+
+
+def opened(path: Path, runtime: str, batch: int, threads: int, is_static: bool) -> Callable[[], object]:
+    """Returns a function that runs the file once."""
+    images = images_of(batch).numpy()
+    if path.suffix == ".onnx":
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = threads, 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if is_static:
+            options.add_free_dimension_override_by_name("batch", batch)
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        return lambda: session.run(None, {"images": images})
+    core = openvino.Core()
+    model = core.read_model(path)
+    if is_static:
+        model.reshape(list(images.shape))
+    hints = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": runtime.rpartition("-")[2],
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    compiled = core.compile_model(model, "CPU", hints)
+    return lambda: np.copy(compiled(images)[0])
+
+
+def counts_of(path: Path) -> Counter[str]:
+    """Returns the number of operations of a file by type, without constants, inputs and outputs."""
+    if path.suffix == ".onnx":
+        types = [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
+    else:
+        types = [node.get_type_name() for node in openvino.Core().read_model(path).get_ordered_ops()]
+    return Counter(name for name in types if name not in ("Constant", "Parameter", "Result"))
+
+
+def measured(paths: Mapping[str, Path], cell: tuple[str, str, int, int], rounds: int | None) -> dict[str, Any]:
+    """Times all files in turns, and returns the speed of each against the anchor with its interval."""
+    runtime, shape, batch, threads = cell
+    runs = {name: opened(path, runtime, batch, threads, shape == "static") for name, path in paths.items()}
+    seconds = interleave(runs, rounds=rounds or ROUNDS.get(batch, 10), warmup=3)
+    speeds = {name: Ratio.of(seconds[ANCHOR], times) for name, times in seconds.items() if name != ANCHOR}
+    return {
+        "anchor_seconds": float(seconds[ANCHOR].median()),
+        "speeds": {name: [speed.value, speed.low, speed.high] for name, speed in speeds.items()},
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Writes the missing files, measures the missing cells and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--architecture", default="vit_tiny_patch16_224", metavar="NAME", help="of timm"
+    )
+    parser.add_argument("--models", nargs="*", default=MODELS, metavar="RULES", help="besides the unchanged model")
+    parser.add_argument("--out", type=Path, default=Path("runs/runtimes"), metavar="FOLDER")
+    parser.add_argument("--only", default="", metavar="TEXT", help="runtimes whose names have this in them")
+    parser.add_argument("--shapes", nargs="+", default=["static", "free"], choices=["static", "free"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, metavar="N", help="of every cell (60, 20 or 10 by batch size)")
+    parser.add_argument("--counts", action="store_true", help="print the operations of the files and measure nothing")
+    options = parser.parse_args(words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    names, record, rows = (ANCHOR, UNCHANGED, *options.models), options.out / "speeds.json", []
+    cells = read_json(record) if record.exists() else {}
+    for runtime in (name for name in RUNTIMES if options.only in name):
+        paths = {name: file_of(name, options.architecture, RUNTIMES[runtime], options.out) for name in names}
+        if options.counts:
+            for name, path in paths.items():
+                counts = counts_of(path)
+                print(f"{runtime} {name}: {counts.total()} operations", dict(counts.most_common()))
+            continue
+        for shape, batch, threads in product(options.shapes, options.batches, options.threads):
+            cell = runtime, shape, batch, threads
+            key = " ".join(map(str, (options.architecture, *cell, *options.models)))
+            if key not in cells:
+                cells[key] = measured(paths, cell, options.rounds)
+                write_json(record, cells)
+                print(key, cells[key], file=sys.stderr, flush=True)
+            speeds = [f"{value:.2f}x [{low:.2f}, {high:.2f}]" for value, low, high in cells[key]["speeds"].values()]
+            rows.append([*map(str, cell), f"{1000 * cells[key]['anchor_seconds']:.1f}", *speeds])
+    if rows:
+        print(markdown_table(["runtime", "shape", "batch", "threads", "timm, ms", *names[1:]], rows))
+
+
+if __name__ == "__main__":
+    main()

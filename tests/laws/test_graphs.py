@@ -1,0 +1,84 @@
+"""The graph of an exported model has no operation that its mathematics does not need, and gives the model's outputs."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.tokens import parse_policy
+from support.pretrained import BEIT, VIT, of_timm
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.usefixtures("single_precision")
+
+# One product for query, key and value, one attention, and nothing around it; bias and residual are additions.
+BLOCK = {"LayerNormalization": 2, "MatMul": 4, "Add": 6, "Split": 1, "Attention": 1, "Gelu": 1}
+STAGE = 62
+"""The operations of one stage of Ward in a graph for batches of any size; 195 before it was one matrix product."""
+
+
+def adopted(depth: int, name: str = VIT) -> nn.Module:
+    return rx.load(of_timm(name, depth=depth).float()).eval()
+
+
+def operations(model: nn.Module, path: Path, to: str = "onnx") -> Counter[str]:
+    """Exports the model, which compares the outputs, and counts the operations of the file by type."""
+    rx.export(model, path, to)
+    return Counter(node.op_type for node in onnx.load(path).graph.node if node.op_type != "Constant")
+
+
+def test_a_block_is_sixteen_operations(tmp_path: Path) -> None:
+    counts = [operations(adopted(depth), tmp_path / f"{depth}.onnx") for depth in (2, 3)]
+    assert counts[1] - counts[0] == BLOCK
+    assert not counts[0] - counts[1]
+
+
+def test_a_stage_of_merging_is_one_product(tmp_path: Path) -> None:
+    plain, merging = adopted(3), adopted(3)
+    attach_tokens_(merging, family_of(merging), parse_policy("ward:0.6@2"))
+    difference = operations(merging, tmp_path / "merging.onnx")
+    difference.subtract(operations(plain, tmp_path / "plain.onnx"))
+    assert difference.total() <= STAGE
+    assert difference["MatMul"] == 3  # the similarities, the patches, their norms
+    assert difference["TopK"] == 1
+    assert difference["Attention"] == 0
+
+
+@pytest.mark.parametrize("rules", ["qk=total_rank:0.6 vo=total_rank:0.7", "heads=total_rank:0.7 qk=uniform_rank:0.5"])
+def test_heads_of_different_ranks_are_one_attention(rules: str, tmp_path: Path) -> None:
+    model = adopted(2)
+    images = torch.randn(4, *family_of(model).input_shape(model), generator=torch.Generator().manual_seed(0))
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, images), rules)).eval()
+    counts = operations(small, tmp_path / "small.onnx")
+    assert counts["Attention"] == 2
+    assert counts["Softmax"] == 0
+
+
+@pytest.mark.parametrize("to", ["onnx", "onnx(opset=20)", "openvino", "program"])
+@pytest.mark.parametrize("name", [VIT, BEIT])
+@pytest.mark.slow
+def test_every_format_gives_the_outputs_for_any_batch(name: str, to: str, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    model = adopted(2, name)
+    file = rx.export(model, tmp_path / f"model{rx.exporting.parse_format(to).suffix}", to)
+    for count in (1, 5):
+        images = torch.randn(
+            count, *family_of(model).input_shape(model), generator=torch.Generator().manual_seed(count)
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(file(images), model(images), rtol=1e-3, atol=1e-4)
+
+
+def test_a_program_has_no_weights_that_it_does_not_read(tmp_path: Path) -> None:
+    """The matrix for query, key and value is a constant; the three of which it was made are not stored beside it."""
+    rx.export(adopted(2), tmp_path / "model.pt2", "program")
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert not [name for name in program.state_dict if ".query." in name or ".value." in name or ".key." in name]
+    weights = sum(each.numel() for each in (*program.state_dict.values(), *program.constants.values()))  # type: ignore[union-attr]
+    assert weights == sum(parameter.numel() for parameter in adopted(2).parameters())
