@@ -127,9 +127,7 @@ def measured(paths: Mapping[str, Path], cell: tuple[str, str, int, int], rounds:
 def main(words: Sequence[str] | None = None) -> None:
     """Writes the missing files, measures the missing cells and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--architecture", default="vit_tiny_patch16_224", metavar="NAME", help="of timm"
-    )
+    parser.add_argument("--architecture", default="vit_tiny_patch16_224", metavar="NAME", help="of timm")
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="RULES", help="besides the unchanged model")
     parser.add_argument("--out", type=Path, default=Path("runs/runtimes"), metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT", help="runtimes whose names have this in them")
