@@ -18,10 +18,10 @@ def use_flat_attention(model: Any) -> None:
     expanded: dict[Any, Any] = {}
     for node in [node for node in model.graph if node.op_type == "Attention"]:
         query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
-        num_queries, heads = query.shape[2], query.shape[1]
-        if mask is not None and mask.shape[2] != num_queries:
+        heads = query.shape[1]
+        if mask is not None and mask.shape[2] != query.shape[2]:
             if mask not in expanded:
-                expanded[mask] = _inserted(ir, node, "Expand", mask, [1, 1, num_queries, 1])
+                expanded[mask] = _with_all_queries(ir, node, mask, query)
             node.replace_input_with(3, expanded[mask])
         flat = [_flat_input(value) for value in node.inputs[:3]]
         joined = _flat_output(node.outputs[0])
@@ -35,14 +35,23 @@ def use_flat_attention(model: Any) -> None:
         ir.convenience.replace_all_uses_with(joined, node.outputs[0])
 
 
-def _inserted(ir: Any, node: Any, op_type: str, value: Any, numbers: list[int]) -> Any:
-    """Inserts an operation of a value and a constant of integers before a node, and returns its output."""
+def _with_all_queries(ir: Any, node: Any, mask: Any, query: Any) -> Any:
+    """Inserts an operation before a node that repeats the mask for every query, and returns its output."""
+    if isinstance(query.shape[2], int):
+        new = [_constant(ir, [1, 1, query.shape[2], 1])]
+    else:  # the size of the axis, which is known in the runtime only
+        parts = _constant(ir, [1, 1]), ir.node("Shape", [query], {"start": 2, "end": 3}), _constant(ir, [1])
+        new = [*parts, ir.node("Concat", [part.outputs[0] for part in parts], {"axis": 0})]
+    new.append(ir.node("Expand", [mask, new[-1].outputs[0]]))
+    new[-1].outputs[0].dtype = mask.dtype
+    node.graph.insert_before(node, new)
+    return new[-1].outputs[0]
+
+
+def _constant(ir: Any, numbers: list[int]) -> Any:
     constant = ir.node("Constant", [], {"value_ints": numbers})
     constant.outputs[0].dtype, constant.outputs[0].shape = ir.DataType.INT64, ir.Shape([len(numbers)])
-    new = ir.node(op_type, [value, constant.outputs[0]])
-    new.outputs[0].dtype = value.dtype
-    node.graph.insert_before(node, [constant, new])
-    return new.outputs[0]
+    return constant
 
 
 def _flat_input(value: Any) -> Any:
