@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
 DATA ?= cluttered-digits
+# Types and shapes of every call, which double the time: the quick tests check those of one walk (laws/test_shapes.py).
+CHECKED := --jaxtyping-packages=attnrx,attnrx_lab,beartype.beartype
 
 .PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench
 
@@ -14,11 +16,11 @@ demo: $(STAMP)  ## Trains a small ViT on handwritten digits among clutter, makes
 test: lint types imports docs unit  ## What CI runs: the checks of the source, the site, and the quick tests
 
 test-all: lint types imports docs  ## The same with every test and every case: trainings, searches, recipes, how-tos, sweeps
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --all
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --all $(CHECKED)
 
 # Beside `make test`, which runs on the newest versions: the suite takes too long for CI to run it twice.
 test-oldest: $(OLDEST)/.installed  ## The tests on the oldest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist worksteal --all tests/unit tests/laws
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist worksteal --all $(CHECKED) tests/unit tests/laws
 
 $(OLDEST)/.installed: requirements/oldest.txt pyproject.toml $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)

@@ -16,7 +16,7 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 # Deterministic products of matrices on CUDA need it, before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-QUICK_CASES = 10  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
+QUICK_CASES = 4  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
 CHROMIUM_FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -76,6 +76,17 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def timed_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latencies are measured in this process: another one imports torch, which takes seconds. Slow tests start them."""
+    if "slow" in request.keywords:
+        return
+    for module in ("attnrx.show.checks.latency", "attnrx.show.checks.promises", "attnrx.decide.planning.plan_timing"):
+        monkeypatch.setattr(f"{module}.PROCESSES", 1)
+    for module in ("attnrx.decide.planning.plan_timing", "attnrx.decide.planning.measured_costs"):
+        monkeypatch.setattr(f"{module}.call_in_subprocess_if", lambda function, *given, **_: function(*given))
 
 
 @pytest.fixture

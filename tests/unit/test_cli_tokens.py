@@ -255,9 +255,10 @@ def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace)
     )
 
 
+@pytest.mark.slow
 def test_sizes_are_made_and_loaded_by_their_budget(made: SimpleNamespace, tmp_path: Path) -> None:
     found = record(
-        "elastic", made.run, "--data", made.data, "--macs", "0.8,0.5", "--batch", 2, "--out", tmp_path / "all"
+        "elastic", made.run, "--data", made.data, "--macs", "0.8,0.5", "--effort", "quick", "--out", tmp_path / "all"
     )
     assert [size["name"] for size in found["sizes"]] == ["original", "macs-0.8", "macs-0.5"]
     whole, half = (record("costs", source)["macs"] for source in (made.run, f"{tmp_path / 'all'}@macs=0.65"))
