@@ -43,8 +43,8 @@ a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the 
 and `fc2`) and `tokens`. A model of any other library is read by a `Reader`
 ([Use a model of your own](how-to/own_model.md)).
 
-A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read, saved
-and loaded with the model; a head of a class of your own is refused.
+A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
+saved and loaded with the model; a head of a class of your own is refused.
 """
 
 

@@ -49,7 +49,9 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
 
 # %%
 point = plan.front[-1]
-print(f"{point.cost:.3f} of the {plan.minimized}: {point.sensitivity:.2g} nats predicted, {point.divergence:.2g} measured")
+print(
+    f"{point.cost:.3f} of the {plan.minimized}: {point.sensitivity:.2g} nats predicted, {point.divergence:.2g} measured"
+)
 
 # %% [markdown]
 # A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
