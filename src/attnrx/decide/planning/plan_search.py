@@ -148,10 +148,13 @@ def open_study(storage: str | None, name: str) -> Any:
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
-    if storage is not None and "://" not in storage and Path(storage).exists():
-        require_regular(storage)  # SQLite would wait for a pipe
+    address = storage
+    if storage is not None and "://" not in storage:
+        address = f"sqlite:///{storage}"
+        if Path(storage).exists():
+            require_regular(storage)  # SQLite would wait for a pipe
     try:
-        return optuna.create_study(storage=_address(storage), study_name=name, load_if_exists=True)
+        return optuna.create_study(storage=address, study_name=name, load_if_exists=True)
     # ImportError: the driver of the database is missing. RuntimeError: its tables are those of another version.
     except (sqlalchemy.exc.SQLAlchemyError, ImportError, RuntimeError) as error:
         cause = str(error).partition("\n")[0]
@@ -265,7 +268,3 @@ def _trial_of(stored: Any) -> Trial:
     (knobs, choices), measured = _known(stored), stored.user_attrs[MEASURED]
     step = Step(choices, measured["cost"], measured["sensitivity"])
     return Trial(knobs, step, measured["divergence"], stored.value)
-
-
-def _address(storage: str | None) -> str | None:
-    return storage if storage is None or "://" in storage else f"sqlite:///{storage}"

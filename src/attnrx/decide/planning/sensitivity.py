@@ -120,7 +120,10 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
     # of its layers on average.
     # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruning` never reads them.
-    counts = _pruned_counts(space, settings) if TOKENS in space.axes else []
+    shares = settings.pruned_shares if TOKENS in space.axes else ()
+    counts = sorted(
+        {min(max(space.step, round(share * space.patches)), space.patches - 1) for share in shares}  # one patch stays
+    )
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
     layers = measured_layers(space.depth, settings.layer_stride)
@@ -146,12 +149,6 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
         logs = over_layers(np.log(np.maximum(num_pruned[:, :, index] / len(answers), LEAST)), layers)
         by_measure[name] = Sensitivities(ranks, log_counts, logs, space.patches)
     return by_measure
-
-
-def _pruned_counts(space: Space, settings: PlanSettings) -> list[int]:
-    """Returns the numbers of pruned patches that are measured; at least one patch stays."""
-    counts = (max(space.step, round(share * space.patches)) for share in settings.pruned_shares)
-    return sorted({min(count, space.patches - 1) for count in counts})
 
 
 def measured_layers(depth: int, every: int) -> tuple[int, ...]:
