@@ -277,3 +277,12 @@ def test_unseen_images_are_neither_used_nor_selected(tmp_path: Path) -> None:
     taken = module["first_images"]({"training": unseen, "test": left}, len(unseen) + 5)
     assert {kind: len(images) for kind, images in taken.items()} == {"training": len(unseen), "test": 5}
     assert list(module["first_images"]({"training": unseen, "test": left}, 2)) == ["training"]
+
+
+@pytest.mark.slow
+def test_predicted_speeds_are_compared_with_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_default_dtype(torch.float32)
+    words = ["dense:digits", "--data", "digits", "--to", "eager", "--batch", "2"]
+    assert runpy.run_path(str(BENCHMARKS / "predicted_speed.py"))["main"](words) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| eager")]
+    assert len(rows) == 4 and all("x |" in row and row.endswith("% |") for row in rows)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,7 +82,8 @@ class PlanTimer:
         """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
 
         def measure() -> CostTable:
-            return timed_cost_table(self.space, self.settings, self._latency_shares)
+            shares = partial(self.latency_shares, rounds=self.settings.whole_rounds)
+            return timed_cost_table(self.space, self.settings, shares)
 
         return cached_cost_table(self.space, self.settings, measure)
 
@@ -110,22 +111,17 @@ class PlanTimer:
 
     def of_file(self, model: nn.Module) -> float:
         """Returns how much faster the file of a model is than the library's model."""
-        return self._file_speeds({"file": model}, ROUND_FACTOR * self.settings.whole_rounds)["file"]
+        return 1 / self.latency_shares({"file": model}, ROUND_FACTOR * self.settings.whole_rounds)["file"]
 
-    def _latency_shares(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
-        """Returns the latency of models, or of their files, as shares of that of the library's model."""
+    def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
+        """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
         settings = self.settings
         if settings.form is not None:
-            return {name: 1 / speed for name, speed in self._file_speeds(models, settings.whole_rounds).items()}
-        protocol = replace(settings.protocol, rounds=settings.whole_rounds)
-        sides = models, self.library_model, settings.noise(self.space.model), protocol
-        speeds = call_in_subprocess_if(
-            compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log
-        )
-        return {name: 1 / speed.faster.value for name, speed in speeds.items()}
-
-    def _file_speeds(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        return file_speeds(models, self.space.model, self.settings, self.images, rounds)
+            speeds = file_speeds(models, self.space.model, settings, self.images, rounds)
+            return {name: 1 / speed for name, speed in speeds.items()}
+        sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
+        timed = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        return {name: 1 / comparison.faster.value for name, comparison in timed.items()}
 
 
 def file_speeds(
