@@ -112,11 +112,13 @@ def counts_of(path: Path) -> Counter[str]:
     return Counter(name for name in types if name not in ("Constant", "Parameter", "Result"))
 
 
-def measured(paths: Mapping[str, Path], cell: tuple[str, str, int, int], rounds: int | None) -> dict[str, Any]:
+def measured(
+    paths: Mapping[str, Path], cell: tuple[str, str, int, int], rounds: int | None, clock: str
+) -> dict[str, Any]:
     """Times all files in turns, and returns the speed of each against the anchor with its interval."""
     runtime, shape, batch, threads = cell
     runs = {name: opened(path, runtime, batch, threads, shape == "static") for name, path in paths.items()}
-    seconds = interleave(runs, rounds=rounds or ROUNDS.get(batch, 10), warmup=3)
+    seconds = interleave(runs, rounds=rounds or ROUNDS.get(batch, 10), warmup=3, clock=clock)
     speeds = {name: Ratio.of(seconds[ANCHOR], times) for name, times in seconds.items() if name != ANCHOR}
     return {
         "anchor_seconds": float(seconds[ANCHOR].median()),
@@ -135,6 +137,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, metavar="N", help="of every cell (60, 20 or 10 by batch size)")
+    parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: of one thread on a busy machine")
     parser.add_argument("--counts", action="store_true", help="print the operations of the files and measure nothing")
     options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -149,9 +152,9 @@ def main(words: Sequence[str] | None = None) -> None:
             continue
         for shape, batch, threads in product(options.shapes, options.batches, options.threads):
             cell = runtime, shape, batch, threads
-            key = " ".join(map(str, (options.architecture, *cell, *options.models)))
+            key = " ".join(map(str, (options.architecture, *cell, options.clock, *options.models)))
             if key not in cells:
-                cells[key] = measured(paths, cell, options.rounds)
+                cells[key] = measured(paths, cell, options.rounds, options.clock)
                 write_json(record, cells)
                 print(key, cells[key], file=sys.stderr, flush=True)
             speeds = [f"{value:.2f}x [{low:.2f}, {high:.2f}]" for value, low, high in cells[key]["speeds"].values()]

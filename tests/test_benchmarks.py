@@ -259,6 +259,25 @@ def test_the_frontier_measures_every_method_once(tmp_path: Path, monkeypatch: py
     assert read_json(tmp_path / "out" / "frontier.json") == written
 
 
+@pytest.mark.slow
+def test_files_are_timed_beside_the_conversion_of_the_vendor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openvino")
+    torch.set_default_dtype(torch.float32)
+    main = runpy.run_path(str(BENCHMARKS / "runtimes.py"))["main"]
+    words = ["--out", str(tmp_path), "--models", "--only", "onnx"]
+    cells = ["--shapes", "free", "--batches", "1", "--threads", "1", "--rounds", "2"]
+    main([*words, *cells])
+    (cell,) = read_json(tmp_path / "speeds.json").values()
+    assert cell["anchor_seconds"] > 0 and list(cell["speeds"]) == ["unchanged"]
+    table = capsys.readouterr().out
+    main([*words, *cells])  # measures nothing anew
+    assert capsys.readouterr().out == table
+    main([*words, "--counts"])
+    assert "onnx-f32 unchanged: 198 operations" in capsys.readouterr().out
+
+
 def test_unseen_images_are_neither_used_nor_selected(tmp_path: Path) -> None:
     module = runpy.run_path(str(BENCHMARKS / "unseen.py"))
     selected = [number % 5 == 0 for number in range(40)]
