@@ -10,9 +10,9 @@ from attnrx.vit.attention.backends.backend import Backend, scores
 from attnrx.vit.attention.factors import AttentionContext, Bucket, HeadLayout, ScoreFactors, ValueBatch, exact_buckets
 from attnrx.vit.spec import AttentionSpec
 
-# Groups of equal heads are computed one by one if they need at most this share of the padded arithmetic. One thread,
-# 197 tokens, three heads, CPU time of padded over exact: 1.07 to 1.20 in ONNX Runtime and OpenVINO at a share of 0.82,
-# 1.0 to 1.15 at 0.93, 0.96 to 0.99 at 0.97 (Xeon with AVX-512, 2026-11-27).
+# Groups of equal heads are computed one by one if they need at most this share of the padded arithmetic. CPU time of
+# padded over exact, three heads, 197 tokens, batch 1 and 8, in ONNX Runtime and OpenVINO: 1.07 to 1.27 at a share of
+# 0.87, 0.99 to 1.17 at 0.93, 0.93 to 1.00 at 0.97 (one thread of a Xeon with AVX-512, 2026-11-27).
 NARROW = 0.95
 
 
