@@ -13,7 +13,9 @@ CHECKED := --jaxtyping-packages=attnrx,attnrx_lab,beartype.beartype
 demo: $(STAMP)  ## Trains a small ViT on handwritten digits among clutter, makes it faster, verifies it (DATA=name or path for another)
 	@$(BIN)/attnrx demo --data "$(DATA)"
 
-test: lint types imports docs unit  ## What CI runs: the checks of the source, the site, and the quick tests
+test: $(STAMP)  ## What CI runs: the checks of the source, the site, and the quick tests
+	@$(MAKE) --no-print-directory -j 2 lint types imports docs
+	@$(MAKE) --no-print-directory unit
 
 test-all: lint types imports docs  ## The same with every test and every case: trainings, searches, recipes, how-tos, sweeps
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --all $(CHECKED)

@@ -264,13 +264,13 @@ SPEC = AttentionSpec("dense", 12, 4, (3, 0, 2), (0, 1, 2), 0.5, 4, value_ranks=(
 TOKENS = torch.randn(2, 11, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
-def occasion_of(tokens: torch.Tensor) -> AttentionContext:
+def context_of(tokens: torch.Tensor) -> AttentionContext:
     with torch.no_grad():
         return AttentionContext.of(tokens)
 
 
 def test_inference_in_float32_on_a_cpu_runs_on_it_and_nothing_else_does() -> None:
-    free = occasion_of(TOKENS)
+    free = context_of(TOKENS)
     for backend in (Auto(), Native(), AttentionCapture(lambda: None, print, ())):
         assert type(backend.at(SPEC, free)) is Native
         for other in ({"free": False}, {"device": "cuda"}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}):
@@ -333,7 +333,7 @@ def test_a_compiler_without_openmp_builds_it_for_one_thread(unbuilt: Path, monke
 
 
 def test_without_a_kernel_models_run_on_pytorchs(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = occasion_of(TOKENS.repeat(99, 1, 1))
+    free = context_of(TOKENS.repeat(99, 1, 1))
     monkeypatch.setenv(compilation.BUILD, "0")
     assert compilation.native_library() is None
     assert not isinstance(Auto().at(SPEC, free), Native) and type(Native().at(SPEC, free)) is Fused

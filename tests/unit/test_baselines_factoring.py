@@ -70,7 +70,7 @@ def test_heads_of_different_ranks_are_padded_after_the_factors(pattern: str) -> 
 
 
 @pytest.mark.parametrize("kind", FACTORS)
-def test_a_peer_computes_with_its_truncated_maps_and_costs_what_it_says(kind: str) -> None:
+def test_a_baseline_computes_with_its_truncated_maps_and_costs_what_it_says(kind: str) -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 8)
     baseline = FactoringBaseline(model, kind, statistics_of(model, images))
     small, costs = baseline.make(0.7), baseline.costs(0.7)
@@ -163,7 +163,7 @@ def test_whitening_loses_least_of_what_every_map_gives() -> None:
         assert min(lost, key=lambda kind: lost[kind]) == "svd_llm"
 
 
-def test_what_is_no_peer_or_map_is_refused() -> None:
+def test_what_is_no_baseline_or_map_is_refused() -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 4)
     data = statistics_of(model, images)
     small = FactoringBaseline(model, "svd", data).make(0.5)

@@ -190,7 +190,7 @@ def test_a_target_that_is_half_said_is_refused(chain: SimpleNamespace, words: tu
 
 
 @pytest.mark.slow
-def test_methods_and_peers_are_compared_at_equal_macs(chain: SimpleNamespace) -> None:
+def test_methods_and_baselines_are_compared_at_equal_macs(chain: SimpleNamespace) -> None:
     out = chain.root / "comparison.json"
     methods = ("--methods", "own=energy_retention:{share}", "svd-llm=baseline:svd_llm", "--macs", "0.97,0.5")
     words = ("compare", chain.run, "--data", chain.data, *methods, "--calibration-images", 4, "--out", out)

@@ -159,7 +159,7 @@ def test_whitening_survives_a_deficient_moment_and_stays_near_the_optimum():
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_every_peer_is_worse_on_the_data_than_the_optimum(rank: int):
+def test_every_baseline_is_worse_on_the_data_than_the_optimum(rank: int):
     case = Case(6, 10)
     least = error(case, METHODS["moment"](case).truncated(rank), "moment")
     for name in ("plain", "asvd", "fwsvd outputs", "fwsvd inputs"):

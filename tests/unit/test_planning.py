@@ -1,4 +1,4 @@
-"""Plans: prices are what the realized model costs, damages what it answers, and nothing is promised beyond them."""
+"""Plans: their costs and divergences are those of the realized model, and nothing is promised beyond them."""
 
 import itertools
 import multiprocessing
@@ -181,7 +181,7 @@ def every_plan(space: Space) -> Iterator[Choices]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.slow
-def test_no_plan_does_less_damage_at_its_price(space: Space, sensitivities: Sensitivities, seed: int) -> None:
+def test_no_plan_diverges_less_at_its_cost(space: Space, sensitivities: Sensitivities, seed: int) -> None:
     narrow = replace(space, axes=("qk", "vo", "tokens"), levels=(1.0, 0.5, 0.25), _pieces={})
     random = np.random.default_rng(seed)
     ranks = {axis: np.pad(random.exponential(size=(3, 2)).cumsum(1), ((0, 0), (1, 0))) for axis in RANKS}
@@ -403,7 +403,7 @@ def test_a_search_varies_the_best_that_it_knows(
 
 def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) -> None:
     class Known:
-        """Plans whose damage is their price, and what of them was made."""
+        """Plans whose divergence is their cost, and those that were made."""
 
         def __init__(self):
             self.made: list[Step] = []
