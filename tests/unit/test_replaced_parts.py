@@ -34,7 +34,12 @@ def of_torchvision() -> Any:
 def of_transformers() -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 2 * WIDTH}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * WIDTH,
+    }
     return ViTForImageClassification(ViTConfig(**sizes, image_size=SIZE, patch_size=8))
 
 
