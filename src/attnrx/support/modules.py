@@ -57,6 +57,11 @@ def _uncopied(model: nn.Module) -> str:
     return "one of its parts"
 
 
+def is_traced() -> bool:
+    """Whether operations that run now become a graph: that of a compiler, an exporter or a trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def is_recorded() -> bool:
-    """Whether operations that run now are recorded: for gradients, by a compiler, or by a trace."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Whether operations that run now are recorded: for gradients, or in a graph."""
+    return torch.is_grad_enabled() or is_traced()

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.kernels.native_merging import Merged, native_merge
 from attnrx.vit.tokens.reducer import NativeMerge, Reducer, Reduction, Shape, stable_order
@@ -162,9 +163,7 @@ class Round:
     """One round: patches at `sources` are merged into those at `goals`.
 
     `destinations` [batch, patches] is the index after the round of every patch, or of the one that it is merged into.
-    `shares` [batch, left, patches] are the weights of the patches in the means that are left, so that one matrix
-    product merges a table: few operations, because starting them takes most of the time for small batches, and the same
-    result in every run, other than sums by index on a GPU. A patch that is not merged has the weight 1, exactly.
+    Every patch has a weight in the mean of its destination, which is exactly 1 where nothing is merged.
     """
 
     def __init__(self, sizes: Float[Tensor, "batch patches"], sources: Indices, goals: Indices):
@@ -173,11 +172,17 @@ class Round:
         self._remains = torch.ones_like(sizes, dtype=torch.int64).scatter(1, sources, 0)
         # The number of remaining patches up to one is its index after the round, counted from 1.
         order = self._remains.cumsum(1)
-        numbers = order.scatter(1, sources, order.gather(1, goals))
-        rows = torch.arange(1, num_left + 1, device=sizes.device)[:, None]
-        weights = sizes[:, None] * (numbers[:, None] == rows)
-        total = weights.sum(2, keepdim=True)
-        self.sizes, self.shares, self._numbers = total[..., 0], weights / total, numbers
+        self._numbers = order.scatter(1, sources, order.gather(1, goals))
+        self._shares: Tensor | None = None
+        if is_traced():
+            rows = torch.arange(1, num_left + 1, device=sizes.device)[:, None]
+            weights = sizes[:, None] * (self._numbers[:, None] == rows)
+            total = weights.sum(2, keepdim=True)
+            self.sizes, self._shares = total[..., 0], weights / total
+        else:
+            destinations = self.destinations
+            self.sizes = sizes.new_zeros(len(sizes), num_left).scatter_add(1, destinations, sizes)
+            self._weights = (sizes / self.sizes.gather(1, destinations))[..., None]
 
     @property
     def stay(self) -> Int[Tensor, "batch left"]:
@@ -190,8 +195,15 @@ class Round:
 
     def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
         """Returns the merged rows of a table."""
-        merged = self.shares @ table
-        # Under autocast the product has a lower precision than the table.
+        if self._shares is None:
+            weighted = self._weights * table
+            sums = weighted.new_zeros(*self.sizes.shape, table.shape[-1])
+            merged = sums.scatter_add(1, self.destinations[..., None].expand_as(weighted), weighted)
+        else:
+            # In a graph one product, [left, patches] times the table: the fewest operations, whose start takes most of
+            # the time of a small batch. It is not counted as MACs, which are those of the sums above.
+            merged = self._shares @ table
+        # Under autocast the product has a lower precision than the table, sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
 
 
