@@ -85,10 +85,10 @@ def test_a_folder_names_a_class_and_runs_nothing(tmp_path: Path) -> None:
     rx.save(rx.load(shaken(OwnViT()), reader=OWN), tmp_path)
     script = "import sys, attnrx; attnrx.load(sys.argv[1])"
     found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert "the class pretrained:OwnViT of this model has not been imported" in found.stderr
+    assert "the class support.pretrained:OwnViT of this model has not been imported" in found.stderr
     assert "of different models" not in found.stderr
     origin = adopted_once("own")[2].origin
-    for name in ("os:system", "builtins:exec", "torch:nn", "pretrained:shaken"):
+    for name in ("os:system", "builtins:exec", "torch:nn", "support.pretrained:shaken"):
         with pytest.raises(NotSupported, match="has not been imported"):
             MODULE.create(replace(origin, architecture=name))
 

@@ -4,14 +4,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnrx.support.errors import NotSupported
 from attnrx.training import Mixing, preparation, recorded_step
 from attnrx.training.losses import Task
 from attnrx.training.losses.penalties import TargetRank
-from support.tiny_runs import run, same
+from attnrx.training.trainer import TrainingRun
+from support.tiny_runs import run
 
 ORDINARY = {"ema": None, "losses": (Task(),)}
+
+
+def require_alike(plain: TrainingRun, replayed: TrainingRun) -> None:
+    """The rates of a recorded step are tensors of float32: those of an ordinary one are Python's, in float64."""
+    weights = replayed.model.state_dict()
+    torch.testing.assert_close(dict(plain.model.state_dict()), dict(weights), rtol=1e-5, atol=1e-8)
 
 
 @pytest.fixture
@@ -33,7 +41,7 @@ def test_replays_take_their_batch_rate_and_step_from_tensors(on_a_cpu: list[int]
     plain = run(tmp_path / "plain", **ORDINARY)
     replayed = run(tmp_path / "replayed", **ORDINARY, cuda_graph=True)
     assert len(on_a_cpu) == 1
-    assert same(plain, replayed)
+    require_alike(plain, replayed)
 
 
 def test_a_step_that_cannot_be_recorded_is_run(
@@ -45,7 +53,7 @@ def test_a_step_that_cannot_be_recorded_is_run(
     monkeypatch.setattr(recorded_step, "recorded", fails)
     with pytest.warns(UserWarning, match="runs without one: RuntimeError: operation not permitted"):
         replayed = run(tmp_path / "replayed", **ORDINARY, cuda_graph=True)
-    assert same(run(tmp_path / "plain", **ORDINARY), replayed)
+    require_alike(run(tmp_path / "plain", **ORDINARY), replayed)
 
 
 @pytest.mark.parametrize(
