@@ -125,7 +125,7 @@ class OwnAttention(nn.Module):
             part(tokens).view(batch, count, self.heads, -1).transpose(1, 2)
             for part in (self.to_q, self.to_k, self.to_v)
         )
-        weights = (query @ key.mT / self.temperature).softmax(-1)
+        weights = (query @ key.transpose(-2, -1) / self.temperature).softmax(-1)
         return self.mix((weights @ value).transpose(1, 2).reshape(batch, count, width))
 
 
@@ -155,7 +155,7 @@ class OwnViT(nn.Module):
         self.classify = nn.Linear(width, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        tokens = self.stem(images).flatten(2).mT
+        tokens = self.stem(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.cls.expand(tokens.shape[0], -1, -1), tokens], dim=1) + self.places
         for block in self.stages:
             tokens = block(tokens)
