@@ -540,7 +540,7 @@ CLOCKED = {"faster": 1.6, "batch": 1, "threads": 1, "precision": "float32", "clo
 REALIZED = {"by": "compress", "norms": "refit", "refine": 0, "calibration_images": 8}
 EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     "prescription": (
-        ("about.plan", 3), ("about.plan", {}), ("about.plan", edited(PLANNED, "expected.agreement", ABSENT)),
+        ("about.plan", 3), ("about.plan", {}),
         ("about.plan", edited(PLANNED, "expected.agreement.value", "high")),
         ("about.plan", edited(PLANNED, "expected.agreement.images", 0)),
         ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "faster": 0})),
@@ -878,7 +878,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=["0.5"]),  # type: ignore[arg-type, list-item]
         "elastic(macs=('0.5')): give budgets",
     ),
-    "verify a path": (lambda: verify(reference="runs/cifar10"), "verify(reference='runs/cifar10'): give a model"),
+    "verify a path": (lambda: verify(reference="runs/cifar10"), "'runs/cifar10' is not a folder"),
     "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
     "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),
     "verify with a seed": (lambda: verify(seed=-1), "seed=-1"),
@@ -886,7 +886,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "verify by a file": (lambda: verify(prescription="plan.json"), "prescription='plan.json'): give a Prescription"),
     "verify by a folder": (lambda: verify(diagnosis="runs"), "diagnosis='runs'): give a Diagnosis"),
     "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
-    "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "TrainingConfig(epochs=1.5): give a whole number"),  # type: ignore[arg-type]
+    "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "(epochs=1.5): give a positive whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
     "search without a seed": (lambda: PlanSettings(seed=None), "seed=None"),  # type: ignore[arg-type]

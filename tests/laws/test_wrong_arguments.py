@@ -27,8 +27,12 @@ from support.wrong_arguments import Case, of_class, of_function
 
 SECONDS = 20  # of one call
 FUNCTIONS = tuple(name for name in rx.__all__ if inspect.isfunction(getattr(rx, name)))
-# The empty text is the default of this field.
-ACCEPTED = {"Target(spend: empty text)"}
+# The empty text is the default of this field; no further checks may be any iterable without one.
+ACCEPTED = {
+    "Target(minimized: empty text)",
+    "verify(if_possible: empty dict)",
+    "verify(if_possible: generator)",
+}
 # Arguments that the function itself validates: data, rules and sources of models, which have many forms.
 OWN_VALIDATION = {
     "data",
@@ -36,6 +40,7 @@ OWN_VALIDATION = {
     "others",
     "calibration",
     "checks",
+    "if_possible",
     "rules",
     "source",
     "name_or_path",

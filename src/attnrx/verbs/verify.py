@@ -156,7 +156,9 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     requested = () if checks is None else _instances(checks, comparison, found, splits, draws)
     if checks is not None and not requested:
         raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
-    others = tuple(standard_checks()) if checks is None and if_possible == () else if_possible
+    # By type, because a comparison with an array has no truth value.
+    nothing = checks is None and isinstance(if_possible, tuple) and not if_possible
+    others = tuple(standard_checks()) if nothing else if_possible
     others, skipped = possible_checks(_instances(others, comparison, found, splits, draws), comparison)
     chosen, notes = (*requested, *others), [*found.notes, *images.notes, *skipped]
     require_possible(chosen, comparison)
