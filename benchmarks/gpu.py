@@ -66,6 +66,9 @@ VARIANTS = {
     "plan": PLAN.format(more=""),
     # Products of half precision whose sizes are no multiples of 8 cannot use the fast kernels of the device.
     "plan, multiples of 8": PLAN.format(more=",multiple=8"),
+    # No operation more than the original: only smaller products.
+    "half of hidden": "hidden=uniform_rank:0.5,metric=weights,multiple=64",
+    "half of hidden, two stages": "hidden=uniform_rank:0.5,metric=weights,multiple=64 tokens=ward:0.7@3,6",
 }
 REAL = "qk=total_rank:0.7 vo=total_rank:0.8 hidden=total_rank:0.85 tokens=ward:0.8@4,7,10"
 # Parts of the budget, of the sections in the order in which they run. `compiled` also takes what the others leave.
@@ -92,9 +95,9 @@ class Cell:
 EAGER = tuple(itertools.starmap(Cell, itertools.product("SBT", (64, 256, 1))))
 PROFILED = (Cell("S", 64), Cell("T", 1))
 COMPILED = (
-    (Cell("S", 64), "compiled", ("unchanged", "ward:0.7@4,7,10", "plan, multiples of 8")),
-    (Cell("T", 1), "compiled, CUDA graphs", ("unchanged", "ward:0.7@4,7,10", "plan, multiples of 8")),
-    (Cell("B", 256), "compiled", ("unchanged", "ward:0.7@4,7,10", "plan, multiples of 8")),
+    (Cell("S", 64), "compiled", ("unchanged", "half of hidden", "ward:0.7@4,7,10", "plan, multiples of 8")),
+    (Cell("T", 1), "compiled, CUDA graphs", ("unchanged", "half of hidden", "ward:0.7@4,7,10", "plan, multiples of 8")),
+    (Cell("B", 256), "compiled", ("unchanged", "half of hidden", "ward:0.7@4,7,10", "plan, multiples of 8")),
 )
 # Ranks of the heads: even between 4 and the head dimension, and one full head beside narrow ones.
 SPECTRA: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {

@@ -37,7 +37,7 @@ from attnrx.vit.tokens import Ward, parse_reducer
 
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 # On CUDA they are multiples of at most 8 for every target: products of half precision with other sizes are slow
-# (docs/results/gpu.md: 0.43x to 0.78x of timm's speed in place of 0.80x to 1.00x, batches of 64 and 256).
+# (docs/results/gpu.md: a plan at batch 64 and 256 has 0.45x to 0.79x of timm's speed in place of 0.70x to 1.17x).
 CUDA_MULTIPLE = 8
 EIGHTHS = 8
 # The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
