@@ -1,5 +1,6 @@
 """Cost tables of latency: those that no model can have are measured again, and only good ones are kept."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,38 @@ def test_noisy_timings_are_used_and_not_kept(space: Space, cache: Path) -> None:
     found, lines = run(space, iter([noisy]))
     assert found is noisy and any("not kept" in line for line in lines)
     assert not list(cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("file", ["change/exporting/flat_attention.py", "vit/attention/forms.py"])
+@pytest.mark.parametrize("change", ["edited", "renamed"])
+def test_a_table_of_other_code_is_measured_again(
+    file: str, change: str, space: Space, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version of attnrx is the same, and what was timed is not, e.g. the graph of an exported block."""
+    package = tmp_path / "attnrx"
+    shutil.copytree(measured_costs.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(measured_costs, "PACKAGE", package)
+
+    def table_of_now() -> CostTable:
+        measured_costs.measured_code.cache_clear()
+        return run(space, iter([good(space)]))[0]
+
+    try:
+        first = table_of_now()
+        assert table_of_now().whole == first.whole and len(list(cache.glob("costs/*"))) == 1
+        if change == "edited":
+            with (package / file).open("a") as opened:
+                opened.write("# a change\n")
+        else:
+            (package / file).rename(package / file.replace(".py", "_renamed.py"))
+        table_of_now()
+        assert len(list(cache.glob("costs/*"))) == 2
+        (package / "verbs" / "shrink.py").write_text("# times nothing\n")
+        with monkeypatch.context() as nothing_measured:
+            nothing_measured.setattr(measured_costs, "_plausible", None)
+            table_of_now()
+    finally:
+        measured_costs.measured_code.cache_clear()
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module
-from attnrx.support.optional import installed_versions
 from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
@@ -53,14 +53,27 @@ BLOCKS_OF_FORMAT = 2
 # Tables that are measured before a plan gives up, and the largest spread of timings of a table that is kept.
 ATTEMPTS, STEADY = 3, 0.3
 REFERENCE, ALL = "original", "all"
+# The folders of attnrx whose code decides what is timed and how: models, compressed layers and files, measurements.
+PACKAGE, MEASURED_CODE = Path(__file__).parents[2], ("vit", "change", "decide/planning")
+
+
+@cache
+def measured_code() -> str:
+    """Returns the hash of the source files of MEASURED_CODE."""
+    # Not the version alone: between releases, e.g. in a checkout, the same version has other code.
+    files = sorted(path for folder in MEASURED_CODE for path in (PACKAGE / folder).rglob("*.py"))
+    digest = sha256()
+    for path in files:
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
     """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
 
-    It is kept in the cache folder, for this hardware, these versions of torch and the runtime, and these kernels. A
-    table that no model can have (`CostTable.problem`), from the cache or measured under load, is measured again; one of
-    noisy timings is used, and not kept.
+    It is kept in the cache folder, for this hardware, these versions of torch and the runtime, this code of attnrx
+    (`measured_code`) and these kernels. A table that no model can have (`CostTable.problem`), from the cache or
+    measured under load, is measured again; one of noisy timings is used, and not kept.
 
     Raises:
         NotSupported: All of ATTEMPTS tables were implausible.
@@ -72,7 +85,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     facts = (
         device_name(str(settings.conditions.device)),
         torch.__version__,
-        installed_versions("attnrx"),
+        measured_code(),
         kernel_version(),
         Runtime(settings.conditions, settings.form).versions,
     )
