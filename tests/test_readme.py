@@ -76,7 +76,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 
 def extras(page: str) -> list[str]:
     """The extras of the first line of installation, which is above all blocks."""
-    found = re.search(r"pip install 'attnrx\[([\w,]+)\]'", (ROOT / page).read_text(encoding="utf-8"))
+    found = re.search(r"pip install 'attnrx\[([\w,]+)\] @ git\+ADDRESS'", (ROOT / page).read_text(encoding="utf-8"))
     assert found is not None
     return found[1].split(",")
 
@@ -168,8 +168,8 @@ def test_extras_that_are_installed_are_in_pyproject(page: str) -> None:
     installed = [words_of(command)[-1] for command in commands(page) if command.startswith("pip")]
     assert installed
     for requirement in installed:
-        name, names = re.fullmatch(r"(\w+)\[([\w,]+)\]", requirement).groups()  # type: ignore[union-attr]
-        assert name == project["name"] and set(names.split(",")) <= project["optional-dependencies"].keys()
+        name, names = re.fullmatch(r"([\w.]+)\[([\w,]+)\](?: @ git\+ADDRESS)?", requirement).groups()  # type: ignore[union-attr]
+        assert name in (project["name"], ".") and set(names.split(",")) <= project["optional-dependencies"].keys()
 
 
 @pytest.mark.parametrize("page", PAGES)
