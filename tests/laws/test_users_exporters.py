@@ -103,7 +103,9 @@ def test_users_exporters_give_the_same_outputs(kind: str, rules: str, by: str, t
     shape = (3, 16, 16) if hasattr(model, "origin") else (1, 8, 8)
     images = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
     if RULES[rules]:
-        given = attnrx.prescribe(attnrx.diagnose(model, images, moments=True), RULES[rules])
+        # The MLP of EVA has a gate: its hidden units are no axis.
+        text = RULES[rules].partition(" hidden")[0] if kind == "rotary" else RULES[rules]
+        given = attnrx.prescribe(attnrx.diagnose(model, images, moments=True), text)
         model = attnrx.realize(model, given).eval()
     with torch.no_grad():
         expected = model(images)
@@ -111,7 +113,9 @@ def test_users_exporters_give_the_same_outputs(kind: str, rules: str, by: str, t
         with pytest.raises(NotSupported, match="dynamo=True"):
             EXPORTERS[by](model, images, tmp_path)
         return
-    with torch.set_grad_enabled(len(rules) % 2 == 0), warnings.catch_warnings():
+    # With gradients torch's exporter does not convert timm's own BEiT either.
+    gradients = len(rules) % 2 == 0 and (kind, by) != ("biases", "onnx")
+    with torch.set_grad_enabled(gradients), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporters
         actual = EXPORTERS[by](model, images, tmp_path)
     torch.testing.assert_close(actual.detach(), expected[: len(actual)], atol=1e-4, rtol=1e-3)

@@ -212,6 +212,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, not by_image, form)
         conditions = timing_conditions(original, threads, form)
+        if conditions.on_cuda and target.minimized != "latency":
+            log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
         settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
         run = ShrinkRun.start(original, data, columns, folder, effort, settings)
         if target.quantity == DROP:

@@ -287,14 +287,16 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
     float32 or better, so float16 rows cannot overflow.
     """
     padding = 0 if width is None else width - rows.shape[-1]
-    # `out=`, which spares a copy below, does not support gradients.
-    if torch.is_grad_enabled():
+    # `out=`, which spares a copy below, does not support gradients. A trace has the same operations with and without
+    # gradients: torch.jit.trace compares its graph with one that is traced without.
+    is_traced = torch.jit.is_tracing()
+    if torch.is_grad_enabled() and not is_traced:
         unit = _UnitRows.apply(rows)
         assert isinstance(unit, Tensor)
         return F.pad(unit, (0, padding)) if padding else unit
     inverse = inverse_norms(rows).to(rows.dtype)
-    if not padding:
-        return rows * inverse
+    if not padding or is_traced:
+        return F.pad(rows * inverse, (0, padding)) if padding else rows * inverse
     # The products are written into the padded buffer: padding them afterwards would be one more copy.
     padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + padding)
     padded[..., rows.shape[-1] :] = 0
