@@ -118,6 +118,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             unneeded = _make_sizes(run, folder, missing, log)
             if len(unneeded) == len(targets):
                 raise list(unneeded.values())[-1]
+        original = run.original  # at the size of the images
         # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
         save(original, folder / ORIGINAL)
         names = (ORIGINAL, *dict.fromkeys((*stored, *(name for name in targets if name not in unneeded))))

@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.change.exporting import is_exported, load_exported
 from attnrx.change.realization.elastic import Elastic, is_elastic
+from attnrx.data.loading import SIDES
 from attnrx.decide.planning.target import DROP, Target, target_of
 from attnrx.support.arguments import (
     FASTER,
@@ -16,6 +17,7 @@ from attnrx.support.arguments import (
     MODEL,
     PATH,
     SEED,
+    SIDE,
     checked,
     described,
     either,
@@ -28,6 +30,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import (
     Reader,
     load_model,
+    resized,
 )
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import STATEMENTS, state_outputs_
@@ -51,6 +54,7 @@ SOURCE = replace(
     reader=optional(instance("an attnrx.Reader with the paths of the model's parts", Reader)),
     factory=optional(FUNCTION),
     outputs=optional(one_of(*STATEMENTS)),
+    image_size=optional(either("the side of the images in pixels, or (height, width)", SIDE, SIDES)),
 )
 @verb
 def load(  # noqa: PLR0913  (a keyword for every kind of budget)
@@ -66,6 +70,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     reader: Reader | None = None,
     factory: Callable[..., nn.Module] | None = None,
     outputs: str | None = None,
+    image_size: int | tuple[int, int] | None = None,
 ) -> nn.Module:
     """Loads or builds a model.
 
@@ -99,6 +104,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
             "embedding". All comparisons depend on it; copies of the model and saved folders keep it. The configuration
             of a transformers model states it by `problem_type`; without any statement, outputs of a classifier are
             classes.
+        image_size: The side of the images that the model is to take, or their (height, width): position embeddings are
+            interpolated as the library does it (timm, transformers, torchvision), and costs, plans and files are those
+            of this size. By default that of the model.
 
     Returns:
         The model.
@@ -119,6 +127,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         model = elastic.load(target.quantity, target.limit, factory=factory)
     else:
         model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
+    if image_size is not None:
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        model = resized(model, height, width)
     if outputs is not None:
         state_outputs_(model, outputs)
     return model

@@ -67,7 +67,7 @@ from attnrx.verbs.shrunk import Shrunk, require_result_folder, with_accuracy
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
-from attnrx.vit.models import model_fingerprint
+from attnrx.vit.models import family_of, model_fingerprint, resized
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Logits, output_kind_of
 
@@ -297,6 +297,7 @@ class ShrinkRun:
         images = three_parts(splits, fitted, PREDICTION_IMAGES, MAX_VERIFICATION_IMAGES)
         for line in (images.summary, *images.notes):
             log(line)
+        original, splits = _at_size_of(images.planned, original, splits, log)
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
         diagnosis = _diagnosis(original, planned, state, log)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
@@ -387,6 +388,18 @@ class ShrinkRun:
         if not isinstance(output_kind_of(self.original), Logits):
             return {}
         return {"classes": predicted_classes(self.original, without_second_dataset(self.images.planned))}
+
+
+def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
+    """Returns the model, and the facts of the splits, at the size of the images."""
+    shape = next(iter(images.take(1).batches(1))).images.shape[1:]
+    before = family_of(model).input_shape(model)
+    if shape == before or len(shape) != 3 or shape[0] != before[0]:  # other channels are refused where it is run
+        return model, splits
+    height, width = int(shape[1]), int(shape[2])
+    log(f"images of {height} x {width} pixels: the model, made for {before[1]} x {before[2]}, is used at that size")
+    side = height if height == width else (height, width)
+    return resized(model, height, width), replace(splits, image_size=side)
 
 
 def predicted_classes(model: nn.Module, images: ImageSet) -> list[int]:

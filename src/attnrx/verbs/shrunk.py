@@ -51,7 +51,7 @@ from attnrx.verbs.preflight import preflight
 from attnrx.verbs.save import require_no_sizes, save_with
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
-from attnrx.vit.models import is_model_file, model_fingerprint, reduction_of, require_model_folder
+from attnrx.vit.models import at_size_of, is_model_file, model_fingerprint, reduction_of, require_model_folder
 from attnrx.vit.outputs import output_kind_of
 
 
@@ -143,6 +143,7 @@ class Shrunk:
         formats = (*((parse_format("onnx"),) if onnx else ()), *(() if other is None else (other,)))
         preflight(folder=folder, formats=formats, report=True)
         require_result_folder(folder, self.model, onnx, other)
+        original = None if original is None else at_size_of(original, self.model)
         if to is not None and original is None:
             raise InvalidInput(f"to={to!r} needs the original, which the evidence of the file is against; give it.")
         failures: list[AttnrxError] = []
@@ -205,6 +206,7 @@ class Shrunk:
         # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
         path, evidence_path = exported_paths(folder, form)
         require_own_export(path, evidence_path, form, self.model)
+        original = at_size_of(original, self.model)
         require_model_of(folder, fingerprint)
 
         def parts(folder: Path, written: Collection[str]) -> set[str]:

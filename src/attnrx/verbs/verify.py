@@ -48,6 +48,7 @@ from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
 from attnrx.verbs.origin import CandidateOrigin, masked_model, origin_of, require_mask
 from attnrx.vit.models import (
+    at_size_of,
     described_tokens,
     model_fingerprint,
     require_ordinary_weights,
@@ -106,7 +107,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
 
     Args:
         candidate: A model, or the folder or file that `load` reads.
-        reference: The model that it was made from, or what `load` reads.
+        reference: The model that it was made from, or what `load` reads; used at the candidate's image size.
         data: Images with labels, in any form that `data.image_set` reads. Checks that compare labels need them.
         checks: Checks, or their text such as "accuracy(most_drop=0.5),fidelity"; by default the standard ones.
         about: Added to the record of the evidence.
@@ -137,6 +138,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     reference = _loaded(reference, device)
     device = next(reference.parameters()).device if device is None else device
     candidate = _loaded(candidate, device)
+    reference = at_size_of(reference, candidate)
     # Before any measurement, which may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)

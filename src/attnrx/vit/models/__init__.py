@@ -2,7 +2,17 @@
 
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.checkpoint import is_model_file, require_model_folder
-from attnrx.vit.models.families import FAMILIES, LIBRARIES, build_model, family_of, load_model, model_names, save_model
+from attnrx.vit.models.families import (
+    FAMILIES,
+    LIBRARIES,
+    at_size_of,
+    build_model,
+    family_of,
+    load_model,
+    model_names,
+    resized,
+    save_model,
+)
 from attnrx.vit.models.family import (
     STATED_OUTPUTS,
     Family,
@@ -63,6 +73,7 @@ __all__ = [
     "TransformerConfig",
     "ViTConfig",
     "VisionTransformer",
+    "at_size_of",
     "attach_tokens_",
     "block_names",
     "blocks_of",
@@ -96,6 +107,7 @@ __all__ = [
     "require_all_tokens",
     "require_model_folder",
     "require_ordinary_weights",
+    "resized",
     "save_model",
     "shape_of",
     "token_run",

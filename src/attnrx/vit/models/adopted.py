@@ -172,6 +172,10 @@ class Adopted(nn.Module):
         (height, width), (down, right) = self.origin.input_shape[1:], convolution.stride
         return 4 * convolution.out_channels * (height // down) * (width // right)
 
+    def forget_sizes_(self) -> None:
+        """Removes what was computed for images of one size."""
+        vars(self).pop("_max_elements", None)
+
     def _forward_chunk(self, images: Tensor) -> Tensor:
         with self.forward_pass(()):  # logits need no features of pruned patches
             outputs = self.logits(images)

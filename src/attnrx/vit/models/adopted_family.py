@@ -36,7 +36,7 @@ from attnrx.vit.models.foreign_code import (
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
-from attnrx.vit.models.token_hooks import costs_of_tokens
+from attnrx.vit.models.token_hooks import costs_of_tokens, reduction_of, resize_tokens_
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout, TokenPolicy
@@ -471,6 +471,40 @@ class AdoptedFamily(Family):
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._adopted(model).origin.input_shape
+
+    def resize_(self, model: nn.Module, height: int, width: int) -> None:
+        adopted = self._adopted(model)
+        name, channels = adopted.origin.architecture, adopted.origin.input_shape[0]
+        if any(attention.spec.pair_bias for attention in self.attention(adopted)):
+            raise NotSupported(
+                f"{name} has a bias for every pair of tokens, which is that of one image size: create the model of its "
+                f"library for {height} x {width}, and load that."
+            )
+        shape = (channels, height, width)
+        convolution = adopted.source.get_submodule(self.parts(adopted.source).patches)
+        down, right = getattr(convolution, "stride", (1, 1))
+        if height % down or width % right or not self.num_patches(adopted.source, shape):
+            raise InvalidInput(f"patches of {down} x {right} of {name} do not tile images of {height} x {width}.")
+        adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
+        adopted.forget_sizes_()
+        resize_tokens_(adopted, self)
+        if reduction_of(adopted) is None:  # a policy is attached after a model is built
+            self._require_rebuilt(adopted)
+
+    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
+        """Resizes the position embeddings in place as the library does it; returns how such a model is created.
+
+        The origin may have the input shape of before.
+
+        Raises:
+            NotSupported: The library does not resize those of this model.
+        """
+        _, *size = adopted.origin.input_shape
+        raise NotSupported(
+            f"{adopted.origin.architecture} takes images of {size[0]} x {size[1]} only, not of {height} x {width}: "
+            f"{self.library} does not resize its position embeddings. Create it for that size, or give images of "
+            f"{size[0]} x {size[1]}."
+        )
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         origin = self._adopted(model).origin

@@ -55,9 +55,10 @@ def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str
     """Raises InvalidInput for images that are not of the expected shape: channels, height and width."""
     if images.shape[1:] != expected:
         channels, height, width = expected
+        size = height if height == width else (height, width)
         raise InvalidInput(
             f"images of shape {tuple(images.shape)}: {name} takes [batch, {channels}, {height}, {width}]. Load the "
-            f"data with image_size={height}."
+            f"data with image_size={size}, or the model for the images: attnrx.load(model, image_size=...)."
         )
 
 

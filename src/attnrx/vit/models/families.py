@@ -10,6 +10,7 @@ from torch import nn
 from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
+from attnrx.support.modules import copy_module
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.checkpoint import (
     is_model_folder,
@@ -70,6 +71,40 @@ def _require_no_supported_part(model: nn.Module) -> None:
                 f"{model_name(model)} is not supported, but the {type(part).__name__} in it is: give "
                 f"model.get_submodule({path!r})."
             )
+
+
+def resized(model: nn.Module, height: int, width: int) -> nn.Module:
+    """Returns a copy of a model that takes images of this height and width; the model itself if it does so already.
+
+    Position embeddings are interpolated by the code of the model's library. A token policy keeps the same shares of
+    the patches.
+
+    Raises:
+        NotSupported: The library does not interpolate the position embeddings of this model.
+        InvalidInput: Patches do not tile such images, or a token policy would keep none of them.
+    """
+    family = family_of(model)
+    if family.input_shape(model)[1:] == (height, width):
+        return model
+    other = copy_module(model)
+    family.resize_(other, height, width)
+    return other
+
+
+def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
+    """Returns the model, or a copy of it that takes images of the size of another model of the same channels.
+
+    Raises:
+        NotSupported: The library does not interpolate the position embeddings of this model.
+        InvalidInput: Patches do not tile such images.
+    """
+    shapes = []
+    for each in (model, other):
+        found = next((family for family in FAMILIES if family.matches(each)), None)
+        if found is None:  # a file of a runtime, or any other module
+            return model
+        shapes.append(found.input_shape(each))
+    return resized(model, *shapes[1][1:]) if shapes[0][0] == shapes[1][0] else model
 
 
 def model_names() -> tuple[str, ...]:

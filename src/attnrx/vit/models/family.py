@@ -83,6 +83,19 @@ class Family(ABC):
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         """Returns channels, height and width of an image."""
 
+    def resize_(self, model: nn.Module, height: int, width: int) -> None:
+        """Makes the model take images of another height and width, in place, as its library does it.
+
+        Raises:
+            NotSupported: The library does not resize the position embeddings of this model.
+            InvalidInput: Patches do not tile such images.
+        """
+        _, *size = self.input_shape(model)
+        raise NotSupported(
+            f"this {type(model).__name__} takes images of {size[0]} x {size[1]} only, not of {height} x {width}: "
+            "give images of that size, or build the model with image_size=... and train it."
+        )
+
     @abstractmethod
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the mean and standard deviation of the image normalization, one value per channel."""

@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +34,7 @@ from attnrx.vit.models.adopted import (
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.family import num_outputs
+from attnrx.vit.models.huggingface_inputs import ImageInput, OrderedImageInput
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.vit.models.token_hooks import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features, without_reader
@@ -77,6 +80,7 @@ class HuggingFaceModel(Adopted):
         """
         named = {"pixel_values": pixel_values, "input_values": input_values, "labels": labels}
         inputs = {name: value for name, value in named.items() if value is not None}
+        options = {**self.interpolation, **options}
         if images is not None and not inputs:
             return super().forward(images)
         name: Any = self.source.main_input_name
@@ -87,6 +91,10 @@ class HuggingFaceModel(Adopted):
         # An output with the features of all tokens needs those of pruned patches; one with logits only needs none.
         with self.forward_pass(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
             return self.source(**inputs, **options)
+
+    def forget_sizes_(self) -> None:
+        super().forget_sizes_()
+        vars(self).pop("dense_head_macs", None)
 
     def _with_hidden_states(self, options: dict[str, Any]) -> Any:
         """Returns the output of transformers with the tokens of all patches after every block."""
@@ -113,7 +121,14 @@ class HuggingFaceModel(Adopted):
         reader = reader_of(self.source)
         body = reader.body_of(self.source)
         with self.forward_pass((self._depth - 1,)):
-            return body(**reader.input.arguments(images, body.config)).last_hidden_state
+            return body(**reader.input.arguments(images, body.config), **self.interpolation).last_hidden_state
+
+    @property
+    def interpolation(self) -> dict[str, bool]:
+        """The argument with which transformers resizes position embeddings, where images have not the size of the
+        configuration and the model takes such an argument.
+        """
+        return interpolation(self.source, self.origin.input_shape)
 
     @property
     def _depth(self) -> int:
@@ -155,7 +170,7 @@ class HuggingFaceModel(Adopted):
         """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
         reader = reader_of(self.source)
         inputs = reader.input.arguments(images, reader.body_of(self.source).config)
-        return reader.answer_of(self.source(**inputs, output_attentions=False, return_dict=True))
+        return reader.answer_of(self.source(**inputs, **self.interpolation, output_attentions=False, return_dict=True))
 
     @cached_property
     def dense_head_macs(self) -> int:
@@ -343,11 +358,25 @@ class HuggingFaceFamily(AdoptedFamily):
             if len(saved.get("mean", ())) == model_shape[0]:
                 stated = saved | {field: value for field, value in stated.items() if value is not None}
         shape = image_shape(stated.get("input_shape") or model_shape)
-        if shape != model_shape and not (reader.resizes and shape[0] == model_shape[0]):
+        takes_any = reader.resizes or interpolates(model)
+        if shape != model_shape and not (takes_any and shape[0] == model_shape[0]):
             raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
         half = (0.5,) * model_shape[0]
         mean, std = (tuple(stated.get(field) or half) for field in ("mean", "std"))
         return Origin(name, arguments, shape, mean, std, stated.get("preprocessing") or {})
+
+    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
+        source, origin = adopted.source, adopted.origin
+        if not (reader_of(source).resizes or interpolates(source)):
+            return super()._resized(adopted, height, width)
+        # Pictures are resized and cropped in the proportion of the size that the processor was made for.
+        settings = dict(origin.preprocessing)
+        if settings:
+            settings = _resized_processor(settings, origin.input_shape[1:], (height, width))
+        return replace(origin, preprocessing=settings)
+
+    def library_model(self, model: nn.Module) -> nn.Module:
+        return LibraryAnswer(super().library_model(model), self.input_shape(model))
 
     def create(self, origin: Origin) -> nn.Module:
         """Creates the class from its configuration.
@@ -429,6 +458,38 @@ class HuggingFaceFamily(AdoptedFamily):
         if any(num_outputs(head) != len(names) for head in self.heads(model)):  # the head was replaced
             return ()
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
+
+
+INTERPOLATE = "interpolate_pos_encoding"
+
+
+class LibraryAnswer(nn.Module):
+    """A model of transformers with its own attention, which returns the answer that an adopted model returns."""
+
+    def __init__(self, source: nn.Module, input_shape: tuple[int, int, int]):
+        super().__init__()
+        self.source, self.options = source, interpolation(source, input_shape)
+
+    def forward(self, images: ImageBatch) -> Tensor:
+        """Returns the logits or the embedding, [batch, features]."""
+        reader = reader_of(self.source)
+        inputs = reader.input.arguments(images, reader.body_of(self.source).config)
+        return reader.answer_of(self.source(**inputs, **self.options))
+
+
+def interpolation(source: nn.Module, input_shape: tuple[int, int, int]) -> dict[str, bool]:
+    """Returns the argument with which a model of transformers takes images of this shape; {} where it needs none."""
+    reader = reader_of(source)
+    native = reader.input.shape(reader.body_of(source).config)
+    return {INTERPOLATE: True} if native != input_shape and interpolates(source) else {}
+
+
+def interpolates(source: nn.Module) -> bool:
+    """Returns whether a model of transformers resizes its position embeddings where a call asks for it."""
+    reader = reader_of(source)
+    return type(reader.input) in (ImageInput, OrderedImageInput) and all(
+        INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
+    )
 
 
 def _refuse_save(*_: object, **__: object) -> None:
@@ -519,6 +580,21 @@ def _processor(source: Path | str, resizes: bool, **options: Any) -> dict[str, A
     if resizes and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(mean), size["height"], size["width"])
     return facts
+
+
+def _resized_processor(settings: Mapping[str, Any], before: Sequence[int], after: tuple[int, int]) -> dict[str, Any]:
+    """Returns the settings of an image processor for images of another height and width."""
+    scales = after[0] / before[0], after[1] / before[1]
+    resized = dict(settings)
+    if settings.get("do_center_crop") and "crop_size" in settings:
+        resized["crop_size"] = {"height": after[0], "width": after[1]}
+    size = settings.get("size", {})
+    if size.keys() == {"shortest_edge"}:
+        # Rounded up: the resized picture must not be smaller than the crop.
+        resized["size"] = {"shortest_edge": math.ceil(size["shortest_edge"] * max(scales))}
+    elif size.keys() == {"height", "width"}:
+        resized["size"] = {side: math.ceil(size[side] * scale) for side, scale in zip(size, scales, strict=True)}
+    return resized
 
 
 def _geometry(shape: tuple[int, int, int], settings: Mapping[str, Any]) -> ImageGeometry | None:

@@ -51,9 +51,14 @@ class InputValidation:
         """
         shape = tuple(images.shape[1:])
         if shape != self.shape:
+            _, height, width = self.shape
+            size = height if height == width else (height, width)
+            remedy = "use a model for this data"
+            if len(shape) == 3 and shape[0] == self.shape[0]:
+                remedy = f"the model for this data: attnrx.load(model, image_size={shape[1:]})"
             raise DataError(
                 f"{self.what} was given images of {_by(shape)} (channels, height, width), and the model takes "
-                f"{_by(self.shape)}; load the data with image_size={self.shape[1]}, or use a model for this data."
+                f"{_by(self.shape)}; load the data with image_size={size}, or {remedy}."
             )
         first = self._scale.images
         self._scale.observe(images)

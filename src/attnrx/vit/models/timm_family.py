@@ -296,6 +296,15 @@ class TimmFamily(AdoptedFamily):
         settings = {field: data[field] for field in ("crop_pct", "crop_mode", "interpolation")}
         return Origin(name, arguments, shape, mean, std, settings)
 
+    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
+        source, origin = adopted.source, adopted.origin
+        if getattr(source, "dynamic_img_size", False):  # timm resamples in every forward pass
+            return origin
+        if not hasattr(source, "set_input_size"):
+            return super()._resized(adopted, height, width)
+        source.set_input_size(img_size=(height, width))  # type: ignore[operator]
+        return replace(origin, arguments={**origin.arguments, "img_size": [height, width]})
+
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
         data, heads = _timm("data"), self.heads(model)

@@ -144,6 +144,14 @@ class TokenReduction(nn.Module):
             raise InvalidInput(f"{policy} in place of {self.policy}: give the same reducer and the same layers.")
         self.policy, self.counts = policy, policy.counts(self.shape.layout.patches)
 
+    def resize_(self, shape: Shape) -> None:
+        """Keeps the same shares of the patches of images of another size.
+
+        Raises:
+            InvalidInput: A share keeps no patch.
+        """
+        self.shape, self.counts = shape, self.policy.counts(shape.layout.patches)
+
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
         """Removes the statistics of the forward pass in the context at its end, also after an exception.

@@ -1,7 +1,9 @@
 """The family of torchvision's VisionTransformer."""
 
 import importlib
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,6 +105,21 @@ class TorchvisionFamily(ReaderFamily):
             raise InvalidInput(f"this VisionTransformer takes images of {reader.input_shape}, not of {shape}.")
         mean, std = stated.get("mean") or MEAN, stated.get("std") or STD
         return Origin("VisionTransformer", arguments, shape, mean, std, stated.get("preprocessing") or {})
+
+    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
+        source: Any = adopted.source
+        if height != width:
+            raise NotSupported(f"torchvision's VisionTransformer takes square images only, not {height} x {width}.")
+        interpolate = _torchvision("models.vision_transformer").interpolate_embeddings
+        name, before = "encoder.pos_embedding", source.encoder.pos_embedding
+        resized = interpolate(height, source.patch_size, {name: before.detach()})[name].contiguous()
+        source.encoder.pos_embedding = nn.Parameter(resized, requires_grad=before.requires_grad)
+        settings, size_before = dict(adopted.origin.preprocessing), source.image_size
+        source.image_size, source.seq_length = height, resized.shape[1]
+        if "resize_size" in settings:
+            settings["resize_size"] = math.ceil(settings["resize_size"] * height / size_before)
+        arguments = {**adopted.origin.arguments, "image_size": height}
+        return replace(adopted.origin, arguments=arguments, preprocessing=settings)
 
     def create(self, origin: Origin) -> nn.Module:
         if origin.architecture != "VisionTransformer":
