@@ -46,7 +46,7 @@ and `fc2`) and `tokens`. A model of any other library is read by a `Reader`
 A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
 saved and loaded with the model; a head of a class of your own is refused.
 
-`load(model, image_size=(280, 210))` makes a model for images of another size, or for rectangles: position embeddings are
+`load(model, image_size=(280, 210))` makes a model for images of another size, or rectangles: position embeddings are
 interpolated by the code of the library (timm's `set_input_size` or `dynamic_img_size`, `interpolate_pos_encoding` of
 transformers, torchvision's `interpolate_embeddings` for squares), and costs, plans and files state that size. `shrink`
 and `elastic` take the size of the images that they are given. Saved folders and smaller models can be loaded at another
