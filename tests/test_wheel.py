@@ -1,4 +1,4 @@
-"""The wheel, in an empty environment without a compiler: a model of timm gets smaller, and its ONNX file runs by its script."""
+"""The wheel, in an empty environment without a compiler: a model gets smaller, and its ONNX file runs by its script."""
 
 import json
 import os
