@@ -11,7 +11,7 @@ from typing import Any
 from making import commands, literate, parts, pictures
 from mkdocs.structure.files import File, Files
 
-MARKER = re.compile(r"^<!-- make: (?P<name>\w+) ?(?P<argument>\w*) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- make: (?P<name>\w+) ?(?P<argument>[\w.]*) -->$", re.MULTILINE)
 MAKERS: Mapping[str, Callable[..., str]] = {
     "commands": commands.command_pages,
     "table": parts.table,

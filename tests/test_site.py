@@ -1,6 +1,7 @@
 """The site: built strictly, asks nothing of the network, and leaves out nothing that the code offers."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -44,6 +45,19 @@ class Page(HTMLParser):
         address = given.get("href") or given.get("src")
         if address:
             (self.links if tag == "a" else self.loaded).append(address)
+
+
+def test_the_table_of_methods_states_what_its_pages_measured() -> None:
+    """A number that is measured again on a page of results must change in the table too."""
+    page = ROOT / "docs" / "how-to" / "choosing.md"
+    rows = re.findall(r"^\| (?!you have|---)(.*) \|$", page.read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        *_, measured, link = row.split(" | ")
+        (results,) = re.findall(r"\]\(([^#)]+)", link)
+        known = set(re.findall(r"\d+(?:\.\d+)?", (page.parent / results).read_text()))
+        numbers = set(re.findall(r"\d+(?:\.\d+)?", measured))
+        assert numbers and numbers <= known, (row, numbers - known)
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +184,22 @@ def test_the_search_finds_without_a_server(browser, site: Path):
         link.get_attribute("href") for link in page.locator(".md-search-result__link").all()
     )
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("segmentation", "how-to/dense.html"),
+        ("batch 1", "how-to/batch_1.html"),
+        ("fine-tuned", "how-to/fine_tuned.html"),
+        ("OpenVINO", "how-to/openvino_file.html"),
+        ("reproduce", "how-to/reproduce.html"),
+        ("embedding", "how-to/embeddings.html"),
+        ("int8", "how-to/deploy.html"),
+        ("pipeline", "how-to/huggingface.html"),
+    ],
+)
+def test_a_search_finds_the_page_of_a_task_by_its_title(site: Path, words: str, page: str) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    titles = {entry["location"]: entry["title"] for entry in index["docs"]}
+    assert words.lower() in titles[page].lower()

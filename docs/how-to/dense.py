@@ -1,7 +1,7 @@
 """Features of all patches from a model whose tokens are merged: for segmentation, detection and retrieval."""
 
 # %% [markdown]
-# # Dense features
+# # Segmentation and detection: dense features
 #
 # Goal: one feature per patch of the image, although the layers process fewer tokens. Attach a token policy and call the
 # model as before: merged and pruned patches are restored.

@@ -1,7 +1,7 @@
 """Deploy: a folder that loads anywhere, a file that runs without attnrx, and int8."""
 
 # %% [markdown]
-# # Deploy
+# # Deploy: folders, ONNX Runtime, int8
 #
 # A smaller model is saved as a folder that loads anywhere, or exported as a file for ONNX Runtime, OpenVINO or torch
 # itself, which needs neither attnrx nor the original.

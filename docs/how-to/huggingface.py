@@ -1,7 +1,7 @@
 """A model of transformers: made smaller, and run by pipeline and Trainer as before."""
 
 # %% [markdown]
-# # Models of transformers
+# # Models and pipelines of transformers
 #
 # You have an image model of transformers, and want a smaller one that `pipeline` and `Trainer` take in its place. Needs
 # `pip install 'attnrx[huggingface,train]'`.

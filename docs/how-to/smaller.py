@@ -1,7 +1,7 @@
 """Make a ViT smaller with your own images: diagnose, prescribe, realize, verify, save."""
 
 # %% [markdown]
-# # Make a ViT smaller
+# # Make a classifier smaller
 #
 # You have a trained model and images of its kind, and want a smaller model with evidence of its cost. Labels are needed
 # for the last step only, and nothing is trained.

@@ -1,14 +1,13 @@
-"""Prune tokens: without training (ToMe, EViT), and with a learned reducer and a short fine-tuning (SPOT)."""
+"""Prune and merge tokens without training (ToMe, EViT)."""
 
 # %% [markdown]
-# # Prune tokens
+# # Prune or merge tokens
 #
 # Most of a ViT's arithmetic is proportional to the number of patches. A *policy* names a token reducer, the layers
 # before which it runs, and the kept share. It needs no diagnosis.
 
 # %%
 import os
-from dataclasses import replace
 
 import attnrx as rx
 
@@ -55,54 +54,14 @@ for name, slim in slims.items():
     )
 
 # %% [markdown]
-# Tokens and ranks go together: `rx.prescribe(diagnosis, "qk=total_rank:0.5 tokens=evit:0.7@4,7,10")` is one
-# prescription, realized in one call.
-#
-# ## With a learned reducer
-#
-# SPOT predicts from a token and from the attention of the previous layers whether to keep it. Its predictors are
-# initialized at random, so they must be trained: for some epochs, with the task and with `keep_ratio`, which pulls
-# their sampled masks to the policy's shares. The whole model is trained, the predictors at ten times the rate.
-
-# %%
-prescription = rx.prescribe(model, f"tokens=spot:0.7@{LAYERS}")
-reducing = rx.realize(model, prescription)
-config = rx.TrainingConfig(
-    epochs=2,
-    batch_size=32,
-    learning_rate=5e-4,
-    weight_decay=0.0,
-    losses=(rx.losses.Task(0.0), rx.losses.KeepRatio(2.0)),
-    predictor_learning_rate=10.0,
-    augmentation=rx.data.Augmentation(padding=0, flip=False),  # leave out for photographs
-    precision="fp32",  # bf16 on a GPU
-)
-run = rx.train(reducing, splits, config, "runs/spot", reporter=rx.training.Silent())
-for epoch in run.history:
-    print(f"epoch {epoch['epoch']}: loss {epoch['loss']:.3f}")
-
-# %% [markdown]
-# The control is the same training with random tokens. If SPOT does not beat it, the gain is due to the fine-tuning.
-
-# %%
-random = rx.realize(model, rx.prescribe(model, f"tokens=random:0.7@{LAYERS}"))
-plain = replace(config, losses=(rx.losses.Task(0.0),))
-control = rx.train(random, splits, plain, "runs/random", reporter=rx.training.Silent())
-for name, trained in {"spot": run.model, "random": control.model}.items():
-    evidence = rx.verify(trained, model, splits.test, checks)
-    *_, change = evidence.of("accuracy")
-    print(f"{name}, fine-tuned: {change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]")
-
-# %% [markdown]
 # ## The same on the command line
 #
 # ```bash
 # attnrx prescribe timm:vit_tiny_patch16_224 --rules tokens=tome:13@every --out tome.json
 # attnrx realize timm:vit_tiny_patch16_224 --prescription tome.json --out tome
-# attnrx train timm:vit_tiny_patch16_224 --tokens spot:0.7@4,7,10 --data path/to/images \
-#     --losses keep_ratio --out runs/spot
-# attnrx costs timm:vit_tiny_patch16_224 --tokens spot:0.7@4,7,10
+# attnrx costs timm:vit_tiny_patch16_224 --tokens tome:13@every
 # ```
 #
-# All reducers are in the [reference](../api/tokens.md), and measurements on a real ViT-Tiny in the
-# [results](../results/spot.md).
+# Reducers that learn which patches to keep are on [the page about SPOT](spot.md); a reducer of your own is
+# [ten lines](new_reducer.md). All reducers are in the [reference](../api/tokens.md), and measurements on a real
+# ViT-Tiny in the [results](../results/spot.md).

@@ -1,0 +1,69 @@
+"""Add a token reducer: a class of ten lines, in texts, files, plans and training like the others."""
+
+# %% [markdown]
+# # Add a reducer
+#
+# A token reducer states a score per patch, or how tokens are combined. A class that scores is a few lines; it then
+# works in texts, saved models, checks, plans and exported files.
+
+# %%
+from dataclasses import dataclass
+
+import torch
+from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
+
+import attnrx as rx
+
+# %% [markdown]
+# ## The class
+#
+# `Selecting` keeps the patches of the highest `relevance` [batch, patches]. `needs` names the statistics of attention
+# that the state must have; a field is a knob in texts. This one keeps the patches whose features are the largest, in a
+# norm of choice.
+
+
+# %%
+@dataclass(frozen=True)
+class LargestFeatures(rx.tokens.Selecting):
+    """Keeps the patches with the largest norm of their features."""
+
+    order: float = 2.0
+
+    def relevance(self, state, predictor):
+        return state.patches.norm(self.order, dim=-1)
+
+
+rx.tokens.register_reducer("largest_features", LargestFeatures)
+
+# %% [markdown]
+# ## Use it
+#
+# By its name, beside a control of the same shares:
+
+# %%
+checks = [rx.checks.Fidelity()]
+for name in ("largest_features(order=1)", "random"):
+    small = rx.realize(model, rx.prescribe(model, f"tokens={name}:0.7@2,3"))
+    discrepancy = rx.verify(small, model, splits.test, checks).of("fidelity")[0]
+    print(f"{name}: {discrepancy.claim} {discrepancy.value:.3f}")
+
+# %% [markdown]
+# ## Save and load
+#
+# The text is saved; the class must be registered before the model is loaded.
+
+# %%
+small = rx.realize(model, rx.prescribe(model, "tokens=largest_features:0.7@2,3"))
+again = rx.load(rx.save(small, "runs/largest"))
+images = next(iter(splits.test.batches(8))).images
+with torch.no_grad():
+    print(f"bit for bit: {torch.equal(again(images), small(images))}")
+
+# %% [markdown]
+# ## In the package
+#
+# A reducer of the package is such a class in `src/attnrx/vit/tokens/`, one line in `REDUCERS`, one export, and one line
+# in `tests/support/cases.py`. The laws of `tests/laws/` then hold it to what every reducer keeps: masks equal removal,
+# costs are those that are counted, batches do not mix, exported files agree ([Architecture](../architecture.md)).
+#
+# Where tokens are merged, implement `Reducer.reduce` (see `Ward`); where scores are learned, `Predicting` (see `Spot`).

@@ -1,0 +1,62 @@
+"""Reproduce a table of a paper: the protocol in seconds on generated images, or in full."""
+
+# %% [markdown]
+# # Reproduce a table
+#
+# Recipes of the three papers train, prescribe, realize and measure again, and print their table beside the paper's
+# numbers. `--tiny` runs the whole protocol in seconds on generated images, to show that it runs; it compares only
+# numbers that follow from formulas, e.g. MACs. Needs `pip install 'attnrx[lab]'`.
+
+# %%
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from attnrx.cli import main
+
+
+def attnrx(*words):
+    """Runs a command as in a shell, and returns what it prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        assert main([*words]) == 0
+    return printed.getvalue()
+
+
+# %% [markdown]
+# ## Which recipes are there?
+
+# %%
+recipes = json.loads(attnrx("reproduce", "--json"))["recipes"]
+print(", ".join(recipes))
+
+# %% [markdown]
+# ## A table in seconds
+
+# %%
+attnrx("reproduce", "svda/table1", "--only", "cifar10", "--tiny", "--seeds", "42", "--out", "runs/tiny")
+(table,) = Path("runs/tiny").rglob("table1.md")
+header, _, row = (line for line in table.read_text().splitlines() if line.startswith("|"))
+print("columns:", header.strip("| ").replace(" |", ";"))
+print("row:", row.split("|")[1].strip())
+
+# %% [markdown]
+# ## In full
+#
+# On the real data, a table takes from minutes to hours. `--estimate` trains a few steps of each run first, and states
+# how long all of them take on this machine; a stopped command continues where it was. On a GPU, steps are recorded as
+# CUDA graphs, and `--processes 3` trains three runs side by side:
+#
+# ```bash
+# attnrx reproduce svda/table1 --estimate
+# attnrx reproduce svda/table1 svda/table2 svda/table6 --processes 3
+# attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than the paper; the table says so
+# ```
+#
+# What came out is in the [results](../results/svda.md#at-the-papers-protocol), beside the paper's numbers.
+#
+# ## What can go wrong
+#
+# - CIFAR-10, FashionMNIST and others are downloaded by `datasets`, or given with `--data PATH`.
+# - A recipe differs from the paper where the paper does not state something; the table lists it.
