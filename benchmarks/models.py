@@ -53,6 +53,10 @@ and `elastic` take the size of the images that they are given. Saved folders and
 size too; a token policy keeps the same shares of the patches. Refused: timm's models with a bias for every pair of
 tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do
 not tile.
+
+A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that their
+patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its shares of
+the patches of each image. Their costs, plans and files are those of one size, `image_size`.
 """
 
 

@@ -1,6 +1,7 @@
 """A model takes images of another size, or rectangles, as its own library interpolates the position embeddings."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from attnrx.support.errors import DataError, InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import attach_tokens_, family_of, reduction_of, resized
 from attnrx.vit.models.huggingface_readers import reader_of
-from attnrx.vit.tokens import TokenPolicy, Ward
+from attnrx.vit.tokens import ClassAttention, EViT, EvoViT, TokenPolicy, ToMe, Ward, ZeroTPrune
 
 rx = pytest.importorskip("attnrx")
 pretrained = pytest.importorskip("support.pretrained")
@@ -149,6 +150,33 @@ def test_a_smaller_model_of_another_size_is_the_smaller_model_of_that_size(tmp_p
         same(rx.load(saved_and_loaded(first, tmp_path / "first"), image_size=(64, 40)), expected, images)
         with pytest.raises(InvalidInput, match=r"takes \[batch, 3, 32, 32\]"):
             first(images)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by", ["compress", "mask"])
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_a_smaller_model_takes_every_size_where_its_library_interpolates(library: str, by: str, tmp_path: Path) -> None:
+    """One model at three sizes: as the copies that were made for each of them, and with the same shares of patches."""
+    model = pretrained.of_hf("Dinov2Model", image_size=32, num_hidden_layers=4) if library == "transformers" else None
+    model = pretrained.of_timm(VIT, depth=4, img_size=32, dynamic_img_size=True) if model is None else model
+    slim = rx.load(model)
+    prescription = rx.prescribe(rx.diagnose(slim, pictures(32, 32, 8)), "qk=total_rank:0.5 vo=total_rank:0.5")
+    slim = rx.realize(slim, prescription, by=by)
+    unpruned = copy.deepcopy(slim)
+    for reducer in (Ward(), ToMe(), ClassAttention(), EViT(), EvoViT(), ZeroTPrune()):
+        pruned = copy.deepcopy(unpruned)
+        attach_tokens_(pruned, family_of(pruned), TokenPolicy.staged(reducer, 0.7, (2, 3)), by)
+        loaded = saved_and_loaded(pruned, tmp_path / reducer.__class__.__name__) if by == "compress" else pruned
+        for size in ((32, 32), (48, 40), (24, 64), (32, 32)):
+            images, at_size = pictures(*size), copy.deepcopy(resized(unpruned, *size))
+            same(unpruned, at_size(images), images)
+            attach_tokens_(at_size, family_of(at_size), TokenPolicy.staged(reducer, 0.7, (2, 3)), by)
+            expected = at_size(images)
+            same(pruned, expected, images)
+            same(loaded, expected, images)
+            assert family_of(pruned).patch_features(pruned, images).shape[1] == math.prod(size) // 64
+        with pytest.raises(InvalidInput, match="image_size=32"):
+            pruned(pictures(20, 24))
 
 
 @pytest.mark.parametrize("library", ["transformers", "timm", "timm, dynamic"])

@@ -159,22 +159,40 @@ class Adopted(nn.Module):
 
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits, or the pooled features where the model has no classifier."""
-        require_images(images, self.origin.input_shape, self.origin.architecture)
-        return chunked_forward(self, self._forward_chunk, images, self._max_elements)
+        self._require_images(images)
+        return chunked_forward(self, self._forward_chunk, images, self._max_elements(images))
+
+    @property
+    def takes_any_size(self) -> bool:
+        """Whether the library interpolates the position embeddings in every forward pass, to the size of its images.
+
+        `origin.input_shape` is then the size that costs, plans and files are made for.
+        """
+        return False
 
     @cached_property
-    def _max_elements(self) -> int:
-        """Elements per image of the largest activation, taken as the hidden layer of an MLP of ratio 4."""
-        convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
-        if convolution is None:
-            return 0
+    def _patching(self) -> tuple[int, int, int] | None:
+        """The width of the model, and the height and width of a patch; None where no convolution makes the patches."""
         # The first convolution makes the patches, and has the width of the model.
-        (height, width), (down, right) = self.origin.input_shape[1:], convolution.stride
-        return 4 * convolution.out_channels * (height // down) * (width // right)
+        convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
+        return None if convolution is None else (convolution.out_channels, *convolution.stride)  # type: ignore[return-value]
 
-    def forget_sizes_(self) -> None:
-        """Removes what was computed for images of one size."""
-        vars(self).pop("_max_elements", None)
+    def _require_images(self, images: ImageBatch) -> None:
+        """Raises InvalidInput for images of a size that the model does not take."""
+        expected, patching = self.origin.input_shape, self._patching
+        is_other = images.ndim == 4 and images.shape[1] == expected[0] and images.shape[1:] != expected
+        if is_other and patching is not None and self.takes_any_size:
+            sides = zip(images.shape[2:], patching[1:], strict=True)
+            if all(side >= patch and side % patch == 0 for side, patch in sides):
+                return
+        require_images(images, expected, self.origin.architecture)
+
+    def _max_elements(self, images: ImageBatch) -> int:
+        """Elements per image of the largest activation, taken as the hidden layer of an MLP of ratio 4."""
+        if self._patching is None:
+            return 0
+        width, down, right = self._patching
+        return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
     def _forward_chunk(self, images: Tensor) -> Tensor:
         with self.forward_pass(()):  # logits need no features of pruned patches
@@ -217,8 +235,8 @@ class Adopted(nn.Module):
 
     def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
         """Returns the library's last features of the tokens before the patches and of all patches."""
-        require_images(images, self.origin.input_shape, self.origin.architecture)
-        return chunked_forward(self, self._last_tokens, images, self._max_elements)
+        self._require_images(images)
+        return chunked_forward(self, self._last_tokens, images, self._max_elements(images))
 
     def _last_tokens(self, images: Tensor) -> Tensor:
         raise NotSupported(f"{self.origin.architecture} has no method that returns the features of all patches.")

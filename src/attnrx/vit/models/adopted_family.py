@@ -486,7 +486,6 @@ class AdoptedFamily(Family):
         if height % down or width % right or not self.num_patches(adopted.source, shape):
             raise InvalidInput(f"patches of {down} x {right} of {name} do not tile images of {height} x {width}.")
         adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
-        adopted.forget_sizes_()
         resize_tokens_(adopted, self)
         if reduction_of(adopted) is None:  # a policy is attached after a model is built
             self._require_rebuilt(adopted)

@@ -92,9 +92,9 @@ class HuggingFaceModel(Adopted):
         with self.forward_pass(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
             return self.source(**inputs, **options)
 
-    def forget_sizes_(self) -> None:
-        super().forget_sizes_()
-        vars(self).pop("dense_head_macs", None)
+    @property
+    def takes_any_size(self) -> bool:
+        return reader_of(self.source).resizes
 
     def _with_hidden_states(self, options: dict[str, Any]) -> Any:
         """Returns the output of transformers with the tokens of all patches after every block."""

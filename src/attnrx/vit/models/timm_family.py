@@ -74,6 +74,12 @@ class TimmModel(Adopted):
     }
 
     @property
+    def takes_any_size(self) -> bool:
+        source: Any = self.source
+        has_biases = any(block.attn.attention.spec.pair_bias for block in source.blocks)
+        return bool(getattr(source, "dynamic_img_size", False)) and not has_biases
+
+    @property
     def pretrained_cfg(self) -> dict[str, Any]:
         """The pretrained configuration with the model's input format, which `resolve_model_data_config` reads."""
         config = dict(getattr(self.source, "pretrained_cfg", None) or {})

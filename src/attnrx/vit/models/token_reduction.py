@@ -34,9 +34,10 @@ from attnrx.vit.tokens.reducer import KeepDrop, stable_order
 class TokenRun:
     """Token statistics of one batch in one forward pass.
 
-    `sizes` is None until a token is pruned. `patch_indices` holds the index of every patch token in the image, -1 for
-    tokens added by a stage; `trail` holds those indices after each stage. `restorations` has one for
-    every chunk of the batch, if features of all patches are requested, which are those after `restored_blocks`.
+    `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
+    on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
+    those indices after each stage. `restorations` has one for every chunk of the batch, if features of all patches are
+    requested, which are those after `restored_blocks`.
     `image_keys` are hashes of the images, for reducers that need them. In training, `sampled` holds the mask sampled at
     each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `keep_scores` holds the log-probabilities from
     which it was sampled, and `drawn` the stages: one that keeps every patch samples none.
@@ -45,6 +46,7 @@ class TokenRun:
     def __init__(self, restored_blocks: Container[int] = ()):
         self.restored_blocks = restored_blocks
         self.sizes: Float[Tensor, "batch tokens"] | None = None
+        self.patches = 0
         self.patch_indices: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
         self.accumulated: Float[Tensor, "batch patches"] | None = None
@@ -356,15 +358,13 @@ class TokenReduction(nn.Module):
         # training. All of them update the statistics of the run to the tokens that are left.
         prefix, run = self.shape.layout.prefix, self._run
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
-        patches, count = self.shape.layout.patches, self.counts[stage]
         if run.patch_indices is None:
-            if tokens.shape[1] - prefix != patches:
-                raise InvalidInput(
-                    f"an image has {tokens.shape[1] - prefix} patches, and {self.policy} was attached for {patches}: "
-                    "give images of the model's input size, or adopt the model for this size and attach the policy "
-                    "to it."
-                )
-            run.patch_indices = torch.arange(patches, device=tokens.device).expand(tokens.shape[0], -1)
+            run.patches = tokens.shape[1] - prefix
+            run.patch_indices = torch.arange(run.patches, device=tokens.device).expand(tokens.shape[0], -1)
+        patches, counts = run.patches, self.counts
+        if patches != self.shape.layout.patches:  # the same shares of an image of another size
+            counts = self.policy.counts(patches)
+        count = counts[stage]
         if count >= patches and not self.policy.by_image:  # no token is pruned, so the tokens must not change at all
             run.trail.append(run.patch_indices)
             return tokens
