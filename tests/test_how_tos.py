@@ -36,7 +36,7 @@ literate = _literate()
 
 def _run(path: Path, out: Path, environment: dict[str, str]) -> None:
     os.chdir(out.parent)
-    for name in ("MODEL", "DATA", "LAYERS", "NAME", "EPOCHS", "PATCH"):
+    for name in ("MODEL", "DATA", "LAYERS", "NAME", "EPOCHS", "PATCH", "BATCH", "TARGET", "OUT"):
         os.environ.pop(name, None)
     os.environ.update(environment)
     try:

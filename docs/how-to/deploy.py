@@ -68,7 +68,7 @@ print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
 # `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` are exported in
 # the same way. A `.pt2` file (the first two) can run any code of its author once it is opened: `rx.load` opens one only
 # with `trust=True`, a command with `--trust`. On a CPU that computes in bfloat16, `"openvino(precision=bf16)"` is the
-# fastest at almost no cost.
+# fastest at almost no cost ([OpenVINO](openvino_file.md)).
 # `int8` is ONNX Runtime's static quantization, calibrated on your images (`"openvino(precision=int8)"` runs it in
 # OpenVINO); linear maps that it would harm stay in float, and its cost is measured in the same way:
 
