@@ -9,6 +9,7 @@ from torch import nn
 from attnrx.data import ImageSet, require_labelled
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.trees import rows_of
 from attnrx.vit.models import InputValidation, evaluating, family_of, observing
 from attnrx.vit.observation import Observation
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
@@ -65,8 +66,8 @@ class Predictions:
 def outputs_of(
     model: nn.Module, images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch classes"]:
-    """Returns the outputs of one batch, computed in the dtype of the model's weights."""
-    return model(images.to(next(model.parameters()).dtype))
+    """Returns the outputs of one batch, one row per image, computed in the dtype of the model's weights."""
+    return rows_of(model(images.to(next(model.parameters()).dtype)))
 
 
 def stored(outputs: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:

@@ -38,6 +38,7 @@ from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.storage import require_finite_tensors
+from attnrx.support.trees import rows_of
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models import (
     InputValidation,
@@ -459,7 +460,7 @@ def _loss_slope(
     # Inside `evaluating`, which disables gradients; only those of the pixels are computed.
     with torch.enable_grad():
         images = images.detach().requires_grad_()
-        logits = model(images)
+        logits = rows_of(model(images))
         # The predicted class replaces a missing label; an embedding has its largest feature in its place.
         has_label = (labels >= 0) & (labels < logits.shape[1])
         loss = F.cross_entropy(logits, labels.where(has_label, logits.argmax(-1)), reduction="sum")

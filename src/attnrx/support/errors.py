@@ -77,6 +77,10 @@ class CardWarning(UserWarning):
     """An edited model card that is kept although the model in its folder was replaced."""
 
 
+class FactoryWarning(UserWarning):
+    """A saved model of a class that cannot be created by its name alone: loading it needs a `factory`."""
+
+
 class CheckpointError(AttnrxError):
     """A file written by attnrx that is missing, truncated, modified or of another schema version."""
 

@@ -18,6 +18,7 @@ from attnrx.support.arguments import (
     PATH,
     SEED,
     SIDE,
+    TEXT,
     checked,
     described,
     either,
@@ -52,7 +53,7 @@ SOURCE = replace(
     params=BUDGET,
     faster=optional(FASTER),
     reader=optional(instance("an attnrx.Reader with the paths of the model's parts", Reader)),
-    factory=optional(FUNCTION),
+    factory=optional(either("a function, or 'module:function'", FUNCTION, TEXT)),
     outputs=optional(one_of(*STATEMENTS)),
     image_size=optional(either("the side of the images in pixels, or (height, width)", SIDE, SIDES)),
 )
@@ -68,7 +69,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     params: float | None = None,
     faster: float | None = None,
     reader: Reader | None = None,
-    factory: Callable[..., nn.Module] | None = None,
+    factory: Callable[..., nn.Module] | str | None = None,
     outputs: str | None = None,
     image_size: int | tuple[int, int] | None = None,
 ) -> nn.Module:
@@ -82,7 +83,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
     - a configuration name such as `svda:cifar10` (fresh weights);
     - `lvvit:SIZE` (fresh weights, or those of the published file `weights`);
-    - a module; a model of another library is converted, and so is a module of your own whose parts a `reader` names;
+    - a module; a model of another library is converted, and so is a module of your own that contains one (a backbone
+      with a decoder, several outputs), or whose parts a `reader` names;
     - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`;
     - a file written by `export`: the returned module runs it with its runtime.
 
@@ -97,8 +99,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         params: The share of its parameters.
         faster: The speed-up over it.
         reader: The paths of the parts of a module of your own.
-        factory: Creates that module again, as `factory(**reader.arguments)`, by default its class; a saved folder of
-            such a model needs it only where the class has not been imported.
+        factory: Creates a module of your own again, with any weights: a function, or "module:function". With a reader
+            it is called as `factory(**reader.arguments)`, else without arguments; by default it is the class. A saved
+            folder of such a model needs it where the class has not been imported or needs arguments.
         outputs: What the outputs are, where the model does not state it: "classes" (logits of classes, or of two
             classes by one logit), "multilabel" (one logit per label, each with a sigmoid), "regression" (numbers) or
             "embedding". All comparisons depend on it; copies of the model and saved folders keep it. The configuration

@@ -22,7 +22,7 @@ from attnrx.support.arguments import (
     optional,
 )
 from attnrx.support.atomic_writes import Parts
-from attnrx.support.errors import CardWarning, InvalidInput
+from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
 from attnrx.vit.models import (
@@ -33,6 +33,7 @@ from attnrx.vit.models import (
 )
 from attnrx.vit.models.checkpoint import load_weights
 from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.whole import needed_to_load
 from attnrx.vit.outputs import output_kind_of
 
 PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
@@ -83,6 +84,9 @@ def save_with(
     `parts` are the files of the folder that are replaced, by default those of a model.
     """
     require_no_sizes(Path(folder))
+    needed = needed_to_load(model)
+    if "factory" in needed:
+        warnings.warn(f"to load {folder} again: {needed}.", FactoryWarning, stacklevel=5)
     if evidence is not None:
         # Evidence of another model beside the weights would be a false claim.
         evidence.require(model_fingerprint(model), "the model to save")
@@ -113,6 +117,9 @@ def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescriptio
         "parameters": costs.params,
         "macs": costs.macs,
     }
+    needed = needed_to_load(model)
+    if needed:
+        facts["to_load_it"] = needed
     return model_card(facts, evidence, prescription)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.models import FAMILIES, STATED_OUTPUTS, num_outputs
+from attnrx.vit.models.whole import Whole
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
 # so that the number is fixed: results on different numbers of images can be compared.
@@ -212,6 +213,54 @@ class Regression(OutputKind):
         return torch.where(variance > 1e-12 * square, variance, torch.where(square > 0, square, 1.0))
 
 
+class Map(Regression):
+    """A map per image, or any other tensor: the squared error relative to the variance of the reference's numbers, over
+    all images and positions.
+
+    The divergence is the mean over the numbers of an image, and so is 0 for equal maps and about 1 for a constant one:
+    without a shift or a scale, one minus the squared correlation. Of several tensors it is the mean over the tensors.
+    """
+
+    name, noun = "map", "number of a map"
+    returns = "a map per image"
+    note = (
+        "the outputs are compared as maps, by the squared error relative to the variance of the reference's numbers; "
+        "there is no decision, and so neither agreement nor accuracy."
+    )
+
+    def __init__(self, sizes: tuple[int, ...] = ()):
+        """`sizes` are the numbers per image of every tensor, in their order in a row; () for one tensor."""
+        self.sizes = sizes
+
+    def divergence(
+        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
+    ) -> Float[Tensor, "images"]:
+        pairs = zip(self._tensors(base), self._tensors(other), strict=True)
+        return torch.stack([super(Map, self).divergence(*pair) for pair in pairs]).mean(0)
+
+    def drawn(self, outputs: Float[Tensor, "batch numbers"], generator: torch.Generator) -> Float[Tensor, ""]:
+        # Divided by the root of their number, as the divergence is a mean.
+        drawn = [super(Map, self).drawn(part, generator) / part.shape[1] ** 0.5 for part in self._tensors(outputs)]
+        return torch.stack(drawn).sum()
+
+    def _tensors(self, outputs: Float[Tensor, "images numbers"]) -> tuple[Tensor, ...]:
+        return outputs.split(self.sizes or (outputs.shape[1],), dim=1)
+
+    def _scale(self, base: Float[Tensor, "images numbers"]) -> Float[Tensor, "numbers"]:
+        return super()._scale(base.flatten()[:, None]).expand(base.shape[1])
+
+
+class Several(Map):
+    """Several tensors per image: the mean over the tensors of the divergence of maps."""
+
+    name, noun, returns = "several", "number of the outputs", "several tensors per image"
+    note = (
+        "the model returns several tensors per image. Each is compared by the squared error relative to the variance "
+        "of the reference's numbers, and the divergence is the mean over the tensors; there is no decision, and so "
+        "neither agreement nor accuracy."
+    )
+
+
 class Embeddings(OutputKind):
     """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
 
@@ -265,7 +314,7 @@ def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int
 
 
 KINDS: dict[str, OutputKind] = {
-    kind.name: kind for kind in (Logits(), BinaryLogit(), Multilabel(), Regression(), Embeddings())
+    kind.name: kind for kind in (Logits(), BinaryLogit(), Multilabel(), Regression(), Map(), Several(), Embeddings())
 }
 
 
@@ -278,12 +327,21 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     name = getattr(model, STATED_OUTPUTS, None)
     if name is None:
         name = "logits" if family is None else family.output_kind(model)
+    if name in ("map", "several"):
+        sizes = tuple(model.around.sizes.values()) if isinstance(model, Whole) else ()
+        return type(KINDS[name])(sizes)  # type: ignore[call-arg]
     heads = () if family is None else family.heads(model)
     return KINDS["binary_logit" if name == "logits" and heads and num_outputs(heads[0]) == 1 else name]
 
 
 # What a user states -> the kind.
-STATEMENTS = {"classes": "logits", "multilabel": "multilabel", "regression": "regression", "embedding": "embedding"}
+STATEMENTS = {
+    "classes": "logits",
+    "multilabel": "multilabel",
+    "regression": "regression",
+    "embedding": "embedding",
+    "map": "map",
+}
 
 
 def state_outputs_(model: nn.Module, outputs: str) -> None:

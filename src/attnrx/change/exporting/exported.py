@@ -92,7 +92,7 @@ class Exported(nn.Module):
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
         # Of class logits the width decides; of a file of features there is no kind.
-        if self.facts.get("output") in ("multilabel", "regression", "embedding"):
+        if self.facts.get("output") in ("multilabel", "regression", "embedding", "map"):
             setattr(self, STATED_OUTPUTS, self.facts["output"])
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 
 BATCH, OPSETS = "batch", range(18, 24)
-OUTPUTS = {2: "logits", 3: "features"}  # the name of the output, by its number of axes
+OUTPUTS = {2: "logits", 3: "features"}  # the name of the output, by its number of axes; others are a map
 # The statements of the script beside the file: the facts are its metadata.
 OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{file}")))
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
@@ -63,7 +63,7 @@ class Onnx(Format):
             dynamo=True,
             opset_version=self.opset,
             input_names=[INPUT],
-            output_names=[OUTPUTS[_output_axes(program)]],
+            output_names=[OUTPUTS.get(_output_axes(program), "map")],
             custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
             verbose=False,
             optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own

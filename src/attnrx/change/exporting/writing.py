@@ -60,7 +60,7 @@ from attnrx.vit.models import (
     require_ordinary_weights,
 )
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
+from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of
 
 DYNAMIC = "dynamic"
 # Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
@@ -112,6 +112,11 @@ class ExportSubject:
     ) -> "ExportSubject":
         """Copies a model of a known family, converts it to `precision`, and collects its facts."""
         family = family_of(model)
+        if isinstance(output_kind_of(model), Several):
+            raise NotSupported(
+                "a file has one output, and the model returns several tensors: export a module around it that returns "
+                "one of them, or save the result without it (onnx=False)."
+            )
         require_ordinary_weights(model)
         # The caller's model keeps its mode, device and precision.
         converted = copy_module(model).eval()

@@ -166,7 +166,7 @@ class _OutputFit:
     def _outputs(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the outputs of the reference and of the model."""
         with torch.no_grad():
-            target = self.reference(pixels)
+            target = outputs_of(self.reference, pixels)
         outputs = outputs_of(self.model, pixels)
         if outputs.shape != target.shape:
             raise InvalidInput(

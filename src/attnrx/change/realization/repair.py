@@ -32,6 +32,7 @@ from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import running, track
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.trees import rows_of
 from attnrx.vit.models import (
     InputValidation,
     LowRankLinear,
@@ -388,7 +389,7 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     weight, chosen = _weight(model), images.take(min(IMPORTANCE_IMAGES, len(images)))
     for batch in chosen.batches(CHUNK // 2, device=weight.device):
         with torch.enable_grad(), recording_blocks(model, family) as outputs:
-            answers = model(batch.images.to(weight.dtype).requires_grad_())  # a graph also for frozen weights
+            answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
             drawn = output_kind_of(model).drawn(answers, generator)
             slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
         running()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.change.predictions import Predictions, stored
+from attnrx.change.predictions import Predictions, outputs_of, stored
 from attnrx.data import ImageSet, require_labelled, require_labels
 from attnrx.data.images import UNLABELLED
 from attnrx.support.errors import DataError
@@ -66,7 +66,7 @@ class Answers:
             for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
                 pixels.append(batch.images.to(weight.dtype))
                 labels.append(batch.labels.cpu())
-                outputs.append(stored(model(pixels[-1])))
+                outputs.append(stored(outputs_of(model, pixels[-1])))
         if not pixels:
             raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
         numbers = torch.cat(labels) if images.has_labels else None
@@ -103,7 +103,7 @@ class Answers:
     def outputs_of(self, candidate: nn.Module, start: int = 0) -> list[Tensor]:
         """Runs a candidate on the images from a batch on, and returns its outputs per batch."""
         with evaluating([candidate]):
-            return [stored(candidate(batch)) for batch in self.batches[start:]]
+            return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
         """Returns the deviation of outputs, given per batch in the shape of those of the original."""

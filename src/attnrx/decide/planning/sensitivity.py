@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from attnrx.change.predictions import stored
+from attnrx.change.predictions import outputs_of, stored
 from attnrx.change.realization import realize
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Pixels
@@ -33,16 +33,17 @@ from attnrx.vit.tokens import ALL_LAYERS, TokenPolicy
 
 
 @contextmanager
-def resumed(model: nn.Module, family: Family, given: Any, layer: int) -> Iterator[None]:
+def resumed(model: nn.Module, family: Family, given: Any, layer: int, earlier: Sequence[Any] = ()) -> Iterator[None]:
     """Skips the first `layer` blocks: the last of them returns `given`, in the format of a block's output.
 
-    With 0 the whole model runs. Hooks on the blocks still run.
+    With 0 the whole model runs. Hooks on the blocks still run. `earlier` are the outputs of the other skipped blocks,
+    where a decoder reads them.
     """
     # The model itself calls its blocks, so that its code before, between and after them runs as always, e.g. rotary
     # tables and the pooling; the skipped blocks return at once.
     with ExitStack() as stack:
         for index, block in enumerate(blocks_of(model, family)[:layer]):
-            output = given if index == layer - 1 else None
+            output = given if index == layer - 1 else earlier[index] if earlier else None
             stack.enter_context(replacing_forward(block, partial(_skipped, output)))
         yield
 
@@ -205,8 +206,8 @@ class _BatchProbe:
         return sums
 
     def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
-        with resumed(model, self.family, given, layer):
-            other = stored(model(self.images))
+        with resumed(model, self.family, given, layer, [call.output for call in self.calls]):
+            other = stored(outputs_of(model, self.images))
         # Sums, because the last batch may be smaller; divided by the number of images at the end.
         return [float(getattr(self.outputs, measure)(self.base, other).sum()) for measure in MEASURES]
 

@@ -30,7 +30,12 @@ HUB_NAMES = {
 }
 
 # The task of the hub by what a model returns, and the word for it in code.
-TASKS = {"embedding": ("image-feature-extraction", "embeddings"), "regression": ("image-feature-extraction", "numbers")}
+TASKS = {
+    "embedding": ("image-feature-extraction", "embeddings"),
+    "regression": ("image-feature-extraction", "numbers"),
+    "map": ("image-feature-extraction", "maps"),
+    "several": ("image-feature-extraction", "outputs"),
+}
 CLASSIFICATION = ("image-classification", "logits")
 
 USE = """\

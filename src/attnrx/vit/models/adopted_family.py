@@ -136,6 +136,14 @@ class AdoptedFamily(Family):
             InvalidInput: A stated shape or normalization does not fit the model.
         """
 
+    def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Returns the origin of a model inside a user's own module, which creates it.
+
+        Raises:
+            InvalidInput: A stated shape or normalization does not fit the model.
+        """
+        return self._stated(model, stated)
+
     @abstractmethod
     def create(self, origin: Origin) -> nn.Module:
         """Creates the model with its own library, without pretrained weights.
@@ -434,12 +442,23 @@ class AdoptedFamily(Family):
         Raises:
             InvalidInput: The library creates a model of another depth.
         """
+        return self.shaped(self._created(self.described_origin(description)), description)
+
+    def described_origin(self, description: Mapping[str, Any]) -> Origin:
+        """Returns the origin of a described model."""
         facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
         # Absent in files of earlier versions.
         settings, replaced = description.get("preprocessing", {}), description.get("replaced", {})
         created_as = description["architecture"], description["arguments"]
-        origin = Origin(*created_as, **facts, preprocessing=settings, replaced=replaced)
-        created = self._created(origin)
+        return Origin(*created_as, **facts, preprocessing=settings, replaced=replaced)
+
+    def shaped(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
+        """Inserts attention and MLPs of the described ranks into the library's model, which is changed.
+
+        Raises:
+            InvalidInput: It has another depth.
+        """
+        origin = self.described_origin(description)
         self.restore_buffers_(created)
         adopted = self.model_type(created, origin)
         blocks, specs = self.blocks(adopted.source), description["attention"]

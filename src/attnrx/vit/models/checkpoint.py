@@ -65,7 +65,7 @@ RECORD = Record(
     },
     more={
         "torch_dtype": Text(),
-        "outputs": Optional(Choice(("logits", "multilabel", "regression", "embedding"))),
+        "outputs": Optional(Choice(("logits", "multilabel", "regression", "embedding", "map"))),
     },
 )
 

@@ -1,12 +1,14 @@
 """Chunked inference on a CPU: a few images at a time, so that activations stay in reused, cached memory."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.support.trees import joined, mapped
 from attnrx.vit.attention import Attention, AttentionContext
 from attnrx.vit.models.token_hooks import forward_pass, reduction_of
 from attnrx.vit.models.token_reduction import TokenRun
@@ -19,22 +21,22 @@ takes longer than starting the operations several times.
 """
 
 
-def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: ImageBatch, largest: int) -> Tensor:
-    """Returns `run(images)`, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
-    batch. Every chunk is a forward pass of its own.
+def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: ImageBatch, largest: int) -> Any:
+    """Returns `run(images)`, one tensor or several (`support.trees`), computed in chunks on a CPU where no gradients
+    are recorded and no hook needs the whole batch. Every chunk is a forward pass of its own.
 
     `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
     independently, as all models do in evaluation mode.
     """
 
-    def forward(chunk: Tensor) -> Tensor:
+    def forward(chunk: Tensor) -> Any:
         with forward_pass(model):
             return run(chunk)
 
     # Token reducers and some backends need an image: an empty batch has the outputs of a black one, without its row.
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not (is_traced or model.training or len(images)):
-        return forward(images.new_zeros(1, *images.shape[1:]))[:0]
+        return mapped(lambda output: output[:0], forward(images.new_zeros(1, *images.shape[1:])))
     context = AttentionContext.of(images.flatten(2))
     if not context.free_on_cpu or largest < 1:
         return forward(images)
@@ -43,12 +45,12 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: I
         return forward(images)
     reduction, chunks = reduction_of(model), images.split(chunk_size)
     if reduction is None or not reduction.is_recorded:
-        return torch.cat([forward(chunk) for chunk in chunks])
+        return joined([forward(chunk) for chunk in chunks])
     with reduction.recording() as runs:
         outputs = [forward(chunk) for chunk in chunks]
     if runs:  # none of a policy that keeps every patch
         reduction.record(TokenRun.joined(runs))
-    return torch.cat(outputs)
+    return joined(outputs)
 
 
 def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from attnrx.support.atomic_writes import Parts
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
@@ -28,6 +28,7 @@ from attnrx.vit.models.torchvision_family import TorchvisionFamily
 from attnrx.vit.models.transformer import initialize_
 from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.models.vit import SCENARIOS, VisionTransformer, ViTFamily, named_config
+from attnrx.vit.models.whole import WholeFamily, named_function
 
 # The families of other libraries, by the prefix of a model name.
 LIBRARIES: dict[str, AdoptedFamily] = {
@@ -37,7 +38,9 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "open_clip": OpenClipFamily(),
 }
 # `family_of` takes the first that matches; each matches its own class of models only.
-FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values(), ModuleFamily())
+FAMILIES: tuple[Family, ...] = (
+    ViTFamily(), LVViTFamily(), *LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES)
+)  # fmt: skip
 
 
 def family_of(model: nn.Module) -> Family:
@@ -55,6 +58,11 @@ def family_of(model: nn.Module) -> Family:
             "attnrx.load(model), which returns a copy with the same logits."
         )
     _require_no_supported_part(model)
+    if WholeFamily(LIBRARIES).trunk_of(model) is not None:
+        raise NotSupported(
+            f"this {type(model).__name__} contains a Vision Transformer with the attention of its own library: adopt "
+            "it first with attnrx.load(model), which returns a copy with the same outputs."
+        )
     raise NotSupported(
         f"{model_name(model)} is not supported; "
         f"use {', '.join(model_names())}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by "
@@ -63,10 +71,9 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _require_no_supported_part(model: nn.Module) -> None:
-    """Raises NotSupported for a wrapper of any kind around a model that is supported, with the path of that model."""
+    """Raises NotSupported for a wrapper of any kind around a model of attnrx, with the path of that model."""
     for path, part in model.named_modules():
-        is_adoptable = any(library.adopts(part) and not any(library.refusals(part)) for library in LIBRARIES.values())
-        if path and (is_adoptable or any(family.matches(part) for family in FAMILIES)):
+        if path and any(family.matches(part) for family in FAMILIES):
             raise NotSupported(
                 f"{model_name(model)} is not supported, but the {type(part).__name__} in it is: give "
                 f"model.get_submodule({path!r})."
@@ -146,7 +153,7 @@ def load_model(
     pretrained: bool | None = None,
     *,
     reader: Reader | None = None,
-    factory: Factory | None = None,
+    factory: Factory | str | None = None,
 ) -> nn.Module:
     """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
 
@@ -174,9 +181,10 @@ def load_model(
         NotSupported: The model has an unsupported feature, or belongs to no family.
         InvalidInput: `weights` or `pretrained` for a source that takes none.
     """
+    factory = named_function(factory) if isinstance(factory, str) else factory
     if isinstance(source, nn.Module):
         with reading_parts(source, "its parts"):
-            return _adopt_if_foreign(source) if reader is None else ModuleFamily(factory).read(source, reader)
+            return _adopt_if_foreign(source, factory) if reader is None else ModuleFamily(factory).read(source, reader)
     # Without a colon it is a folder, also one that is called like a library.
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     if library in LIBRARIES and LIBRARIES[library].takes_weights:
@@ -219,18 +227,34 @@ def _meant(name: str) -> str:
 
 def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
     # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
-    families = tuple(ModuleFamily(factory) if isinstance(family, ModuleFamily) else family for family in FAMILIES)
+    created = (ModuleFamily(factory), WholeFamily(LIBRARIES, factory))
+    families = (*(family for family in FAMILIES if not isinstance(family, ModuleFamily | WholeFamily)), *created)
     return load_weights(folder, families, weights)
 
 
-def _adopt_if_foreign(model: nn.Module) -> nn.Module:
+def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
+    if any(family.matches(model) for family in FAMILIES):
+        return model
+    whole = WholeFamily(LIBRARIES, factory)
     for library in LIBRARIES.values():
-        if library.adopts(model):
-            if any(library.refusals(model)):
-                _require_no_supported_part(model)
+        if not library.adopts(model):
+            continue
+        if any(library.refusals(model)) and (found := whole.trunk_of(model)) is not None:
+            return whole.adopt(model, *found)
+        try:
             return library.adopt(model)
-    family_of(model)  # raises an error for a model without a family
-    return model
+        except NotSupported as error:
+            # A model that its library cannot create again, e.g. one with a part of the user's own.
+            try:
+                return whole.adopt(model, "", library)
+            except AttnrxError:
+                raise error from None
+    _require_no_supported_part(model)
+    found = whole.trunk_of(model)
+    if found is None:
+        family_of(model)  # raises an error for a model without a family
+        return model
+    return whole.adopt(model, *found)
 
 
 def save_model(

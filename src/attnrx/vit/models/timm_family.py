@@ -311,6 +311,20 @@ class TimmFamily(AdoptedFamily):
         source.set_input_size(img_size=(height, width))  # type: ignore[operator]
         return replace(origin, arguments={**origin.arguments, "img_size": [height, width]})
 
+    def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Returns the origin of a model inside a user's own module; one that was made by its constructor, or from
+        values that cannot be saved, has no arguments.
+        """
+        try:
+            return super().origin_inside(model, stated)
+        except NotSupported:
+            embedding: Any = model.patch_embed
+            shape = image_shape((embedding.proj.in_channels, *embedding.img_size))
+            facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+            half = (0.5,) * shape[0]
+            mean, std = (tuple(stated.get(field) or facts.get(field) or half) for field in ("mean", "std"))
+            return Origin(type(model).__name__, {}, image_shape(stated.get("input_shape") or shape), mean, std)
+
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
         data, heads = _timm("data"), self.heads(model)

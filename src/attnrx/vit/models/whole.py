@@ -1,0 +1,603 @@
+"""Users' own modules around a Vision Transformer: a backbone with a decoder, several outputs, a head of any class."""
+
+import copy
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrx.support.arguments import described, described_error
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
+from attnrx.support.modules import copy_module
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.storage import require_finite_tensors
+from attnrx.support.trees import rows_of, tensors_of
+from attnrx.vit.attention import Attention
+from attnrx.vit.costs import ModelCosts, PartCosts
+from attnrx.vit.models.adopted import Adopted
+from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
+from attnrx.vit.models.chunked_forward import chunked_forward, require_images
+from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_tensors, require_ordinary_weights
+from attnrx.vit.models.foreign_code import (
+    plain_copy,
+    reparametrized,
+    require_own_weights,
+    require_unchanged,
+    require_uncompiled,
+)
+from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.unsupported_features import model_name
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import TokenLayout, TokenPolicy
+
+Factory = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is around the Vision Transformer of a whole module, as JSON values.
+
+    `name` is "module:class" of the user's class, `factory` "module:function" of the function that creates it (None: the
+    class without arguments), `path` that of the Vision Transformer, "" where it is the module itself, and `family` that
+    of its library. `read_blocks` are the indices of the blocks whose patch tokens other parts than the next block read.
+    `sizes` are the numbers per image of every tensor that is returned, by their places, `outputs` the name of the
+    `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer.
+    """
+
+    name: str
+    factory: str | None
+    path: str
+    family: str
+    read_blocks: tuple[int, ...]
+    sizes: Mapping[str, int]
+    outputs: str
+    macs: int
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Surroundings":
+        return cls(**{**values, "read_blocks": tuple(values["read_blocks"])})
+
+
+class _Shape:
+    """The user's module without weights, from which one with fresh weights is made; shared by all copies of a model."""
+
+    def __init__(self, module: nn.Module):
+        # The values of buffers stay: those that are not saved are computed by the code of the module.
+        memo = {
+            id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            for parameter in module.parameters()
+        }
+        self.module = copy.deepcopy(module, memo)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shape":
+        return self
+
+    def fresh(self) -> nn.Module:
+        """Returns the module with small random weights from seed 0, or with none on the meta device."""
+        is_meta = torch.get_default_device().type == "meta"
+        generator = torch.Generator("cpu").manual_seed(0)
+        memo = {}
+        for parameter in self.module.parameters():
+            value = torch.empty_like(parameter, device="meta" if is_meta else "cpu")
+            memo[id(parameter)] = nn.Parameter(
+                value if is_meta else value.normal_(0, 0.02, generator=generator), parameter.requires_grad
+            )
+        return copy.deepcopy(self.module, memo).eval()
+
+
+class Whole(nn.Module):
+    """A module of the user's own, `module`, in which the Vision Transformer has attnrx attention.
+
+    Called with images, or with any arguments of the user's module, it returns what that returns. `trunk` is the Vision
+    Transformer in it as a model of its own, with the same weights.
+    """
+
+    trunk: Adopted
+
+    def __init__(self, module: nn.Module, trunk: Adopted, shape: _Shape, around: Surroundings):
+        super().__init__()
+        self.module = module
+        self.tokens: nn.Module | None = None
+        self.around = around
+        # In __dict__, so that its weights have one name only.
+        vars(self).update(trunk=trunk, shape=shape)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a public attribute of the user's module that this module does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("_") or module is None:
+                raise
+            return getattr(module, name)
+
+    def forward(self, images: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the user's module returns; a batch of images alone is computed in chunks on a CPU."""
+        if args or kwargs or not isinstance(images, Tensor):
+            with self.forward_pass():
+                return self.module(*(() if images is None else (images,)), *args, **kwargs)
+        require_images(images, self.trunk.origin.input_shape, self.around.name)
+        return chunked_forward(self, self._forward_chunk, images, self.trunk._max_elements)
+
+    def _forward_chunk(self, images: Tensor) -> Any:
+        with self.forward_pass():
+            return self.module(images)
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Runs one forward pass in its context; patches are restored after the blocks whose patches are read."""
+        with self.trunk.forward_pass(self.around.read_blocks):
+            yield
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "tokens" and "trunk" in vars(self):
+            self.trunk.tokens = value  # its costs, features and forward passes are those with the policy
+
+
+class WholeFamily(Family):
+    """Users' own modules that contain one Vision Transformer of a library, or are one with parts of their own.
+
+    Everything about attention, MLPs and tokens is that of the library's family. A saved model holds the name of the
+    class and never code: loading it creates the module by the class without arguments, if that has been imported, or by
+    the `factory`.
+    """
+
+    name = "whole"
+    exposes_tokens = True
+
+    def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):
+        self.libraries = {family.name: family for family in libraries.values()}
+        self.factory = factory
+
+    def trunk_of(self, model: nn.Module) -> tuple[str, AdoptedFamily] | None:
+        """Returns the path and the family of the Vision Transformer in a module; None where there is none.
+
+        Raises:
+            NotSupported: There are several.
+        """
+        found: dict[str, AdoptedFamily] = {}
+        for path, part in model.named_modules():
+            if any(path.startswith(f"{outer}.") or not outer for outer in found):
+                continue
+            for family in self.libraries.values():
+                if _is_of(part, family) and not any(family.refusals(part)):
+                    found[path] = family
+                    break
+        if len(found) > 1:
+            raise NotSupported(
+                f"{model_name(model)} contains {len(found)} Vision Transformers, {', '.join(found)}: attnrx changes "
+                f"one. Give model.get_submodule({next(iter(found))!r})."
+            )
+        return next(iter(found.items()), None)
+
+    def adopt(self, model: nn.Module, path: str, family: AdoptedFamily, input_shape: Any = None) -> Whole:
+        """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
+
+        The copy returns what the module returns, which is checked on random images.
+
+        Raises:
+            NotSupported: The outputs differ, are no tensors with one entry per image, or the Vision Transformer is
+                called several times or never.
+            InvalidInput: The module has no weights.
+        """
+        require_uncompiled(model)
+        require_ordinary_tensors(model)
+        weights = model.state_dict()
+        without = next((name for name, value in weights.items() if isinstance(value, Tensor) and value.is_meta), None)
+        if without is not None:
+            raise InvalidInput(f"{model_name(model)} has no weights: {without} is on the meta device. Load them first.")
+        require_finite_tensors(weights, model_name(model))
+        module = plain_copy(model) if any(reparametrized(model)) else copy_module(model)
+        source = module.get_submodule(path)
+        with reading_parts(source, "its parts"):
+            family.require_supported(source)
+            origin = family.origin_inside(source, {"input_shape": input_shape})
+            trunk = family.model_type(source, origin)
+            trunk.training = model.training
+            shape = _Shape(module)
+            family._install_(trunk, family._converted_attention(source))
+        every = tuple(range(len(family.blocks(source))))
+        around = Surroundings(_name(type(model)), _factory_name(self.factory), path, family.name, every, {}, "", 0)
+        whole = Whole(module, trunk, shape, around)
+        whole.training = model.training
+        require_ordinary_weights(whole)
+        if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
+            require_unchanged(model, lambda images: rows_of(model(images)), origin.input_shape)
+        tensors = _proved(model, whole, family)
+        require_own_weights(whole, model, origin.input_shape)
+        whole.around = replace(
+            around,
+            sizes={name: tensor[0].numel() for name, tensor in tensors.items()},
+            outputs=_kind_of(family, whole, tensors),
+            macs=_outer_macs(model, whole) if path else 0,
+            read_blocks=_read_blocks(whole, family),
+        )
+        return whole
+
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, Whole)
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        whole, trunk, family = self._of(model)
+        around = {
+            **vars(whole.around),
+            "read_blocks": list(whole.around.read_blocks),
+            "sizes": dict(whole.around.sizes),
+        }
+        return {**family.describe(trunk), "around": around}
+
+    def build(self, description: Mapping[str, Any]) -> Whole:
+        """Creates the user's module, and inserts attention and MLPs of the described ranks.
+
+        Raises:
+            NotSupported: The class has not been imported or needs arguments, and there is no factory.
+            UserCodeError: The factory raised an exception.
+            InvalidInput: What was created has another Vision Transformer.
+        """
+        around = Surroundings.read(description["around"])
+        family = self.libraries[around.family]
+        # With values, because the code of a module may read those of its buffers.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            module = self._created(around)
+        if around.path and around.path not in dict(module.named_modules()):
+            raise InvalidInput(f"{around.name} was created without the part {around.path!r:.80}.")
+        source = module.get_submodule(around.path)
+        if not _is_of(source, family):
+            raise InvalidInput(f"{around.path or 'the model'} of {around.name} is no model of {family.library}.")
+        shape = _Shape(module)
+        return Whole(module, family.shaped(source, description), shape, around)
+
+    def _created(self, around: Surroundings) -> nn.Module:
+        function = self.factory or _creator(around)
+        try:
+            module = function()
+        except AttnrxError:
+            raise
+        except Exception as error:
+            raise UserCodeError(
+                f"the factory of {around.name} raised {type(error).__name__}: {described_error(error)}"
+            ) from error
+        if not isinstance(module, nn.Module):
+            raise InvalidInput(f"the factory of {around.name} returned {described(module)}: give one of the model.")
+        return module
+
+    def library_model(self, model: nn.Module) -> nn.Module:
+        return self._of(model)[0].shape.fresh()
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
+        tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
+    ) -> ModelCosts:
+        whole, trunk, family = self._of(model)
+        costs = family.costs(trunk, attention, mlp_ranks, tokens, hidden)
+        inside = {id(parameter) for parameter in trunk.source.parameters()}
+        outside = sum(parameter.numel() for parameter in whole.module.parameters() if id(parameter) not in inside)
+        classifier = PartCosts(costs.classifier.params + outside, costs.classifier.macs + whole.around.macs)
+        return replace(costs, classifier=classifier)
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        _, trunk, family = self._of(model)
+        try:
+            return family.token_layout(trunk)
+        except NotSupported:
+            parts = family.parts(trunk.source)
+            if not parts.prefix_tokens:
+                raise
+            # All patches are restored where they are read, so that the pooling is that of the module itself.
+            return TokenLayout(parts.prefix_tokens, family.positions(trunk), parts.has_class_token, "class")
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        _, trunk, family = self._of(model)
+        return family.attention(trunk)
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        _, trunk, family = self._of(model)
+        family.set_attention_(trunk, layer, attention)
+
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        _, trunk, family = self._of(model)
+        return family.mlp(trunk)
+
+    def has_plain_units(self, model: nn.Module) -> bool:
+        _, trunk, family = self._of(model)
+        return family.has_plain_units(trunk)
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        _, trunk, family = self._of(model)
+        family.set_mlp_(trunk, layer, which, linear)
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        _, trunk, family = self._of(model)
+        return family.input_shape(trunk)
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        _, trunk, family = self._of(model)
+        return family.normalization(trunk)
+
+    def geometry(self, model: nn.Module) -> ImageGeometry | None:
+        _, trunk, family = self._of(model)
+        return family.geometry(trunk)
+
+    def knows_normalization(self, model: nn.Module) -> bool:
+        _, trunk, family = self._of(model)
+        return family.knows_normalization(trunk) and bool(trunk.origin.preprocessing)
+
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        _, trunk, family = self._of(model)
+        return family.patch_features(trunk, images)
+
+    def output_kind(self, model: nn.Module) -> str:
+        return self._of(model)[0].around.outputs
+
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        _, trunk, family = self._of(model)
+        return family.patch_embedding(trunk)
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        _, trunk, family = self._of(model)
+        return family.pooled_norm(trunk)
+
+    def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns the classifiers of a module that is a Vision Transformer itself; those of others are not known."""
+        whole, trunk, family = self._of(model)
+        return () if whole.around.path else family.heads(trunk)
+
+    def _of(self, model: nn.Module) -> tuple[Whole, Adopted, AdoptedFamily]:
+        if not isinstance(model, Whole):
+            raise InvalidInput(f"{model_name(model)} is no module with an adopted part; call attnrx.load(model) first.")
+        return model, model.trunk, self.libraries[model.around.family]
+
+
+def needed_to_load(model: nn.Module) -> str:
+    """Returns what `load` needs to create a saved model again, "" for nothing."""
+    if not isinstance(model, Whole):
+        return ""
+    around = model.around
+    if around.factory is not None:
+        return f"attnrx.load(folder, factory={around.factory!r})"
+    try:
+        _creator(around)
+    except NotSupported:
+        return "attnrx.load(folder, factory=...) with a function that creates the module with any weights"
+    return f"import {around.name.partition(':')[0]} first"
+
+
+def _is_of(part: nn.Module, family: AdoptedFamily) -> bool:
+    """Whether a part is a model of the family's library, or of a subclass of one."""
+    return family.adopts(part) or any(
+        base.__module__.split(".")[0] == family.library and base.__module__ != "timm.layers"
+        for base in type(part).__mro__
+    )
+
+
+def _name(function: Any) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _factory_name(factory: Factory | None) -> str | None:
+    if factory is None:
+        return None
+    return _name(factory) if hasattr(factory, "__qualname__") else described(factory)
+
+
+def named_function(name: str) -> Callable[..., nn.Module]:
+    """Imports a function by "module:function", as the user gave it.
+
+    Raises:
+        InvalidInput: There is no such function.
+    """
+    module, _, path = name.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+        for part in path.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(
+            f"factory={name!r:.80} cannot be imported ({error}): give a function, or 'module:function' of one that "
+            "creates the module."
+        ) from error
+    return target
+
+
+def _creator(around: Surroundings) -> Factory:
+    """Returns the class of a module, if it has been imported and needs no arguments.
+
+    Raises:
+        NotSupported: It does not suffice to create the module.
+    """
+    # Only what is imported already: a name from a file must not run the code of a module.
+    module, _, path = around.name.partition(":")
+    target: Any = sys.modules.get(module)
+    for part in path.split("."):
+        target = getattr(target, part, None)
+    made = around.factory or "a function that creates it with any weights"
+    given = "..." if around.factory is None else repr(around.factory)
+    remedy = f"give {made}, attnrx.load(folder, factory={given})."
+    if around.factory is not None:
+        raise NotSupported(f"{around.name} was created by {around.factory}: {remedy}")
+    if not (isinstance(target, type) and issubclass(target, nn.Module)):
+        raise NotSupported(f"the class {around.name} of this model has not been imported: import it first, or {remedy}")
+    required = [
+        name
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    # The class of a library makes a model of its default size, and not the one whose parts were replaced.
+    if required or module.split(".")[0] in ("timm", "transformers", "torchvision", "open_clip", "torch"):
+        needs = f"needs {', '.join(required)}" if required else "does not state its parts"
+        raise NotSupported(f"the class {around.name} of this model {needs}: {remedy}")
+    return target
+
+
+def _random_images(whole: Whole) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, *whole.trunk.origin.input_shape)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(next(whole.parameters()))
+
+
+def _limit(tensor: Tensor) -> float:
+    epsilon = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
+    return epsilon**0.5 * max(1.0, float(tensor.abs().max()))
+
+
+def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
+    """Returns how the first tensor differs that differs by more than rounding, "" for none."""
+    if expected.keys() != actual.keys():
+        return f"they return {list(expected)} and {list(actual)}"
+    for name, tensor in expected.items():
+        other, where = actual[name], f"output {name}" if name else "the output"
+        if tensor.shape != other.shape:
+            return f"{where} has the shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
+        difference = float((tensor - other).abs().max())
+        if not difference <= _limit(tensor):
+            return f"{where} differs by {difference:.3g}; rounding explains at most {_limit(tensor):.3g}"
+    return ""
+
+
+def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily) -> dict[str, Tensor]:
+    """Returns the outputs of a module for two random images, after they were compared with those of its copy.
+
+    Raises:
+        NotSupported: They differ, or are no tensors of real numbers with one entry per image.
+    """
+    images, name = _random_images(whole), whole.around.name
+    calls: list[object] = []
+    source = model.get_submodule(whole.around.path)  # of which a method other than `forward` may be called
+    patches = source.get_submodule(family.parts(source).patches)
+    counting = patches.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        with evaluating((model, whole)):
+            try:
+                expected = tensors_of(model(images))
+            except Exception as error:  # the code of a module raises errors of any type
+                raise NotSupported(
+                    f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
+                    f"{type(error).__name__}: {described_error(error)}. A module that takes other inputs needs one "
+                    "around it whose forward takes the images."
+                ) from error
+            counted = len(calls)
+            single = tensors_of(model(images[:1]))
+            actual = tensors_of(whole(images))
+    finally:
+        counting.remove()
+    if counted != 1:
+        raise NotSupported(
+            f"{name} cannot be adopted: it calls {whole.around.path or 'its parts'} {counted} times in a forward pass."
+        )
+    if not expected or any(not tensor.ndim or len(tensor) != len(images) for tensor in expected.values()):
+        shapes = {place: tuple(tensor.shape) for place, tensor in expected.items()}
+        raise NotSupported(
+            f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
+            "tensor must have one entry per image."
+        )
+    difference = _differing({place: tensor[:1] for place, tensor in expected.items()}, single)
+    if difference:
+        raise NotSupported(f"{name} cannot be adopted: an image has other outputs in a batch than alone: {difference}.")
+    difference = _differing(expected, actual)
+    if difference:
+        raise NotSupported(
+            f"{name} cannot be adopted: on random images {difference}. Its attention computes something else than "
+            "plain softmax attention, or the module changes or replaces a part in its forward."
+        )
+    return expected
+
+
+def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor]) -> str:
+    """Returns the kind of the outputs by their shapes: one row per image is that of logits or an embedding."""
+    if len(tensors) > 1:
+        return "several"
+    (tensor,) = tensors.values()
+    if tensor.ndim != 2:
+        return "map"
+    sums = tensor.sum(1)
+    if tensor.shape[1] > 1 and bool((tensor >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        raise NotSupported(
+            f"{whole.around.name} returns probabilities: outputs are compared as logits. Remove the softmax at its end."
+        )
+    # Logits if a linear map with so many outputs is the last part, else features.
+    linears = [part for part in whole.module.modules() if isinstance(part, nn.Linear)]
+    inside = {id(part) for block in family.blocks(whole.trunk.source) for part in block.modules()}
+    heads = [part for part in linears if id(part) not in inside and part.out_features == tensor.shape[1]]
+    return "logits" if heads or (not whole.around.path and family.heads(whole.trunk)) else "embedding"
+
+
+def _outer_macs(model: nn.Module, whole: Whole) -> int:
+    """Returns the MACs per image outside of the Vision Transformer, counted in a forward pass."""
+    active, before, inside = 0, 0, 0
+
+    def enter(*_: object) -> None:
+        nonlocal active, before
+        if not active:  # of nested parts the outermost one counts
+            before = counter.get_total_flops()
+        active += 1
+
+    def leave(*_: object) -> None:
+        nonlocal active, inside
+        active -= 1
+        if not active:
+            inside += counter.get_total_flops() - before
+
+    with evaluating((model,)), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
+        # Its parts too: the module may call a method of it, and not the whole.
+        for part in model.get_submodule(whole.around.path).modules():
+            hooks.enter_context(part.register_forward_pre_hook(enter))
+            hooks.enter_context(part.register_forward_hook(leave))
+        model(_random_images(whole)[:1])
+    return (counter.get_total_flops() - inside) // 2  # torch counts two operations for one MAC
+
+
+def _read_blocks(whole: Whole, family: AdoptedFamily) -> tuple[int, ...]:
+    """Returns the blocks whose patch tokens are read by other parts than the next block.
+
+    In one pass per block, its patches are changed for all parts but the next block: the outputs show whether any part
+    reads them.
+    """
+    blocks = family.blocks(whole.trunk.source)
+    prefix, images = family.parts(whole.trunk.source).prefix_tokens, _random_images(whole)
+    present: list[Tensor] = []
+
+    def change(scale: float, first: int, module: nn.Module, args: Any, output: Any) -> Any:
+        tokens = output[0] if isinstance(output, tuple) else output
+        present[:] = [tokens]
+        noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).to(tokens) * (1 + tokens.std())
+        noise[:, :first] = 0
+        changed = tokens + scale * noise
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (present[0], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": present[0]}
+
+    def outputs(index: int, scale: float, first: int) -> dict[str, Tensor]:
+        with ExitStack() as hooks:
+            hooks.enter_context(blocks[index].register_forward_hook(partial(change, scale, first)))
+            if index + 1 < len(blocks):
+                hooks.enter_context(blocks[index + 1].register_forward_pre_hook(keep, with_kwargs=True))
+            return tensors_of(whole.module(images))
+
+    def changes(index: int, first: int) -> bool:
+        # With the same hooks both times, so that both have the same rounding.
+        pair = outputs(index, 0.0, first), outputs(index, 1.0, first)
+        return any(not torch.equal(tensor, pair[1][name]) for name, tensor in pair[0].items())
+
+    with evaluating((whole,)):
+        if not changes(len(blocks) - 1, 0):  # a head of zeros reads nothing yet
+            return tuple(range(len(blocks)))
+        return tuple(index for index in range(len(blocks)) if changes(index, prefix))

@@ -1,0 +1,324 @@
+"""Users' own modules around a Vision Transformer: adopted, realized, saved, loaded and shrunk as a whole."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.show.checks import Fidelity
+from attnrx.support.errors import FactoryWarning, NotSupported
+from attnrx.support.trees import tensors_of
+from attnrx.vit.models import family_of
+from attnrx.vit.models.whole import Whole
+from attnrx.vit.outputs import KINDS, output_kind_of
+
+timm = pytest.importorskip("timm")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning"),
+    pytest.mark.filterwarnings("ignore::attnrx.support.errors.FactoryWarning"),
+]
+SIZE, WIDTH = 16, 32
+SMALL: dict[str, Any] = {"img_size": SIZE, "patch_size": 8, "embed_dim": WIDTH, "depth": 3, "num_heads": 2}
+IMAGES = torch.randn(5, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def trunk(**options: Any) -> Any:
+    return timm.create_model("vit_tiny_patch16_224", pretrained=False, **SMALL, **options)
+
+
+def dinov2() -> Any:
+    from transformers import Dinov2Config, Dinov2Model
+
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 8}
+    return Dinov2Model(Dinov2Config(**sizes, image_size=SIZE))
+
+
+class Cosine(nn.Module):
+    """A head of the user's own: cosines with the vectors of classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return 5 * nn.functional.normalize(features, dim=-1) @ nn.functional.normalize(self.vectors, dim=-1).T
+
+
+class Saliency(nn.Module):
+    """A map of the patch features of a backbone of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = dinov2()
+        self.decoder = nn.ConvTranspose2d(WIDTH, 1, 8, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        height, width = images.shape[2:]
+        features = self.backbone(images).last_hidden_state[:, 1:]
+        grid = features.transpose(1, 2).reshape(-1, WIDTH, height // 8, width // 8)
+        return self.decoder(grid).sigmoid()
+
+
+class Multitask(nn.Module):
+    """Classes and a map, in a dictionary, with an argument that is optional."""
+
+    def __init__(self):
+        super().__init__()
+        self.vit = trunk(num_classes=0)
+        self.classes, self.depth = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 1)
+
+    def forward(self, images: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        tokens = self.vit.forward_features(images)
+        return {"classes": self.classes(tokens[:, 0]), "depth": scale * self.depth(tokens[:, 1:])}
+
+
+class Pyramid(nn.Module):
+    """A tuple, of features after several blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.vit = trunk(num_classes=0)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.vit.forward_intermediates(images, indices=[0, 2], intermediates_only=True))
+
+
+class Masked(timm.models.vision_transformer.VisionTransformer):
+    """A subclass whose forward is another one."""
+
+    def __init__(self):
+        super().__init__(**SMALL, num_classes=0)
+        self.reconstruction = nn.Linear(WIDTH, 192)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.reconstruction(self.forward_features(images)[:, 1:])
+
+
+def own_head() -> Any:
+    model = trunk()
+    model.head = Cosine()
+    return model
+
+
+def own_head_of_transformers() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 8}
+    model = ViTForImageClassification(ViTConfig(**sizes, intermediate_size=64, image_size=SIZE))
+    model.classifier = Cosine()
+    return model
+
+
+def averaged() -> Any:
+    return torch.optim.swa_utils.AveragedModel(trunk(num_classes=4))
+
+
+def other_norm() -> Any:
+    model = trunk()
+    model.blocks[0].norm1 = nn.LayerNorm(WIDTH, eps=0.1)
+    return model
+
+
+# The function that makes the module, and the kind of its outputs.
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "own head": (own_head, "embedding"),
+    "own head of transformers": (own_head_of_transformers, "embedding"),
+    "constructor": (lambda: timm.models.vision_transformer.VisionTransformer(**SMALL, num_classes=6), "logits"),
+    "other norm": (other_norm, "logits"),
+    "subclass": (Masked, "map"),
+    "sequence": (lambda: nn.Sequential(trunk(num_classes=0), nn.Linear(WIDTH, 3)), "logits"),
+    "averaged": (averaged, "logits"),
+    "map": (Saliency, "map"),
+    "dictionary": (Multitask, "several"),
+    "tuple": (Pyramid, "several"),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    model = CASES[name][0]().double()
+    for parameter in model.parameters():  # timm's fresh head is zero
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def outputs(model: nn.Module, images: torch.Tensor = IMAGES) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return tensors_of(model(images))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_module_keeps_its_outputs_and_is_realized_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model = made(name)
+    before = copy.deepcopy(model.state_dict())
+    expected = outputs(model)
+    whole = rx.load(model, factory=lambda: made(name))
+    assert isinstance(whole, Whole) and type(whole.module) is type(model)
+    assert output_kind_of(whole).name == CASES[name][1]
+    assert_equal(outputs(whole), expected, 1e-10)
+    assert_equal(outputs(whole, IMAGES[:0]), {key: tensor[:0] for key, tensor in expected.items()})
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
+    diagnosis = rx.diagnose(whole, IMAGES)
+    prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.5 hidden=total_rank:0.5 tokens=ward:0.75@2")
+    slim, masked = rx.realize(whole, prescription), rx.realize(whole, prescription, by="mask")
+    assert {key: tensor.shape for key, tensor in outputs(slim).items()} == {
+        key: tensor.shape for key, tensor in expected.items()
+    }
+    assert_equal(outputs(slim), outputs(masked), 1e-8)
+    assert_equal(outputs(copy.deepcopy(slim)), outputs(slim))
+    family = family_of(slim)
+    assert family.costs(slim).params == sum(parameter.numel() for parameter in slim.parameters())
+    assert family.costs(slim).macs < family.costs(whole).macs
+    assert outputs(family.library_model(slim)).keys() == expected.keys()
+    rx.save(slim, tmp_path / "slim")
+    loaded = rx.load(tmp_path / "slim", factory=lambda: made(name))
+    assert_equal(outputs(loaded), outputs(slim))
+    assert output_kind_of(loaded).name == output_kind_of(whole).name
+    assert family_of(loaded).costs(loaded) == family.costs(slim)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_equal_model_is_equal_and_a_changed_one_is_not(name: str) -> None:
+    whole = rx.load(made(name))
+    images = torch.randn(24, 3, SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    changed = copy.deepcopy(whole)
+    with torch.no_grad():
+        for layer in family_of(changed).attention(changed):
+            layer.value.weight.mul_(-1)  # type: ignore[union-attr, operator]
+    found = [rx.verify(each, whole, images, [Fidelity()]).findings for each in (copy.deepcopy(whole), changed)]
+    same, different = (
+        next(finding.value for finding in findings if finding.details["quantity"] == "divergence") for findings in found
+    )
+    assert same == pytest.approx(0, abs=1e-12) and different > 1e-3
+
+
+def test_methods_arguments_and_copies_of_the_module_stay() -> None:
+    model = made("dictionary")
+    whole: Any = rx.load(model)
+    with torch.no_grad():
+        assert_equal(tensors_of(whole(IMAGES, scale=2.0)), tensors_of(model(IMAGES, scale=2.0)), 1e-10)
+        assert_equal(tensors_of(whole(images=IMAGES)), tensors_of(model(IMAGES)), 1e-10)
+    assert whole.depth is whole.module.depth
+    slim: Any = rx.realize(whole, rx.prescribe(rx.diagnose(whole, IMAGES), "tokens=ward:0.75@2"))
+    assert_equal(outputs(pickle.loads(pickle.dumps(slim))), outputs(slim))
+    assert_equal(outputs(slim.module), outputs(slim), 1e-10)  # also alone
+    assert outputs(slim.half(), IMAGES.half())["classes"].dtype == torch.float16
+
+
+def test_only_the_blocks_that_are_read_are_restored() -> None:
+    blocks = {name: rx.load(made(name)).around.read_blocks for name in CASES}
+    assert blocks["map"] == blocks["dictionary"] == blocks["subclass"] == (2,)
+    assert blocks["tuple"] == (0, 2)
+    assert blocks["own head"] == blocks["sequence"] == blocks["averaged"] == ()
+
+
+def test_the_macs_around_the_backbone_are_counted() -> None:
+    whole = rx.load(made("map"))
+    assert whole.around.macs == WIDTH * SIZE * SIZE  # the transposed convolution: 4 patches, 64 pixels each
+    assert rx.load(made("dictionary")).around.macs == WIDTH * (7 + 4)
+
+
+def test_the_divergence_of_several_tensors_is_their_mean() -> None:
+    base, other = torch.randn(20, 3 + 8), torch.randn(20, 3 + 8)
+    both = type(KINDS["several"])((3, 8)).divergence(base, other)  # type: ignore[call-arg]
+    each = [KINDS["map"].divergence(part, of) for part, of in zip(base.split((3, 8), 1), other.split((3, 8), 1))]
+    torch.testing.assert_close(both, (each[0] + each[1]) / 2)
+    part = base[:, :3].double()
+    torch.testing.assert_close(
+        each[0], (part - other[:, :3]).square().mean(1) / part.var(correction=0), check_dtype=False
+    )
+
+
+def test_a_folder_says_what_it_needs(tmp_path: Path) -> None:
+    rx.save(rx.load(made("dictionary")), tmp_path / "by class")
+    assert output_kind_of(rx.load(tmp_path / "by class")).name == "several"  # the class is imported, without arguments
+    with pytest.warns(FactoryWarning, match="factory=..."):
+        rx.save(rx.load(made("own head")), tmp_path / "own")
+    with pytest.raises(Exception, match="does not state its parts"):
+        rx.load(tmp_path / "own")
+    named = f"{__name__}:own_head"
+    with pytest.warns(FactoryWarning, match=named):
+        rx.save(rx.load(made("own head"), factory=named), tmp_path / "named")
+    assert named in (tmp_path / "named" / "README.md").read_text().replace("\\", "")
+    assert_equal(outputs(rx.load(tmp_path / "named", factory=named)), outputs(made("own head")), 1e-10)
+    with pytest.raises(Exception, match="cannot be imported"):
+        rx.load(tmp_path / "named", factory="no_such_module:function")
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vit = trunk(num_classes=0)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.vit(images) + self.vit(images.flip(-1))
+
+
+class AcrossImages(Multitask):
+    def forward(self, images: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        found = super().forward(images, scale)
+        return {"classes": found["classes"] - found["classes"].mean(0)}
+
+
+class Required(Multitask):
+    def forward(self, images: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(images * mask)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = trunk(), trunk()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.one(images) + self.other(images)
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "calls it twice": (Twice, "calls vit 2 times"),
+    "compares images": (AcrossImages, "other outputs in a batch than alone"),
+    "takes more": (Required, "raises TypeError"),
+    "contains two": (Two, "contains 2 Vision Transformers, one, other"),
+    "probabilities": (lambda: nn.Sequential(trunk(num_classes=4), nn.Softmax(-1)), "returns probabilities"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_modules_are_refused_by_name(name: str) -> None:
+    make, message = WRONG[name]
+    with pytest.raises(NotSupported, match=message):
+        rx.load(make().eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["map", "dictionary", "own head"])
+def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    model = made(name).float()
+    images = torch.randn(128, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3))
+    shrunk = rx.shrink(model, torch.utils.data.DataLoader(images, batch_size=16), macs=0.8)
+    found, expected = outputs(shrunk.model, images[:8]), outputs(model, images[:8])
+    assert {key: tensor.shape for key, tensor in found.items()} == {key: each.shape for key, each in expected.items()}
+    for key, tensor in expected.items():
+        assert torch.corrcoef(torch.stack([tensor.flatten(), found[key].flatten()]))[0, 1] > 0.8
+    is_one = len(expected) == 1
+    shrunk.save(tmp_path / "slim", onnx=is_one)
+    assert (tmp_path / "slim" / "report.html").exists()
+    loaded = rx.load(tmp_path / "slim", factory=lambda: made(name))
+    assert_equal(outputs(loaded, images), outputs(shrunk.model, images))
+    if is_one:
+        file = rx.load(tmp_path / "slim" / "model.onnx")
+        assert_equal(outputs(file, images[:8]), found, 1e-4)
+        assert output_kind_of(file).name == output_kind_of(loaded).name
