@@ -110,7 +110,7 @@ def own_head_of_transformers() -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 8}
-    model = ViTForImageClassification(ViTConfig(**sizes, intermediate_size=64, image_size=SIZE))
+    model: Any = ViTForImageClassification(ViTConfig(**sizes, intermediate_size=64, image_size=SIZE))
     model.classifier = Cosine()
     return model
 
@@ -171,7 +171,8 @@ def test_a_module_keeps_its_outputs_and_is_realized_saved_and_loaded(name: str, 
     assert_equal(outputs(whole, IMAGES[:0]), {key: tensor[:0] for key, tensor in expected.items()})
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
     diagnosis = rx.diagnose(whole, IMAGES)
-    prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.5 hidden=total_rank:0.5 tokens=ward:0.75@2")
+    text = "qk=total_rank:0.5 vo=total_rank:0.5 hidden=total_rank:0.5 tokens=ward:0.75@2"
+    prescription = rx.prescribe(diagnosis, text)
     slim, masked = rx.realize(whole, prescription), rx.realize(whole, prescription, by="mask")
     assert {key: tensor.shape for key, tensor in outputs(slim).items()} == {
         key: tensor.shape for key, tensor in expected.items()
@@ -218,22 +219,25 @@ def test_methods_arguments_and_copies_of_the_module_stay() -> None:
 
 
 def test_only_the_blocks_that_are_read_are_restored() -> None:
-    blocks = {name: rx.load(made(name)).around.read_blocks for name in CASES}
+    wholes: dict[str, Any] = {name: rx.load(made(name)) for name in CASES}
+    blocks = {name: whole.around.read_blocks for name, whole in wholes.items()}
     assert blocks["map"] == blocks["dictionary"] == blocks["subclass"] == (2,)
     assert blocks["tuple"] == (0, 2)
     assert blocks["own head"] == blocks["sequence"] == blocks["averaged"] == ()
 
 
 def test_the_macs_around_the_backbone_are_counted() -> None:
-    whole = rx.load(made("map"))
-    assert whole.around.macs == WIDTH * SIZE * SIZE  # the transposed convolution: 4 patches, 64 pixels each
-    assert rx.load(made("dictionary")).around.macs == WIDTH * (7 + 4)
+    dense, several = (rx.load(made(name)) for name in ("map", "dictionary"))
+    assert isinstance(dense, Whole) and isinstance(several, Whole)
+    assert dense.around.macs == WIDTH * SIZE * SIZE  # the transposed convolution: 4 patches, 64 pixels each
+    assert several.around.macs == WIDTH * (7 + 4)
 
 
 def test_the_divergence_of_several_tensors_is_their_mean() -> None:
     base, other = torch.randn(20, 3 + 8), torch.randn(20, 3 + 8)
     both = type(KINDS["several"])((3, 8)).divergence(base, other)  # type: ignore[call-arg]
-    each = [KINDS["map"].divergence(part, of) for part, of in zip(base.split((3, 8), 1), other.split((3, 8), 1))]
+    pairs = zip(base.split((3, 8), 1), other.split((3, 8), 1), strict=True)
+    each = [KINDS["map"].divergence(*pair) for pair in pairs]
     torch.testing.assert_close(both, (each[0] + each[1]) / 2)
     part = base[:, :3].double()
     torch.testing.assert_close(
@@ -307,8 +311,8 @@ def test_other_modules_are_refused_by_name(name: str) -> None:
 def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     model = made(name).float()
-    images = torch.randn(128, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3))
-    shrunk = rx.shrink(model, torch.utils.data.DataLoader(images, batch_size=16), macs=0.8)
+    images = torch.randn(128, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3)).float()
+    shrunk = rx.shrink(model, torch.utils.data.DataLoader(list(images), batch_size=16), macs=0.8)
     found, expected = outputs(shrunk.model, images[:8]), outputs(model, images[:8])
     assert {key: tensor.shape for key, tensor in found.items()} == {key: each.shape for key, each in expected.items()}
     for key, tensor in expected.items():
@@ -316,7 +320,7 @@ def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
     is_one = len(expected) == 1
     shrunk.save(tmp_path / "slim", onnx=is_one)
     assert (tmp_path / "slim" / "report.html").exists()
-    loaded = rx.load(tmp_path / "slim", factory=lambda: made(name))
+    loaded = rx.load(tmp_path / "slim", factory=lambda: made(name).float())
     assert_equal(outputs(loaded, images), outputs(shrunk.model, images))
     if is_one:
         file = rx.load(tmp_path / "slim" / "model.onnx")
