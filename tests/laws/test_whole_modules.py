@@ -312,7 +312,7 @@ def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     model = made(name).float()
     images = torch.randn(128, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3)).float()
-    shrunk = rx.shrink(model, torch.utils.data.DataLoader(list(images), batch_size=16), macs=0.8)
+    shrunk = rx.shrink(model, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=16), macs=0.8)
     found, expected = outputs(shrunk.model, images[:8]), outputs(model, images[:8])
     assert {key: tensor.shape for key, tensor in found.items()} == {key: each.shape for key, each in expected.items()}
     for key, tensor in expected.items():

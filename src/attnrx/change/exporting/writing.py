@@ -110,7 +110,11 @@ class ExportSubject:
         precision: str | None = None,
         calibration: ImageSet | None = None,
     ) -> "ExportSubject":
-        """Copies a model of a known family, converts it to `precision`, and collects its facts."""
+        """Copies a model of a known family, converts it to `precision`, and collects its facts.
+
+        Raises:
+            NotSupported: The model returns several tensors.
+        """
         family = family_of(model)
         if isinstance(output_kind_of(model), Several):
             raise NotSupported(
