@@ -44,7 +44,11 @@ and `fc2`) and `tokens`. A model of any other library is read by a `Reader`
 ([Use a model of your own](how-to/own_model.md)).
 
 A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
-saved and loaded with the model; a head of a class of your own is refused.
+saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a
+decoder, several outputs, an averaged model), or is one with a head of your own, made by its constructor or of a
+subclass: `attnrx.load(module)` returns a copy of the whole, with the module in `.module`. Tensors of any shape, tuples
+and dictionaries are compared by the squared error relative to their variance. A saved folder creates the module by its
+class where that takes no arguments, else by `attnrx.load(folder, factory="module:function")`; `save` says which.
 
 `load(model, image_size=(280, 210))` makes a model for images of another size, or rectangles: position embeddings are
 interpolated by the code of the library (timm's `set_input_size` or `dynamic_img_size`, `interpolate_pos_encoding` of

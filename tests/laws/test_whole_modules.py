@@ -312,7 +312,9 @@ def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     model = made(name).float()
     images = torch.randn(128, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3)).float()
-    shrunk = rx.shrink(model, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=16), macs=0.8)
+    shrunk = rx.shrink(
+        model, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=16), macs=0.8
+    )
     found, expected = outputs(shrunk.model, images[:8]), outputs(model, images[:8])
     assert {key: tensor.shape for key, tensor in found.items()} == {key: each.shape for key, each in expected.items()}
     for key, tensor in expected.items():
@@ -326,3 +328,18 @@ def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
         file = rx.load(tmp_path / "slim" / "model.onnx")
         assert_equal(outputs(file, images[:8]), found, 1e-4)
         assert output_kind_of(file).name == output_kind_of(loaded).name
+
+
+@pytest.mark.parametrize("name", ["map", "dictionary"])
+def test_a_module_takes_images_of_another_size(name: str, tmp_path: Path) -> None:
+    whole: Any = rx.load(made(name), image_size=(24, 32))
+    images = torch.randn(3, 3, 24, 32)
+    assert whole.around.sizes == {key: tensor[0].numel() for key, tensor in outputs(whole, images).items()}
+    slim = rx.realize(whole, rx.prescribe(rx.diagnose(whole, images), "tokens=ward:0.5@2"))
+    rx.save(slim, tmp_path / "slim")
+    loaded = rx.load(tmp_path / "slim", factory=lambda: made(name))
+    assert_equal(outputs(loaded, images), outputs(slim, images))
+    twin = outputs(family_of(loaded).library_model(loaded), images)
+    assert {key: tensor.shape for key, tensor in twin.items()} == {
+        key: tensor.shape for key, tensor in outputs(slim, images).items()
+    }

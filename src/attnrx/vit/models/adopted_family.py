@@ -493,6 +493,12 @@ class AdoptedFamily(Family):
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         adopted = self._adopted(model)
+        self.resize_inside_(adopted, height, width)
+        if reduction_of(adopted) is None:  # a policy is attached after a model is built
+            self._require_rebuilt(adopted)
+
+    def resize_inside_(self, adopted: Adopted, height: int, width: int) -> None:
+        """Does the same for a model that is part of a user's module, which creates it."""
         name, channels = adopted.origin.architecture, adopted.origin.input_shape[0]
         if any(attention.spec.pair_bias for attention in self.attention(adopted)):
             raise NotSupported(
@@ -506,8 +512,11 @@ class AdoptedFamily(Family):
             raise InvalidInput(f"patches of {down} x {right} of {name} do not tile images of {height} x {width}.")
         adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
         resize_tokens_(adopted, self)
-        if reduction_of(adopted) is None:  # a policy is attached after a model is built
-            self._require_rebuilt(adopted)
+
+    def resize_created_(self, source: nn.Module, origin: Origin, size: tuple[int, int]) -> None:
+        """Resizes the position embeddings of the library's own model, which a user's module created at another size."""
+        if origin.input_shape[1:] != size:
+            self._resized(self.model_type(source, origin), *size)
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         """Resizes the position embeddings in place as the library does it; returns how such a model is created.

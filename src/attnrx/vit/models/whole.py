@@ -4,7 +4,7 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
-from attnrx.vit.models.chunked_forward import chunked_forward, require_images
+from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_tensors, require_ordinary_weights
 from attnrx.vit.models.foreign_code import (
     plain_copy,
@@ -126,8 +126,8 @@ class Whole(nn.Module):
         if args or kwargs or not isinstance(images, Tensor):
             with self.forward_pass():
                 return self.module(*(() if images is None else (images,)), *args, **kwargs)
-        require_images(images, self.trunk.origin.input_shape, self.around.name)
-        return chunked_forward(self, self._forward_chunk, images, self.trunk._max_elements)
+        self.trunk._require_images(images)
+        return chunked_forward(self, self._forward_chunk, images, self.trunk._max_elements(images))
 
     def _forward_chunk(self, images: Tensor) -> Any:
         with self.forward_pass():
@@ -218,12 +218,30 @@ class WholeFamily(Family):
         require_own_weights(whole, model, origin.input_shape)
         whole.around = replace(
             around,
-            sizes={name: tensor[0].numel() for name, tensor in tensors.items()},
+            sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
             macs=_outer_macs(model, whole) if path else 0,
             read_blocks=_read_blocks(whole, family),
         )
         return whole
+
+    def resize_(self, model: nn.Module, height: int, width: int) -> None:
+        whole, trunk, family = self._of(model)
+        before = trunk.origin
+        family.resize_inside_(trunk, height, width)
+        fresh = whole.shape.fresh()
+        family.resize_created_(fresh.get_submodule(whole.around.path), before, (height, width))
+        vars(whole)["shape"] = _Shape(fresh)
+        with evaluating((whole,)):
+            try:
+                outputs = tensors_of(whole(_random_images(whole)))
+            except Exception as error:  # the code of a module raises errors of any type
+                raise NotSupported(
+                    f"{whole.around.name} does not take images of {height} x {width}: it raises "
+                    f"{type(error).__name__}: {described_error(error)}"
+                ) from error
+        macs = _outer_macs(whole.module, whole) if whole.around.path else 0
+        whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, Whole)
@@ -255,6 +273,9 @@ class WholeFamily(Family):
         source = module.get_submodule(around.path)
         if not _is_of(source, family):
             raise InvalidInput(f"{around.path or 'the model'} of {around.name} is no model of {family.library}.")
+        origin = family.described_origin(description)
+        with torch.device("cpu"):
+            family.resize_created_(source, family.origin_inside(source, {}), origin.input_shape[1:])
         shape = _Shape(module)
         return Whole(module, family.shaped(source, description), shape, around)
 
@@ -451,6 +472,10 @@ def _random_images(whole: Whole) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(next(whole.parameters()))
 
 
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor[0].numel() for name, tensor in tensors.items()}
+
+
 def _limit(tensor: Tensor) -> float:
     epsilon = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
     return epsilon**0.5 * max(1.0, float(tensor.abs().max()))
@@ -565,39 +590,43 @@ def _outer_macs(model: nn.Module, whole: Whole) -> int:
 def _read_blocks(whole: Whole, family: AdoptedFamily) -> tuple[int, ...]:
     """Returns the blocks whose patch tokens are read by other parts than the next block.
 
-    In one pass per block, its patches are changed for all parts but the next block: the outputs show whether any part
-    reads them.
+    Its patches are changed for all parts but the next block, in a pass: the outputs show whether any part reads them.
     """
     blocks = family.blocks(whole.trunk.source)
-    prefix, images = family.parts(whole.trunk.source).prefix_tokens, _random_images(whole)
-    present: list[Tensor] = []
+    prefix, images = family.parts(whole.trunk.source).prefix_tokens, _random_images(whole)[:1]
+    present: dict[int, Tensor] = {}
 
-    def change(scale: float, first: int, module: nn.Module, args: Any, output: Any) -> Any:
+    def change(index: int, scale: float, first: int, module: nn.Module, args: Any, output: Any) -> Any:
         tokens = output[0] if isinstance(output, tuple) else output
-        present[:] = [tokens]
+        present[index] = tokens
         noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).to(tokens) * (1 + tokens.std())
         noise[:, :first] = 0
         changed = tokens + scale * noise
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def keep(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (present[0], *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": present[0]}
+            return (present[index], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": present[index]}
 
-    def outputs(index: int, scale: float, first: int) -> dict[str, Tensor]:
+    def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
         with ExitStack() as hooks:
-            hooks.enter_context(blocks[index].register_forward_hook(partial(change, scale, first)))
-            if index + 1 < len(blocks):
-                hooks.enter_context(blocks[index + 1].register_forward_pre_hook(keep, with_kwargs=True))
+            for index in indices:
+                hooks.enter_context(blocks[index].register_forward_hook(partial(change, index, scale, first)))
+                if index + 1 < len(blocks):
+                    kept = partial(keep, index)
+                    hooks.enter_context(blocks[index + 1].register_forward_pre_hook(kept, with_kwargs=True))
             return tensors_of(whole.module(images))
 
-    def changes(index: int, first: int) -> bool:
+    def changes(indices: Sequence[int], first: int) -> bool:
         # With the same hooks both times, so that both have the same rounding.
-        pair = outputs(index, 0.0, first), outputs(index, 1.0, first)
+        pair = outputs(indices, 0.0, first), outputs(indices, 1.0, first)
         return any(not torch.equal(tensor, pair[1][name]) for name, tensor in pair[0].items())
 
+    *earlier, last = range(len(blocks))
     with evaluating((whole,)):
-        if not changes(len(blocks) - 1, 0):  # a head of zeros reads nothing yet
+        if not changes([last], 0):  # a head of zeros reads nothing yet
             return tuple(range(len(blocks)))
-        return tuple(index for index in range(len(blocks)) if changes(index, prefix))
+        # All at once first: most modules read the last block alone.
+        found = [index for index in earlier if changes([index], prefix)] if changes(earlier, prefix) else []
+        return (*found, *([last] if changes([last], prefix) else []))
