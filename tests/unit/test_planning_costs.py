@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import attnrx as rx
 from attnrx.change.exporting import parse_format
 from attnrx.decide.planning.cost_correction import (
+    JOINT,
     MOST,
     STAGES,
     _everywhere,
@@ -176,7 +177,11 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
 def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     even = replace(space, form="uniform_rank", _pieces={})
     cost_table, tokens = exact_cost_table(even, "macs"), np.arange(17)
-    factors = {"qk": 0.5, "vo": 0.75, "mlp": 1.25}
+    # Of MACs nothing is saved by qk and vo together beyond the sum; a part of the saving of both becomes such a saving.
+    attention = cost_table.attention
+    beyond = 0.5 * np.minimum(attention[:, :1, :1] - attention[:, :, :1], attention[:, :1, :1] - attention[:, :1])
+    cost_table = replace(cost_table, attention=attention - beyond)
+    factors = {"qk": 0.5, "vo": 0.75, "mlp": 1.25, JOINT: 0.25}
     slower = replace(
         cost_table, whole=cost_table.whole / 1.25, stages=cost_table.stages + 0.01 * cost_table.whole * tokens / 16
     )
@@ -185,6 +190,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     chosen = {
         "own": nothing,
         **{axis: _everywhere(even, axis) for axis in RANKS},
+        JOINT: replace(_everywhere(even, "qk"), vo=_everywhere(even, "vo").vo),
         **{str(stages): _some_at(even, stages) for stages in STAGES},
     }
     requested: list[tuple[str, ...]] = []
@@ -194,12 +200,12 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
         return {name: known.total(chosen[name]) for name in models}
 
     found = corrected(cost_table, even, timing)
-    assert requested == [("own", *RANKS, "1", "3", "None")]  # in one run
+    assert requested == [("own", *RANKS, JOINT, "1", "3", "None")]  # in one run
     assert found.total(nothing) == pytest.approx(1.25) and found.total(some) == pytest.approx(truth.total(some))
-    for axis, factor in factors.items():
+    for axis in RANKS:
         cut = some.with_level(axis, 0, 4)
         saved = cost_table.total(some) - cost_table.total(cut)
-        assert found.total(some) - found.total(cut) == pytest.approx(1.25 * factor * saved)
+        assert found.total(some) - found.total(cut) == pytest.approx(1.25 * factors[axis] * saved)
     both = some.with_level("qk", 0, 4).with_level("vo", 0, 2)
     assert found.total(both) == pytest.approx(truth.total(both))
     # What is faster than its layers costs nothing beside them.
@@ -208,7 +214,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     )
     assert free.total(some) == pytest.approx(1.25 * cost_table.total(some))
     ranks = corrected(cost_table, replace(even, axes=RANKS, reducer=None, _pieces={}), timing)
-    assert requested[-1] == ("own", *RANKS) and (ranks.stages == cost_table.stages).all()
+    assert requested[-1] == ("own", *RANKS, JOINT) and (ranks.stages == cost_table.stages).all()
 
 
 def test_a_late_stage_costs_as_much_as_an_early_one_where_calls_dominate() -> None:
@@ -224,15 +230,15 @@ def test_a_late_stage_costs_as_much_as_an_early_one_where_calls_dominate() -> No
     assert found.stages[0, 1:] == pytest.approx(truth.stages[0, 1:], rel=1e-6)
 
 
-def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_the_lesser_factor() -> None:
+def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_its_own_factor() -> None:
     attention = np.array([[[10.0], [9.0]], [[7.0], [4.0]]])[None]  # alone 3 and 1 are saved, together 2 more
     given = CostTable("time", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
-    for qk, vo, expected in (
-        (0.5, 0.75, 10 - 1.5 - 0.75 - 1),
-        (0.75, 0.5, 10 - 2.25 - 0.5 - 1),
-        (1.0, 1.0, 4.0),
+    for qk, vo, joint, expected in (
+        (0.5, 0.75, 0.5, 10 - 1.5 - 0.75 - 1),
+        (0.75, 0.5, 0.0, 10 - 2.25 - 0.5),
+        (1.0, 1.0, 1.0, 4.0),
     ):
-        found = _saving(given, {"qk": qk, "vo": vo, "mlp": 1.25})
+        found = _saving(given, {"qk": qk, "vo": vo, "mlp": 1.25, JOINT: joint})
         assert found.attention[0, 1, 1, 0] == pytest.approx(expected)
         assert found.attention[0, 1, 0, 0] == pytest.approx(10 - 3 * qk)
         assert found.attention[0, 0, 1, 0] == pytest.approx(10 - vo)
@@ -245,6 +251,7 @@ def test_a_factor_is_no_less_than_zero_and_no_more_than_its_limit(space: Space, 
     ranks = replace(space, axes=RANKS, reducer=None, _pieces={})
     cost_table = exact_cost_table(ranks, "macs")
     saved = {axis: 1 - cost_table.total(_everywhere(ranks, axis)) for axis in RANKS}
+    saved[JOINT] = saved["qk"] + saved["vo"]
 
     def timing(models: Mapping[str, nn.Module]) -> dict[str, float]:
         return {name: 1 - (measured if name == "mlp" else 1.0) * saved.get(name, 0.0) for name in models}

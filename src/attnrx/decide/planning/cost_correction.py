@@ -16,7 +16,9 @@ STAGES = (1, 3, None)
 # The largest factor between the savings of an axis in a whole model and those of its blocks alone; larger ones
 # are limited to it, because timings of whole models are noisy.
 MOST = 1.5
-OWN = "own"
+# Predicted savings below this share of the latency are rounding.
+LEAST = 1e-6
+OWN, JOINT = "own", "qk+vo"
 
 
 def corrected(
@@ -26,7 +28,7 @@ def corrected(
 
     `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
     unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of
-    that axis; models with token reduction at some stages fix, by least squares, the cost of a stage, a constant and a
+    that axis, and one with both qk and vo what they save together beyond the sum; models with token reduction at some stages fix, by least squares, the cost of a stage, a constant and a
     part proportional to its number of input tokens, and the share of the savings by tokens that a whole model misses,
     because a block that is timed alone finds its weights in the cache.
     """
@@ -35,20 +37,21 @@ def corrected(
     unchanged = Choices.nothing(space.depth)
     ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
-    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **some}.items()}
+    pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
+    joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}  # noqa: PLR2004
+    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint, **some}.items()}
     shares = latency_shares({OWN: space.model, **models})
     # Total costs are divided by `whole`: afterwards the table gives the measured share for the unchanged model.
     cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
-    # Measured and predicted savings of every axis. A factor is not negative: noise must not make a saving a cost.
+    # Measured and predicted savings of every axis.
     saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
-    cost_table = _saving(
-        cost_table,
-        {
-            axis: min(max(whole_saving / predicted_saving, 0.0), MOST)
-            for axis, (whole_saving, predicted_saving) in saved.items()
-            if predicted_saving > 0
-        },
-    )
+    factors = {axis: _factor(*both) for axis, both in saved.items()}
+    for at in joint.values():
+        # What is left of the measured saving after those of both axes, and what the table has for it.
+        alone = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
+        beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
+        factors[JOINT] = _factor(shares[OWN] - shares[JOINT] - alone, beyond)
+    cost_table = _saving(cost_table, factors)
     if not some:
         return cost_table
     tokens = space.shape.layout.tokens
@@ -83,17 +86,23 @@ def _everywhere(space: Space, axis: str) -> Choices:
     return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
 
 
+def _factor(measured: float, predicted: float) -> float:
+    """Returns the factor between a measured and a predicted saving; 1 where none is predicted."""
+    # Not negative: noise must not make a saving a cost.
+    return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
+
+
 def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
-    """Scales the savings of every axis; the interaction of qk and vo is scaled by the smaller of their factors."""
+    """Scales the savings of every axis, and those of qk and vo together beyond the sum of both."""
     attention, mlp = cost_table.attention, cost_table.mlp
-    qk, vo = factors.get("qk", 1.0), factors.get("vo", 1.0)
     # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
     none = attention[:, :1, :1]
     by_qk, by_vo = attention[:, :, :1] - none, attention[:, :1] - none
     both = attention - none - by_qk - by_vo
+    qk, vo, joint = (factors.get(name, 1.0) for name in ("qk", "vo", JOINT))
     return replace(
         cost_table,
-        attention=none + qk * by_qk + vo * by_vo + min(qk, vo) * both,
+        attention=none + qk * by_qk + vo * by_vo + joint * both,
         mlp=mlp[:, :1] + factors.get("mlp", 1.0) * (mlp - mlp[:, :1]),
     )
 
