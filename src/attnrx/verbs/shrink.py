@@ -81,8 +81,9 @@ STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after
 # By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
 # multiply-accumulates a repair takes fewer images and steps.
 FITS_BY_EFFORT: Mapping[str, tuple[int, tuple[Fit, ...]]] = {
-    # A ViT-S needs 1.2e13 for all images, a ViT-B would need 4e13.
-    "quick": (512, (Repair(100, macs=2e13),)),
+    # A ViT-S needs 7e12 for all images, a ViT-B would need 2.6e13. 512 images and steps on four of them take 1.6 times
+    # the CPU time for the same divergence (docs/results/plan.md, "How many images does a repair need?").
+    "quick": (256, (Repair(100, images=2, macs=1.6e13),)),
     "normal": (1024, (Repair(300, macs=1e14),)),
     # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens of
     # the images that the budget leaves of a ViT-L are in memory seven times, in 12 GB.
@@ -99,7 +100,7 @@ PHASE_SHARES = {
     "measuring sensitivities": 18.0,
     "searching plans": 32.0,
     "predicting on other images": 9.0,
-    "realizing and repairing": 150.0,
+    "realizing and repairing": 75.0,
     "distilling": 0.0,
     "verifying": 20.0,
 }

@@ -28,9 +28,10 @@ def corrected(
 
     `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
     unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of
-    that axis, and one with both qk and vo what they save together beyond the sum; models with token reduction at some stages fix, by least squares, the cost of a stage, a constant and a
-    part proportional to its number of input tokens, and the share of the savings by tokens that a whole model misses,
-    because a block that is timed alone finds its weights in the cache.
+    that axis, and one with both qk and vo what they save together beyond the sum; models with token reduction at some
+    stages fix, by least squares, the cost of a stage, a constant and a part proportional to its number of input tokens,
+    and the share of the savings by tokens that a whole model misses, because a block that is timed alone finds its
+    weights in the cache.
     """
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
@@ -38,7 +39,7 @@ def corrected(
     ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
-    joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}  # noqa: PLR2004
+    joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
     models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint, **some}.items()}
     shares = latency_shares({OWN: space.model, **models})
     # Total costs are divided by `whole`: afterwards the table gives the measured share for the unchanged model.
