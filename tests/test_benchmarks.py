@@ -282,13 +282,13 @@ def test_unseen_images_are_neither_used_nor_selected(tmp_path: Path) -> None:
     module = runpy.run_path(str(BENCHMARKS / "unseen.py"))
     selected = [number % 5 == 0 for number in range(40)]
     test = [{**row, "held_out": mark} for row, mark in zip(rows(40, "test"), selected, strict=True)]
-    training = [{**row, "held_out": False} for row in rows(300)]
+    training = [{**row, "held_out": False} for row in rows(200)]
     path = write_parquet(tmp_path / "images.parquet", [*test[:20], *training, *test[20:]])
     part, whole = load_data(path, columns=Columns(test_column="held_out")), load_data(path)
     assert len(part.test) == 8 and len(whole.test) == 40
     left = module["unselected_test_images"](part.test, whole.test)
     index = torch.cat([batch.index for batch in left.batches(7)]).tolist()
-    assert index == [number + 300 * (number >= 20) for number in range(40) if not selected[number]]
+    assert index == [number + 200 * (number >= 20) for number in range(40) if not selected[number]]
 
     module["unseen_training_images"].__globals__.update(PREDICTION_IMAGES=4)
     unseen = module["unseen_training_images"](part, "quick")  # repairs on all images to plan on

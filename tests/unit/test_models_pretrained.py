@@ -237,27 +237,30 @@ def test_a_model_without_pooling_is_refused(classes: int) -> None:
         TIMM.adopt(of_timm(VIT, global_pool="", num_classes=classes))
 
 
-WRAPPERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "data parallel": (nn.DataParallel, "module"),
-    "compiled": (lambda model: torch.compile(model), "_orig_mod"),
-    "sequence": (lambda model: nn.Sequential(nn.Identity(), model), "1"),
+IN_IT = r"but the {name} in it is: .*\('{path}'\)"
+# By wrapper its error around a model of a library, and around a model of attnrx.
+WRAPPERS: dict[str, tuple[Callable[[nn.Module], Any], str, str, str]] = {
+    "data parallel": (nn.DataParallel, IN_IT, IN_IT, "module"),
+    "compiled": (lambda model: torch.compile(model), "was compiled by torch.compile", IN_IT, "_orig_mod"),
+    "sequence": (lambda model: nn.Sequential(nn.Identity(), model), "", IN_IT, "1"),
 }
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("case", ["vit", "hf vit"])
 def test_a_wrapper_is_refused_with_the_path_of_its_model(name: str, case: str) -> None:
-    wrap, path = WRAPPERS[name]
-    model = CASES[case][1]()
-    for inside in (model, adopted_once(case)[2]):
-        with pytest.raises(NotSupported, match=rf"but the {type(inside).__name__} in it is: .*\('{path}'\)"):
-            load(wrap(inside))
+    wrap, of_library, of_attnrx, path = WRAPPERS[name]
+    for inside, text in ((CASES[case][1](), of_library), (adopted_once(case)[2], of_attnrx)):
+        if text:  # nn.Sequential is a module like those of users
+            with pytest.raises(NotSupported, match=text.format(name=type(inside).__name__, path=path)):
+                load(wrap(inside))
 
 
-def test_a_model_around_a_supported_one_is_refused_with_its_path() -> None:
-    features = of_timm(VIT, features_only=True, out_indices=(1,))
-    with pytest.raises(NotSupported, match=r"FeatureGetterNet .* the VisionTransformer in it .*\('model'\)"):
-        load(features)
+def test_features_of_intermediate_layers_stay_those_of_timm() -> None:
+    features = of_timm(VIT, features_only=True, out_indices=(0, 1)).eval()
+    batch = torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for actual, expected in zip(load(features)(batch), features(batch), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 def test_gates_and_replaced_projections_are_refused_by_name() -> None:

@@ -261,6 +261,7 @@ class _Called(nn.Module):
         # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
         # whatever their values are.
         run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
+        run.patches = self.reduction.shape.layout.patches
         run.sizes = 1 + 0 * tokens[..., 0]  # not a constant, which a runtime could fold
         run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
         with self.reduction.continuing(run):

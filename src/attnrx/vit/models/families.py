@@ -235,6 +235,11 @@ def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | st
 def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
     if any(family.matches(model) for family in FAMILIES):
         return model
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
+        raise NotSupported(
+            f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
+            "model.get_submodule('module')."
+        )
     whole = WholeFamily(LIBRARIES, factory)
     for library in LIBRARIES.values():
         if not library.adopts(model):

@@ -315,6 +315,7 @@ class TimmFamily(AdoptedFamily):
         """Returns the origin of a model inside a user's own module; one that was made by its constructor, or from
         values that cannot be saved, has no arguments.
         """
+        _timm("models")  # raises for a version that is too old
         try:
             return super().origin_inside(model, stated)
         except NotSupported:
