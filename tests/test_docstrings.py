@@ -1,13 +1,19 @@
-"""The docstrings: every raised error, the paper of every equation, and the shapes of tensors."""
+"""The docstrings: every raised error, the paper of every equation, the shapes of tensors, and examples that run."""
 
 import ast
 import builtins
+import doctest
 import io
 import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
+import torch
+
+import attnrx as rx
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MODULES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
@@ -177,3 +183,25 @@ def test_public_functions_state_the_shapes_of_tensors() -> None:
             if tensors and not SHAPE.search(documented(owner, function)):
                 missing.append(f"{path}:{function.lineno} {function.name}({', '.join(tensors)})")
     assert not missing, "\n".join(missing)
+
+
+EXAMPLES = sorted(name for name in rx.HOMES if ">>> " in (getattr(rx, name).__doc__ or ""))
+SLOW_EXAMPLES = ("elastic", "export", "plan", "repair", "shrink", "train")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_EXAMPLES else name for name in EXAMPLES]
+)
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with `rx`, `timm` and `torch` imported, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = {"rx": rx, "timm": pytest.importorskip("timm"), "torch": torch}
+    example = doctest.DocTestParser().get_doctest(getattr(rx, name).__doc__, names, name, None, None)
+    printed = io.StringIO()
+    doctest.DocTestRunner().run(example, out=printed.write)
+    assert not printed.getvalue()
+
+
+def test_the_functions_of_the_readme_have_examples() -> None:
+    assert len(EXAMPLES) >= 20

@@ -112,6 +112,11 @@ def load_data(
         InvalidInput: An argument is not of its kind.
         DataError: There is no such dataset, or it is damaged, empty, or without the columns that were named.
         NotSupported: The library that reads the format is not installed.
+
+    Examples:
+        >>> splits = rx.load_data("digits")
+        >>> len(splits.train), len(splits.validation), len(splits.test)
+        (1295, 143, 359)
     """
     loading = _Loading(locate(name_or_path, columns), image_size, geometry, on_corrupt, validation_share, seed)
     return loading.read()

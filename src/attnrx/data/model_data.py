@@ -188,6 +188,11 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     Raises:
         DataError: The images are given as pixels of another shape than the model's input, or the map does not fit.
         InvalidInput: `label_map` is given for a model without classes.
+
+    Examples:
+        >>> splits = rx.adapt_preprocessing(rx.load_data("digits"), rx.load("svda:digits"))
+        >>> splits.train.normalization
+        Normalization(mean=(0.5,), std=(0.5,))
     """
     family = family_of(model)
     shape = family.input_shape(model)

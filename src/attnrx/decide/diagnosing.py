@@ -107,6 +107,12 @@ def diagnose(
 
     Raises:
         DataError: There are no images, they do not have the model's input shape, or they contain NaN or infinity.
+
+    Examples:
+        >>> model = rx.load("svda:digits")
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
+        >>> diagnosis.layers[0].readings["effective_rank"].shape  # one per head
+        torch.Size([4])
     """
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)
@@ -225,6 +231,14 @@ def measure_divergence(
     Raises:
         FingerprintMismatch: The diagnosis belongs to another model.
         DataError: There are no images, or they do not fit the model.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> images = torch.randn(64, 3, 32, 32)  # normalized as the model expects them
+        >>> model = rx.load(vit)
+        >>> diagnosis = rx.measure_divergence(model, rx.diagnose(model, images), images)
+        >>> diagnosis.layers[0].readings["divergence_mix"].shape  # 3 heads, 0 to 64 directions
+        torch.Size([3, 65])
     """
     require_all_tokens(model, "measure the divergence of")
     if model_fingerprint(model) != diagnosis.fingerprint:

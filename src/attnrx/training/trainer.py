@@ -106,6 +106,10 @@ def train(
         NotSupported: A setting needs what this model does not have, or the processes were launched in another mode.
         TrainingInterrupted: After Ctrl-C or SIGTERM, when a checkpoint has been written.
         TrainingDiverged: The loss or a gradient is not finite.
+
+    Examples:
+        >>> config = rx.TrainingConfig(epochs=1, batch_size=128)
+        >>> run = rx.train(rx.load("svda:digits"), rx.load_data("digits"), config, "runs/digits")
     """
     folder, splits = Path(folder), splits_for(model, data, training=True)
     splits = adapt_data(model, splits, config)

@@ -87,6 +87,11 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             settings.
         TargetMet: The original meets every budget.
         NotSupported: No plan reaches a budget.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> sizes = rx.elastic(vit, torch.randn(96, 3, 32, 32), "sizes", macs=(0.8, 0.6))
+        >>> model = rx.load("sizes", macs=0.7)  # any budget in between
     """
     kinds = {"faster": faster, "macs": macs, "params": params}
     given = {name: tuple(values) for name, values in kinds.items() if values}

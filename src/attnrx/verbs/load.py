@@ -119,6 +119,12 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         UnknownName: No model of the library has this name.
         CheckpointError: There is nothing to load, or it is damaged.
         NotSupported: A library is missing, or the model has parts that attnrx does not read.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.load(vit)  # a copy with the same outputs
+        >>> bool((model(torch.ones(1, 3, 32, 32)) - vit(torch.ones(1, 3, 32, 32))).abs().max() < 1e-4)
+        True
     """
     # A budget selects a size of an elastic model; for any other source it is an error, not a request to compress.
     has_budget = any(budget is not None for budget in (macs, params, faster))

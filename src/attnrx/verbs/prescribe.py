@@ -42,6 +42,12 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
     Raises:
         NoOpPrescription: The rules keep everything.
         InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
+
+    Examples:
+        >>> diagnosis = rx.diagnose(rx.load("svda:digits"), torch.randn(64, 1, 16, 16))
+        >>> prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5")
+        >>> [sum(ranks) for ranks in prescription.ranks]  # of 4 heads with 16 directions, in each layer
+        [32, 32, 32]
     """
     read, tokens = parse_rules(rules)
     prescription = prescribe_with(diagnosis_or_spectra(diagnosis, *read.values()), {**read, "tokens": tokens})

@@ -67,6 +67,12 @@ def save(
     Raises:
         InvalidInput: A file would be overwritten that attnrx did not write, or the folder is that of an elastic model.
         FingerprintMismatch: The evidence is of another model.
+
+    Examples:
+        >>> model = rx.load("svda:digits")
+        >>> prescription = rx.prescribe(rx.diagnose(model, torch.randn(64, 1, 16, 16)), "total_rank:0.5")
+        >>> folder = rx.save(rx.realize(model, prescription), "small", prescription=prescription)
+        >>> small = rx.load("small")
     """
     return save_with(model, folder, prescription, evidence)
 

@@ -192,6 +192,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             files that attnrx did not write.
         CheckpointError: Another process or thread uses the folder.
         NotSupported: No plan reaches the target.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> shrunk = rx.shrink(vit, torch.randn(96, 3, 32, 32), macs=0.7)  # or a DataLoader, a dataset ...
+        >>> answers = shrunk.model(torch.randn(1, 3, 32, 32))
+        >>> folder = shrunk.save("faster")
     """
     target = target_of(faster, macs, params, max_drop)
     preflight(

@@ -132,6 +132,14 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
             prescription, the masked model and the candidate do not belong together.
         FingerprintMismatch: The prescription is for another reference.
         DataError: There is no image, or a requested check needs labels that are missing.
+
+    Examples:
+        >>> model, images = rx.load("svda:digits"), torch.randn(64, 1, 16, 16)
+        >>> prescription = rx.prescribe(rx.diagnose(model, images), "total_rank:0.5")
+        >>> small = rx.realize(model, prescription)
+        >>> evidence = rx.verify(small, model, torch.randn(64, 1, 16, 16), "costs,fidelity", prescription=prescription)
+        >>> [f.claim for f in evidence.findings if f.outcome == "fails"]
+        []
     """
     if isinstance(candidate, str | Path):
         origin = candidate if origin is None else origin

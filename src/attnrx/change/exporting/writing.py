@@ -230,6 +230,11 @@ def export(
         NotSupported: The model cannot be written in this format, or the logits differ.
         InvalidInput: The suffix, the batch or the precision is invalid, or a file would be overwritten that attnrx did
             not write.
+
+    Examples:
+        >>> file = rx.export(rx.load("svda:digits"), "model.onnx")  # compared with the model before it is written
+        >>> file.path.name
+        'model.onnx'
     """
     form = parse_format(to) if isinstance(to, str) else to
     reduction = reduction_of(model)

@@ -55,6 +55,12 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
     Raises:
         NotSupported: A layer has another form than dense, norms of its own, or a bias per pair of tokens.
         DataError: There are no images, or they do not fit the model.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> svda = rx.to_svda(rx.load(vit), torch.randn(64, 3, 32, 32))
+        >>> rx.diagnose(svda, torch.randn(64, 3, 32, 32)).layers[0].spectrum.strength.shape  # per head and direction
+        torch.Size([3, 64])
     """
     require_all_tokens(model, "convert")
     family, converted = family_of(model), copy_module(model)

@@ -100,6 +100,13 @@ def distill(
     Raises:
         InvalidInput: The models return outputs of different widths, or there are too few images.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> images = torch.randn(64, 3, 32, 32)  # normalized as the model expects them
+        >>> model = rx.load(vit)
+        >>> small = rx.realize(model, rx.prescribe(model, "tokens=ward:0.7@2"))
+        >>> small = rx.distill(small, model, images).model
     """
     knobs = settings or Distill()
     images = images_for(reference, calibration, "calibration", seed=knobs.seed)

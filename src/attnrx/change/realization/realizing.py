@@ -72,6 +72,13 @@ def realize(
         FingerprintMismatch: The prescription is for another model.
         InvalidInput: The layers do not fit, or norms="refit" without images.
         NotSupported: A decision that cannot be realized, or a model that is compressed already.
+
+    Examples:
+        >>> model = rx.load("svda:digits")
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
+        >>> small = rx.realize(model, rx.prescribe(diagnosis, "total_rank:0.5"))
+        >>> sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+        True
     """
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")

@@ -80,6 +80,15 @@ def refine(
     Raises:
         InvalidInput: The models have different depths or heads, or there are no images.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> images = torch.randn(64, 3, 32, 32)  # normalized as the model expects them
+        >>> model = rx.load(vit)
+        >>> small = rx.realize(model, rx.prescribe(rx.diagnose(model, images), "qk=total_rank:0.5"))
+        >>> refined = rx.refine(small, model, images)
+        >>> sum(refined.after) < sum(refined.before)  # divergence of every layer, in nats
+        True
     """
     knobs = refinement or Refinement()
     images = images_for(reference, calibration, "calibration", limit=MOST_REFINED, seed=knobs.seed)

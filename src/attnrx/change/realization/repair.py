@@ -141,6 +141,14 @@ def repair(
         InvalidInput: The models have different depths, or there are too few images.
         NotSupported: The candidate prunes or merges tokens, or its MLPs are not two linear maps.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> images = torch.randn(64, 3, 32, 32)  # normalized as the model expects them
+        >>> model = rx.load(vit)
+        >>> diagnosis = rx.diagnose(model, images, moments=True)
+        >>> small = rx.realize(model, rx.prescribe(diagnosis, "hidden=total_rank:0.5"))
+        >>> small = rx.repair(small, model, images).model
     """
     requested = settings or Repair()
     images = images_for(reference, calibration, "calibration", limit=MOST_REPAIRED, seed=requested.seed)

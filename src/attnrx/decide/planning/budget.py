@@ -140,6 +140,13 @@ def prescribe_within(
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: Even the smallest share exceeds the budget.
         NoOpPrescription: The budget allows the unchanged model.
+
+    Examples:
+        >>> model = rx.load("svda:digits")
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
+        >>> prescription = rx.prescribe_within(model, diagnosis, "qk=total_rank:{share}", rx.Budget(0.95))
+        >>> prescription.about["budget"]["macs"] <= 0.95
+        True
     """
     template = Template.parse(template) if isinstance(template, str) else template
     template.require_varying()

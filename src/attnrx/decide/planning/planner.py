@@ -86,6 +86,13 @@ def plan(
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
         TargetMet: The unchanged model meets the target.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> images, others = torch.randn(32, 3, 32, 32), torch.randn(32, 3, 32, 32)  # to plan on, to predict on
+        >>> model = rx.load(vit)
+        >>> planned = rx.plan(model, rx.diagnose(model, images, moments=True), "macs=0.7x", images, others)
+        >>> small = rx.realize(model, planned.prescription)
     """
     with phases(PHASES, (settings or PlanSettings()).log):
         (result,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)

@@ -60,6 +60,12 @@ def control_prescriptions(
     Raises:
         InvalidInput: Unknown kinds, or no draw, or more than 1000.
         NotSupported: A requested kind does not exist.
+
+    Examples:
+        >>> diagnosis = rx.diagnose(rx.load("svda:digits"), torch.randn(64, 1, 16, 16))
+        >>> controls = rx.control_prescriptions(diagnosis, rx.prescribe(diagnosis, "total_rank:0.5"), draws=3)
+        >>> {kind: len(prescriptions) for kind, prescriptions in controls.items()}
+        {'random': 3, 'largest': 1, 'uniform': 1}
     """
     requested_kinds = CONTROLS if kinds is None else tuple(kinds)
     controls_by_kind: dict[str, tuple[Prescription, ...]] = {}

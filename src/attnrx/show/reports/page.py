@@ -78,6 +78,12 @@ def write_report(
     Raises:
         InvalidInput: There is nothing to show, or both a content and single parts were given.
         FingerprintMismatch: Diagnosis and prescription belong to different models.
+
+    Examples:
+        >>> model = rx.load("svda:digits")
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
+        >>> prescription = rx.prescribe(diagnosis, "total_rank:0.5")
+        >>> page = rx.write_report("report.html", diagnosis=diagnosis, prescription=prescription)
     """
     parts = {"evidence": evidence, "prescription": prescription, "diagnosis": diagnosis}
     part_names = [name for name, part in parts.items() if part is not None]

@@ -66,6 +66,9 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
         UnknownName: No backend has this name.
         NotSupported: The backend was removed, the kernel of "native" could not be built, the model has no attnrx
             attention, or every layer's attention is captured for a token reducer.
+
+    Examples:
+        >>> model = rx.use_backend(rx.load("svda:digits"), "eager")  # the reference
     """
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     free = [layer for layer in layers if not isinstance(layer.backend, AttentionCapture | Observed)]
