@@ -192,6 +192,7 @@ SLOW_EXAMPLES = ("elastic", "export", "plan", "repair", "shrink", "train")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_EXAMPLES else name for name in EXAMPLES]
 )
+@pytest.mark.usefixtures("single_precision")
 def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with `rx`, `timm` and `torch` imported, in an empty folder."""
     monkeypatch.chdir(tmp_path)
@@ -200,7 +201,7 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     example = doctest.DocTestParser().get_doctest(getattr(rx, name).__doc__, names, name, None, None)
     printed = io.StringIO()
     doctest.DocTestRunner().run(example, out=printed.write)
-    assert not printed.getvalue()
+    assert not printed.getvalue(), printed.getvalue()
 
 
 def test_the_functions_of_the_readme_have_examples() -> None:
