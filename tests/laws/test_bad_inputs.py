@@ -457,7 +457,7 @@ LINES = (
     "costs svda:digits --prescription {plain}", "report --evidence {plain} --out {out}",
     "report --diagnosis {evidence} --out {out}",
     "report --training {data} --out {out}", "report --comparison {plain} --out {out}", "report {plain} --out {out}",
-    "report {pipe} --out {out}", "report --trade-off {evidence} --out {out}", "report --weights {plain} --out {out}",
+    "report {pipe} --out {out}", "report --weights {plain} --out {out}",
     "report --reference {model} --out {out}", "report --candidate /nowhere --out {out}",
     "report --evidence {deep} --out {out}",
     "report --candidate {model} --data {data} --out {out}", "report --evidence /dev/zero --out {out}",

@@ -177,7 +177,6 @@ INPUTS = [
     ("prescribe {diagnosis} --rules top_rank:1 --out {diagnosis}", "diagnosis"),
     ("report --evidence {evidence} --out {evidence}", "evidence"),
     ("report --candidate {slim} --out {slim}/prescription.json", "candidate"),
-    ("report --trade-off {evidence} --out {evidence}", "trade-off"),
     ("diagnose {run} --data {data} --out {run}/config.json", "model"),
     ("diagnose {run} --data {data} --out {data}/train/cat/000.png", "data"),
     ("verify {slim} --reference {run} --data {data} --out {run}/model.safetensors", "reference"),

@@ -20,7 +20,6 @@ from attnrx.show.reports import (
     AttentionSamples,
     ReportContent,
     TokenSamples,
-    TradeOffPoint,
     sample_attention,
     sample_tokens,
 )
@@ -54,7 +53,6 @@ def _example(depth: int, heads: int) -> ReportContent:
         prescription=prescription,
         diagnosis=diagnosis,
         evidence=with_speed(with_costs(evidence(), model, slim), latency()),
-        trade_off=trade_off(),
         tokens=tokens(model),
         attention=sampled(model, realize(model, prescription, by="mask"), slim),
         history=history(depth, heads),
@@ -137,20 +135,6 @@ def with_speed(evidence: Evidence, times: LatencyComparison) -> Evidence:
     others = (finding for finding in evidence.findings if finding.check != "latency")
     details = {"quantity": "speed", **json.loads(json.dumps(asdict(times)))}
     return replace(evidence, findings=(*others, Finding("latency", "speed", times.faster.value, "x", details=details)))
-
-
-def trade_off() -> tuple[TradeOffPoint, ...]:
-    """Gives three realizations at four retention ratios, with intervals."""
-    removed = {0.98: 0.066, 0.95: 0.134, 0.9: 0.231, 0.85: 0.311}
-    factors = {"mask": 1.0, "renormalized": 0.6, "refit": 0.31}
-    points = []
-    for kind, factor in factors.items():
-        for rho, share in removed.items():
-            size, loss = 0.02 * factor * share * 5, -4 * factor * share**1.5
-            moved = Finding("fidelity", "discrepancy", size, low=0.94 * size, high=1.07 * size)
-            change = Finding("accuracy", "change", loss, "points", low=loss - 0.3, high=loss + 0.28)
-            points.append(TradeOffPoint(rho, kind, share, moved, change))
-    return tuple(points)
 
 
 def sampled(model: nn.Module, masked: nn.Module, slim: nn.Module) -> AttentionSamples:

@@ -11,7 +11,7 @@ from support import report_content
 
 pytestmark = pytest.mark.browser
 
-OPEN = ["front", "trade-off", "changes", "tokens", "attention"]
+OPEN = ["front", "changes", "tokens", "attention"]
 FOLDED = ["prescription", "maps", "spectra", "evidence", "controls", "robustness", "costs", "training", "provenance"]
 
 # Whatever reaches beyond the window without lying in a box that scrolls by itself.

@@ -139,22 +139,6 @@ def test_the_report_shows_what_was_collected(chain: SimpleNamespace) -> None:
         assert word.lower() in page.lower()
 
 
-def test_evidence_at_several_rho_is_shown_as_a_curve(chain: SimpleNamespace, tmp_path: Path) -> None:
-    points = []
-    for rho in (0.5, 0.9):
-        prescription, slim, evidence = (tmp_path / f"{name}{rho}" for name in ("rx", "slim", "evidence"))
-        record("prescribe", chain.diagnosis, "--rules", f"energy_retention:{rho}", "--out", prescription)
-        record("realize", chain.run, "--prescription", prescription, "--norms", "exact", "--out", slim)
-        checks = ("--checks", "accuracy(most_drop=100),fidelity", "--out", evidence)
-        record("verify", slim, "--reference", chain.run, "--data", chain.data, *checks)
-        points.append(evidence)
-    record("report", "--trade-off", *points, "--out", tmp_path / "curve.html")
-    page = (tmp_path / "curve.html").read_text()
-    assert "Trade-off" in page and all(f"exact, rho {rho}" in page for rho in (0.5, 0.9))
-    refused = call("report", "--trade-off", chain.slim / "evidence.json", "--out", tmp_path / "other.html")
-    assert refused.code == 2 and "of the rule top_rank:6 as 'refit' is no point over rho" in refused.err
-
-
 def test_costs_price_the_prescription_as_it_is_then_realized(chain: SimpleNamespace) -> None:
     priced = record("costs", chain.run, "--prescription", chain.rx, "--norms", "refit")
     assert priced["compressed"]["params"] == chain.steps["realize"]["compressed"]["params"]

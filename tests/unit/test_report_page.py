@@ -29,7 +29,7 @@ from support import cases, report_content
 from support.pictures import speckles
 
 EVERYTHING = [
-    "verdict", "front", "trade-off", "changes", "tokens", "attention", "prescription", "maps", "spectra", "evidence",
+    "verdict", "front", "changes", "tokens", "attention", "prescription", "maps", "spectra", "evidence",
     "controls", "robustness", "costs", "training", "provenance",
 ]  # fmt: skip
 FOLDED = EVERYTHING[EVERYTHING.index("prescription") :]
@@ -105,7 +105,6 @@ def test_every_section_is_left_out_without_its_data():
         ("prescription", ["changes", "prescription"]),
         ("plan", ["front"]),
         ("diagnosis", ["maps", "spectra"]),
-        ("trade_off", ["trade-off"]),
         ("tokens", ["tokens"]),
         ("attention", ["attention"]),
         ("history", ["training"]),

@@ -29,9 +29,6 @@ def add(parser: Parser) -> None:
     option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
     option(parser, "--plan", "FILE", "the plan.json of `attnrx plan`, shown as accuracy against speed")
     option(parser, "--training", "FOLDER", "the folder of `attnrx train`, for its curves")
-    parser.add_argument(
-        "--trade-off", nargs="+", default=(), metavar="FILE", help="evidence at several rho, shown as one curve"
-    )
     option(parser, "--comparison", "FILE", "the file of `attnrx compare`, shown as curves over MACs")
     option(parser, "--title", "TITLE", "the title of the page")
     add_out(parser, "the page", kind="attnrx report")
@@ -71,10 +68,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         prescription=prescription,
         diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
         evidence=evidence,
-        trade_off=tuple(
-            rx.reports.TradeOffPoint.from_evidence(rx.Evidence.load(path), f"--trade-off {path}")
-            for path in arguments.trade_off
-        ),
         attention=attention,
         tokens=tokens,
         history=_history(arguments.training) if arguments.training else (),

@@ -1,7 +1,7 @@
 """Costs: parameters and MACs before and after, in closed form and counted."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -40,47 +40,35 @@ class Costs(Check):
         """Computes the closed-form costs of both models, then counts them on one image."""
         reference = family_of(comparison.reference).costs(comparison.reference)
         candidate = family_of(comparison.candidate).costs(comparison.candidate)
-        saving = reference.saving(candidate)
-        macs = self._macs_by_image(comparison)
+        spread = self._macs_by_image(comparison)
+        mean_macs = spread.pop("mean", candidate.macs)
         # The counted MACs are per image, so one image is enough.
         batch = next(iter(comparison.data.take(1).batches(1, device=comparison.device)))
         return (
-            self._saved("parameters", saving.params_share, (reference.params, candidate.params)),
-            self._saved("MACs", saving.macs_share, (reference.macs, candidate.macs))
-            if macs is None
-            else self._saved_by_image(reference.macs, macs),
+            self._saved("parameters", reference.params, candidate.params),
+            self._saved("MACs", reference.macs, mean_macs, **spread),
             self._counted("reference", comparison.reference, reference, batch.images),
             self._counted("candidate", comparison.candidate, candidate, batch.images),
         )
 
-    def _macs_by_image(self, comparison: Comparison) -> Tensor | None:
-        """Returns the MACs of the candidate for every image; None if they are the same."""
+    def _macs_by_image(self, comparison: Comparison) -> dict[str, Any]:
+        """Returns the mean, the deviation and the range of the candidate's MACs; empty if all images have the same."""
         model, data = comparison.candidate, comparison.data
         reduction = reduction_of(model)
         if reduction is None or not reduction.policy.by_image:
-            return None
+            return {}
         batches = data.take(min(MAX_IMAGES, len(data))).batches(32, device=comparison.device)
         dtype = next(model.parameters()).dtype
         per_batch = [costs_by_image(model, family_of(model), batch.images.to(dtype)) for batch in batches]
         # In float64, which is exact for integers of this size.
-        return torch.tensor([costs.macs for part in per_batch for costs in part], dtype=torch.float64)
+        macs = torch.tensor([costs.macs for part in per_batch for costs in part], dtype=torch.float64)
+        deviation = round(float(macs.std())) if len(macs) > 1 else None
+        spread = {"standard_deviation": deviation, "least": int(macs.min()), "most": int(macs.max())}
+        return {"mean": float(macs.mean()), **spread, "images": len(macs)}
 
-    def _saved_by_image(self, reference: int, macs: Tensor) -> Finding:
-        """Returns the mean saving; its details have the standard deviation and the range of the MACs over images."""
-        details = {
-            "reference": reference,
-            "candidate": round(float(macs.mean())),
-            "standard_deviation": round(float(macs.std())) if len(macs) > 1 else None,
-            "least": int(macs.min()),
-            "most": int(macs.max()),
-            "images": len(macs),
-        }
-        share = 100 * (1 - float(macs.mean()) / reference)
-        return self.finding("MACs", "MACs saved by the candidate", share, "%", details=details)
-
-    def _saved(self, what: str, share: float, amounts: tuple[int, int]) -> Finding:
-        details = {"reference": amounts[0], "candidate": amounts[1]}
-        return self.finding(what, f"{what} saved by the candidate", 100 * share, "%", details=details)
+    def _saved(self, what: str, before: int, after: float, **details: Any) -> Finding:
+        amounts = {"reference": before, "candidate": round(after), **details}
+        return self.finding(what, f"{what} saved by the candidate", 100 * (1 - after / before), "%", details=amounts)
 
     def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
         # All parameters, not only the trainable ones: the reference may be frozen.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.nouns.evidence import Finding, judged
+from attnrx.nouns.evidence import Estimate, Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support import process_group
@@ -50,8 +50,8 @@ class TimedModels:
             return cls(reference, f"the reference in {KERNELS}", unchanged, runtime)
         return cls(reference, "the unchanged model in the same kernels", None, KERNELS)
 
-    def findings(self, check: str, times: LatencyComparison) -> tuple[tuple[Finding, ...], dict[str, Any]]:
-        """Returns the factors of a speed as findings, and the record of its measurement."""
+    def findings(self, check: Check, times: LatencyComparison) -> tuple[tuple[Finding, ...], dict[str, Any]]:
+        """Returns the factors of a speed as findings of a check, and the record of its measurement."""
         record = {
             "interval": times.interval,
             **asdict(times),
@@ -65,15 +65,13 @@ class TimedModels:
             ("speed by compression", f"speed relative to the unchanged model in {self.runtime}"),
         )
         found = tuple(
-            Finding(
-                check,
+            check.finding(
+                quantity,
                 f"{claim}, of a forward pass of {times.batch}",
-                ratio.value,
+                Estimate(ratio.value, ratio.low, ratio.high),
                 "x",
-                low=ratio.low,
-                high=ratio.high,
                 n=times.rounds,
-                details={"quantity": quantity, "interval": times.interval},
+                details={"interval": times.interval},
             )
             for (quantity, claim), ratio in zip(factors, (times.by_runtime, times.by_compression), strict=True)
             if ratio is not None
@@ -127,24 +125,12 @@ class Latency(Check):
         models = comparison.candidate, timed.baseline, images
         times = compare_latency(*models, replace(self.protocol, conditions=conditions), timed.unchanged)
         memory = compare_memory(*models, conditions)
-        factors, record = timed.findings(self.name, times)
-        faster = times.faster
-        speed = Finding(
-            self.name,
-            f"speed of a forward pass of {self.batch}, relative to {timed.baseline_name}",
-            faster.value,
-            "x",
-            **judged(faster.value, self.faster, (faster.low, faster.high), times.rounds, at_least=True),
-            details={"quantity": "speed", **record},
-        )
+        factors, record = timed.findings(self, times)
+        claim = f"speed of a forward pass of {self.batch}, relative to {timed.baseline_name}"
+        ratio = Estimate(times.faster.value, times.faster.low, times.faster.high)
+        speed = self.finding("speed", claim, ratio, "x", n=times.rounds, limit=self.faster, details=record)
         if not (memory.candidate.total and memory.reference.total):
             return speed, *factors  # an exported file: its runtime allocates memory that torch does not count
-        peak = Finding(
-            self.name,
-            f"peak memory of a forward pass of {self.batch}, candidate over {timed.baseline_name}",
-            memory.ratio,
-            "x",
-            n=1,
-            details={"quantity": "memory", **asdict(memory)},
-        )
+        claim = f"peak memory of a forward pass of {self.batch}, candidate over {timed.baseline_name}"
+        peak = self.finding("memory", claim, memory.ratio, "x", n=1, details=asdict(memory))
         return speed, *factors, peak

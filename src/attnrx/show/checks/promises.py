@@ -81,16 +81,16 @@ class Promises(Check):
         timed = TimedModels.of(comparison, library=True)
         measured = compare_latency(comparison.candidate, timed.baseline, images, protocol, timed.unchanged)
         faster, limit = measured.faster, promised["faster"] / (1 + self.within)
-        factors, measurement = timed.findings(self.name, measured)
-        speed_name = f"speed of a forward pass of {measured.batch}, relative to {timed.baseline_name}"
-        speed = Finding(
-            self.name,
-            f"{speed_name}, at least as predicted by the plan",
-            faster.value,
+        factors, measurement = timed.findings(self, measured)
+        claim = f"speed of a forward pass of {measured.batch}, relative to {timed.baseline_name}"
+        speed = self.finding(
+            "promised speed",
+            f"{claim}, at least as predicted by the plan",
+            Estimate(faster.value, faster.low, faster.high),
             "x",
-            **judged(faster.value, limit, (faster.low, faster.high), measured.rounds, at_least=True),
+            n=measured.rounds,
+            limit=limit,
             details={
-                "quantity": "promised speed",
                 "promised": dict(promised),
                 "within": self.within,
                 "interval": measured.interval,
@@ -106,6 +106,7 @@ CLAIMS = {
     "agreement": ("agreement with the original", "at least as predicted by the plan", "%", 100.0, False),
     "change": ("change of {accuracy}", "at least as predicted by the plan", "points", 100.0, False),
 }
+ESTIMATES = {"divergence": mean_estimate, "agreement": mean_share, "change": mean_change}
 
 
 def _kept_promise(
@@ -133,7 +134,8 @@ def judged_promise(
 ) -> dict[str, Any]:
     """Returns the mean of a quantity over images, as arguments of `Finding`, with the outcome of its promise."""
     more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
-    interval, measured = promised.interval(n), _estimated(quantity, values, seed)
+    # Of shares and changes of few images all may be equal, e.g. zero: their intervals have nonzero width.
+    interval, measured = promised.interval(n), ESTIMATES[quantity](values, seed)
     worst = interval[1] if more_is_worse else interval[0]
     # A claim that every model meets would hold without saying anything about this one.
     limit = worst if worst not in promised.limits else None
@@ -165,10 +167,3 @@ def doubled_loss(quantity: str, promised: PredictedQuantity) -> tuple[float, flo
     lost = 1 - promised.value if quantity == "agreement" else -promised.value
     # Twice as many images have the loss, so that its variance doubles.
     return promised.value - max(lost, MIN_LOSS), 2**0.5 * 1.96 * promised.spread
-
-
-def _estimated(quantity: str, values: Float[Tensor, "images"], seed: int) -> Estimate:
-    if quantity == "divergence":
-        return mean_estimate(values, seed)
-    # Of shares and changes of few images all may be equal, e.g. zero: their intervals have nonzero width.
-    return mean_share(values, seed) if quantity == "agreement" else mean_change(values, seed)

@@ -10,7 +10,7 @@ from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mean_estimate, studentized
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.support.shapes import Float, Tensor
 
 MIN_IMAGES = 2  # of each kind: the mean of one has no interval
 
@@ -37,16 +37,19 @@ class Shift(Check):
 
         Raises InvalidInput if the classes of the calibration are not known, or one kind has no test image.
         """
-        comparison.require_logits(self.name)
-        known, predictions, seed = self._known(comparison), comparison.predictions, comparison.seed
+        predictions, seed = comparison.predictions, comparison.seed
+        num_classes = comparison.require_logits(self.name).num_classes(predictions.outputs["reference"].shape[1])
+        classes = self._classes(comparison)
+        if wrong := [index for index in classes if not 0 <= index < num_classes]:
+            raise InvalidInput(f"shift(classes={wrong[0]}): the model has the classes 0 to {num_classes - 1}.")
+        # By the reference, as the classes of the calibration images were found, also for data without labels.
+        decisions = predictions.decisions("reference")
+        known = torch.isin(decisions, torch.tensor(classes, dtype=decisions.dtype))
         divergence = predictions.divergence("reference", "candidate")
-        n, width = len(divergence), predictions.outputs["reference"].shape[1]
-        classes = comparison.require_logits(self.name).num_classes(width)
-        if wrong := [index for index in self._classes(comparison) if not 0 <= index < classes]:
-            raise InvalidInput(f"shift(classes={wrong[0]}): the model has the classes 0 to {classes - 1}.")
+        n = len(divergence)
         if min(int(known.sum()), int((~known).sum())) < MIN_IMAGES:
             raise InvalidInput(
-                f"the check shift compares images of the {len(self._classes(comparison))} classes of the calibration "
+                f"the check shift compares images of the {len(classes)} classes of the calibration "
                 f"with others, and {int(known.sum())} of {n} images are of these classes: give images of both kinds, "
                 f"at least {MIN_IMAGES} of each."
             )
@@ -65,17 +68,11 @@ class Shift(Check):
             findings.append(self.finding("divergence by class", claim, mean, unit, n=count, seed=seed, details=details))
         ratio = studentized(columns, _ratio, seed, minimum=0.0)
         claim = "divergence on images of other classes, relative to the classes of the calibration"
-        details = {"classes": list(self._classes(comparison))}
+        details = {"classes": list(classes)}
         return (
             *findings,
             self.finding("shift", claim, ratio, "x", n=n, limit=self.most, side="<=", seed=seed, details=details),
         )
-
-    def _known(self, comparison: Comparison) -> Bool[Tensor, "images"]:
-        """Returns whether the reference puts an image into a class of the calibration."""
-        # By the reference, as the classes of the calibration images were found, also for data without labels.
-        decisions = comparison.predictions.decisions("reference")
-        return torch.isin(decisions, torch.tensor(self._classes(comparison), dtype=decisions.dtype))
 
     def _classes(self, comparison: Comparison) -> tuple[int, ...]:
         prescription = comparison.prescription

@@ -83,8 +83,7 @@ def chunks(draws: int, n: int) -> Iterator[int]:
 
 def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
     """Returns a value with the percentile interval of its bootstrap samples."""
-    tail = (1 - LEVEL) / 2
-    low, high = torch.quantile(samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)).tolist()
+    low, high = torch.quantile(samples, torch.tensor([TAIL, 1 - TAIL], dtype=samples.dtype)).tolist()
     return Estimate(value, low, high)
 
 

@@ -1,10 +1,7 @@
 """Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
 
 from attnrx.show.reports.card import completed_card, is_unedited, model_card
-from attnrx.show.reports.content import (
-    ReportContent,
-    TradeOffPoint,
-)
+from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
 from attnrx.show.reports.page import render, write_report
@@ -16,7 +13,6 @@ __all__ = [
     "PathwayRanks",
     "ReportContent",
     "TokenSamples",
-    "TradeOffPoint",
     "completed_card",
     "files_table",
     "is_unedited",

@@ -4,63 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnrx.decide.rules import parse_rule
 from attnrx.nouns.comparison import MethodComparison
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.ranks import PathwayRanks
 from attnrx.show.reports.sampling import AttentionSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
-
-
-@dataclass(frozen=True)
-class TradeOffPoint:
-    """The results of one realization at one retention ratio rho.
-
-    `kind` is the realization ("mask", "renormalized", "exact", "refit"), `discrepancy` the relative logit discrepancy
-    from the original (SVDA, Eq. 46), and `accuracy_change` is in points.
-    """
-
-    rho: float
-    kind: str
-    removed_share: float
-    discrepancy: Finding
-    accuracy_change: Finding
-
-    @classmethod
-    def from_evidence(cls, evidence: Evidence, source: str = "this evidence") -> "TradeOffPoint":
-        """Returns the point of a candidate that was made by a rule with rho.
-
-        Args:
-            evidence: What `verify` measured, with the checks accuracy and fidelity.
-            source: Where it is from, for errors.
-
-        Returns:
-            The point.
-
-        Raises:
-            InvalidInput: The rule has no rho, or a quantity was not measured.
-        """
-        text, kind = (evidence.about.get("rules") or {}).get("qk"), evidence.about.get("realization")
-        removed_share = evidence.about.get("removed_share")
-        # Only some rules have rho, which distinguishes the points; the share is the axis of the chart.
-        rho = getattr(parse_rule(text), "rho", None) if text else None
-        if rho is None or kind is None or removed_share is None:
-            raise InvalidInput(
-                f"{source}: evidence of the rule {text} as {kind!r} is no point over rho; give that of candidates "
-                "which `attnrx realize` made by a rule with rho, such as energy_retention:0.9."
-            )
-        findings = []
-        for check, quantity in (("fidelity", "discrepancy"), ("accuracy", "accuracy change")):
-            # The first of a quantity is the candidate against the reference in every check.
-            found = [finding for finding in evidence.of(check) if finding.details.get("quantity") == quantity]
-            if not found:
-                raise InvalidInput(f"{source}: there is no {quantity} in it; verify with the check {check} too.")
-            findings.append(found[0])
-        return cls(rho, kind, removed_share, *findings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +30,6 @@ class ReportContent(Displayed):
     prescription: Prescription | None = None
     diagnosis: Diagnosis | None = None
     evidence: Evidence | None = None
-    trade_off: tuple[TradeOffPoint, ...] = ()
     attention: AttentionSamples | None = None
     tokens: TokenSamples | None = None
     history: tuple[Mapping[str, Any], ...] = ()

@@ -12,7 +12,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
-from attnrx.show.reports.sections.comparison import comparison, trade_off
+from attnrx.show.reports.sections.comparison import comparison
 from attnrx.show.reports.sections.evidence import controls, costs, findings, provenance, robustness
 from attnrx.show.reports.sections.front import front
 from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
@@ -29,7 +29,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     front,
     comparison,
-    trade_off,
     changes,
     tokens,
     attention,

@@ -1,12 +1,11 @@
-"""Comparisons: methods over their MACs, and one prescription's trade-off over rho, as curves and tables."""
+"""The comparison of methods over their MACs, as curves and a table."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from attnrx.nouns.comparison import MethodComparison, MethodTrial
-from attnrx.show.reports.content import ReportContent, Section, TradeOffPoint
+from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.figures import STYLES, Chart, Curve, CurvePoint, Figure
-from attnrx.show.reports.numbers import interval, known, number, percent, plain, quantity, short, with_unit
+from attnrx.show.reports.numbers import interval, known, percent, plain, quantity, short, with_unit
 
 MIN_RATIO = 5.0  # values that differ by less than this factor have a linear scale
 ZERO = 1e-6  # nats: smaller divergences are rounding errors of zero
@@ -89,38 +88,3 @@ def _point(trial: MethodTrial, field: str, unit: str) -> CurvePoint | None:
     share = "" if trial.share is None else f" at {with_unit(short(100 * trial.share), '%')}"
     tip = f"{trial.method}{share}: {percent(macs_share)} of the MACs, {words}"
     return CurvePoint(100 * macs_share, value, low, high, tip)
-
-
-def trade_off(content: ReportContent) -> Section | None:
-    """Returns removed directions against accuracy and discrepancy for every kind of realization, and a table."""
-    points = content.trade_off
-    if not points:
-        return None
-    across = "% of directions removed"
-    changes, discrepancies = _trade_off_curves(points, "accuracy_change"), _trade_off_curves(points, "discrepancy")
-    # At rho = 1 nothing is removed and the discrepancy may be 0, which has no logarithm.
-    positive = all(point.discrepancy.value > 0 for point in points)
-    charts = (
-        Chart("Change of accuracy over removed directions", across, "accuracy change in points", changes, level=0.0),
-        Chart(
-            "Relative logit discrepancy over removed directions",
-            across,
-            "logit discrepancy (Eq. 46)",
-            discrepancies,
-            positive,
-        ),
-    )
-    data: dict[str, Any] = {"figures": [Figure.from_chart(chart) for chart in charts], "legend": charts[0].legend}
-    return Section("trade-off", "Trade-off", {**data, "points": points})
-
-
-def _trade_off_curves(points: tuple[TradeOffPoint, ...], field: str) -> tuple[Curve, ...]:
-    """Returns a curve per kind of realization; `field` is "accuracy_change" or "discrepancy"."""
-    by_kind: dict[str, list[CurvePoint]] = {point.kind: [] for point in points}
-    for point in sorted(points, key=lambda point: point.removed_share):
-        finding = getattr(point, field)
-        value, low, high = finding.value, known(finding.low), known(finding.high)
-        words = f"{percent(point.removed_share)} removed, {number(value)} {interval(low, high)}".rstrip()
-        tip = f"{point.kind}, rho {short(point.rho)}: {words}"
-        by_kind[point.kind].append(CurvePoint(100 * point.removed_share, value, low, high, tip))
-    return tuple(Curve.numbered(index, *curve) for index, curve in enumerate(by_kind.items()))
