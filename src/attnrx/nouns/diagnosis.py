@@ -12,10 +12,12 @@ from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
+    building_from_tensors,
     read_record,
     read_tensors_of,
     require_finite_tensors,
     require_only_tensors,
+    tensors_below,
     write_with_tensors,
 )
 from attnrx.vit.maps import LAYER_MAPS
@@ -174,15 +176,20 @@ class Diagnosis(Displayed):
         # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
         record = read_record(path, KIND, SCHEMA, RECORD)
         tensors = read_tensors_of(path, record)
-        _require_layers(tensors, len(record["layers"]), path)
-        try:
-            layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
-        except KeyError as error:
-            message = f"{path} needs the tensor {error}, which is not in its folder; diagnose again."
-            raise CheckpointError(message) from None
-        # The constructors validate shapes; here the user's mistake is the file, not an argument.
-        except InvalidInput as error:
-            raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
+        stored = {name.removeprefix("layers.").partition(".")[0] for name in tensors}
+        if stored != set(map(str, range(len(record["layers"])))):
+            raise CheckpointError(
+                f"{path}: layers has {len(record['layers'])} values, and its tensors are of {len(stored)} layers; "
+                "diagnose again."
+            )
+        # Rules sort and sum strengths, which NaN makes undefined without an error; readings are checked where they are
+        # made.
+        require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
+        with building_from_tensors(path):
+            layers = tuple(
+                _layer(facts, tensors_below(f"layers.{index}.", tensors))
+                for index, facts in enumerate(record["layers"])
+            )
         used = (f"layers.{index}.{name}" for index, layer in enumerate(layers) for name in _tensors(layer))
         require_only_tensors(tensors, used, path)
         return cls(layers, record["fingerprint"], record["about"])
@@ -202,18 +209,6 @@ class Diagnosis(Displayed):
                 f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "
                 "diagnose that model."
             )
-
-
-def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> None:
-    """Raises CheckpointError if the layers of the tensors and of the JSON file differ, or a spectrum is not finite."""
-    stored = {name.removeprefix("layers.").partition(".")[0] for name in tensors}
-    if stored != set(map(str, range(layers))):
-        raise CheckpointError(
-            f"{path}: layers has {layers} values, and its tensors are of {len(stored)} layers; diagnose again."
-        )
-    # Rules sort and sum strengths, which NaN makes undefined without an error; readings are checked where they are
-    # made.
-    require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
 
 
 def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:
@@ -251,12 +246,9 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
     }
 
 
-def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
-    # Names are paths, e.g. layers.3.mlp.0.centered.strength: a part of a layer is all tensors below a prefix.
-    def below(start: str) -> dict[str, Tensor]:
-        return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-
-    parts, readings = below(f"layers.{index}.spectrum."), below(f"layers.{index}.readings.")
+def _layer(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
+    # Names are paths, e.g. mlp.0.centered.strength: a part of a layer is all tensors below a prefix.
+    parts = tensors_below("spectrum.", tensors)
     spectrum = Spectrum(
         parts["query"],
         parts["key"],
@@ -269,21 +261,19 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         pairs=parts.get("pairs"),
         fixed=tuple(facts.get("fixed", ())),  # absent in files of earlier versions
     )
-    maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
+    maps: list[MapDiagnosis | None] = []
+    for which, linear in enumerate(facts["mlp"]):
+        if linear is None:
+            maps.append(None)
+            continue
+        metrics = {
+            name: MapDirections(*(tensors[f"mlp.{which}.{name}.{field}"] for field in MAP_FIELDS))
+            for name in linear["metrics"]
+        }
+        maps.append(MapDiagnosis(linear["inputs"], metrics))
     hidden = None
     if "hidden" in facts:
-        parts = below(f"layers.{index}.hidden.")
+        parts = tensors_below("hidden.", tensors)
         strength = {metric: parts[f"strength.{metric}"] for metric in facts["hidden"]}
-        stored = {name: parts[name] for name in HIDDEN_FIELDS if name in parts}
-        hidden = HiddenDiagnosis(strength, parts["weight"], parts["bias"], stored.get("covariance"), stored.get("mean"))
-    return LayerDiagnosis(spectrum, readings, maps, hidden)
-
-
-def _map(index: int, which: int, facts: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> MapDiagnosis | None:
-    if facts is None:
-        return None
-    start = f"layers.{index}.mlp.{which}."
-    metrics = {
-        name: MapDirections(*(tensors[f"{start}{name}.{field}"] for field in MAP_FIELDS)) for name in facts["metrics"]
-    }
-    return MapDiagnosis(facts["inputs"], metrics)
+        hidden = HiddenDiagnosis(strength, parts["weight"], parts["bias"], parts.get("covariance"), parts.get("mean"))
+    return LayerDiagnosis(spectrum, tensors_below("readings.", tensors), tuple(maps), hidden)

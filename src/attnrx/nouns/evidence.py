@@ -137,16 +137,13 @@ def judged(
         return {**judgement, "outcome": FAILS}
     # The half of the interval on the side of the limit: bootstrap intervals are not symmetric.
     distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
-    # At a distance of 0 no number of samples decides.
-    decides = None if n is None or distance == 0 else _rounded_up(n * (half / distance) ** 2)
-    return {**judgement, "outcome": UNDECIDED, "deciding_n": decides}
-
-
-def _rounded_up(count: float) -> int:
-    """Rounds up to two significant digits, the precision of such an estimate."""
-    # `count` is n or more: the interval of an undecided claim contains the limit, so its half is at least the distance.
+    if n is None or distance == 0:  # then no number of samples decides
+        return {**judgement, "outcome": UNDECIDED, "deciding_n": None}
+    # n or more: the interval of an undecided claim contains the limit, so its half is at least the distance. Rounded up
+    # to two significant digits, the precision of such an estimate.
+    count = n * (half / distance) ** 2
     unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
-    return unit * math.ceil(count / unit)
+    return {**judgement, "outcome": UNDECIDED, "deciding_n": unit * math.ceil(count / unit)}
 
 
 @dataclass(frozen=True)
@@ -292,15 +289,13 @@ class Evidence(Displayed, Tabular):
             CheckpointError: The file is missing, damaged, edited or of another kind.
         """
         record = read_record(path, KIND, SCHEMA, RECORD)
-        evidence = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
+        # JSON has no NaN, and null in its place.
+        values = [math.nan if finding["value"] is None else finding["value"] for finding in record["findings"]]
+        pairs = zip(record["findings"], values, strict=True)
+        evidence = cls(tuple(Finding(**{**finding, "value": value}) for finding, value in pairs), record["about"])
         # The outcome is stored for readers of the file, and is computed again so that an edited file is found.
         if evidence.outcome != record["outcome"]:
             raise CheckpointError(
                 f"{path}: outcome is {record['outcome']!r}, and the findings give {evidence.outcome!r}; verify again."
             )
         return evidence
-
-
-def _finding(record: Mapping[str, Any]) -> Finding:
-    """Restores NaN, which JSON stores as null."""
-    return Finding(**{**record, "value": math.nan if record["value"] is None else record["value"]})

@@ -169,8 +169,15 @@ class Plan(Displayed):
         Raises:
             InvalidInput: The prescription has a record that could not be read again.
         """
+
         # plan.json is moved last: a folder that has it is complete.
-        with replacing_folder(folder, parts_by(_is_part), last="plan.json") as new:
+        def is_part(path: Path) -> bool:
+            # By name and content: a user's file of the same name is not replaced.
+            kind = KIND if path.name == "plan.json" else PRESCRIPTION
+            kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
+            return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind
+
+        with replacing_folder(folder, parts_by(is_part), last="plan.json") as new:
             self.with_predictions.save(new / "prescription.json")
             write_json(new / "plan.json", self.to_record())
         return Path(folder) / "plan.json"
@@ -205,10 +212,3 @@ class Plan(Displayed):
             record["measured"],
             record["about"],
         )
-
-
-def _is_part(path: Path) -> bool:
-    # By name and content: a user's file of the same name is not replaced.
-    kind = KIND if path.name == "plan.json" else PRESCRIPTION
-    kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
-    return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind

@@ -13,11 +13,13 @@ from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.storage import (
+    building_from_tensors,
     json_text,
     read_record,
     read_tensors_of,
     require_finite_tensors,
     require_only_tensors,
+    tensors_below,
     write_with_tensors,
 )
 from attnrx.support.validation import Invalid
@@ -386,7 +388,8 @@ class Prescription(Displayed):
             "layers": [_to_record(layer) for layer in self.layers],
         }
         if self.tokens is not None:
-            record[TOKENS] = _tokens_record(self.tokens)
+            is_trained = self.tokens.predictors is not None
+            record[TOKENS] = {"reasons": list(self.tokens.reasons), "seed": self.tokens.seed, "trained": is_trained}
         return write_with_tensors(path, record, self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -420,17 +423,16 @@ class Prescription(Displayed):
         record = read_record(path, KIND, SCHEMA, RECORD)
         tensors = read_tensors_of(path, record)
         require_finite_tensors(tensors, f"the tensors of {path}")
-        try:
+        tokens = None
+        with building_from_tensors(path):
             layers = tuple(
-                _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
+                _from_record(layer, tensors_below(f"layers.{index}.", tensors))
                 for index, layer in enumerate(record["layers"])
             )
-            tokens = _tokens_from_record(record, tensors)
-        except KeyError as error:
-            message = f"{path} needs the tensor {error}, which is not in its folder; make it again."
-            raise CheckpointError(message) from None
-        except InvalidInput as error:
-            raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
+            if TOKENS in record:
+                facts, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
+                learned = tensors_below("tokens.", tensors) if facts["trained"] else None
+                tokens = TokenPrescription(policy, tuple(facts["reasons"]), learned, facts["seed"])
         loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
         # A number that follows from the layers: it finds a layer that was edited by hand.
         if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
@@ -454,26 +456,21 @@ class Prescription(Displayed):
             )
 
 
-def _tokens_record(tokens: TokenPrescription) -> dict[str, Any]:
-    return {
-        "reasons": list(tokens.reasons),
-        "seed": tokens.seed,
-        "trained": tokens.predictors is not None,
-    }
-
-
-def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TokenPrescription | None:
-    if TOKENS not in record:
-        return None
-    tokens, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
-    learned = _beginning_with("tokens.", tensors) if tokens["trained"] else None
-    return TokenPrescription(policy, tuple(tokens["reasons"]), learned, tokens["seed"])
-
-
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
-    record = {"qk": _score_record(layer.qk)}
-    record |= {name: _output_record(output) for name, output in layer.outputs.items()}
-    # Kept units by index, which is shorter than a mask and can be read.
+    qk = layer.qk
+    rows = zip(qk.ranks, qk.keep, qk.strength, qk.reasons, strict=True)
+    # Kept directions and units by index, which is shorter than a mask and can be read.
+    heads = [
+        {"rank": rank, "keep": torch.nonzero(keep).flatten().tolist(), "strength": strength.tolist(), "why": why}
+        for rank, keep, strength, why in rows
+    ]
+    record: dict[str, Any] = {"qk": {"directions": qk.keep.shape[1], "heads": heads}}
+    if qk.basis is not None:
+        blocks = {} if qk.basis.blocks is None else {"blocks": list(qk.basis.blocks)}
+        record["qk"]["basis"] = {"shared": qk.basis.shared, **blocks}
+    for name, output in layer.outputs.items():
+        units = zip(output.ranks, output.strength.tolist(), output.reasons, strict=True)
+        record[name] = {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
     for name in UNIT_MAPS:
         units = layer.decisions.get(name)
         if isinstance(units, HeadDecision | HiddenDecision):
@@ -482,42 +479,14 @@ def _to_record(layer: LayerPrescription) -> dict[str, Any]:
     return record
 
 
-def _score_record(decision: ScoreDecision) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "directions": decision.keep.shape[1],
-        "heads": [
-            {
-                "rank": rank,
-                "keep": torch.nonzero(keep).flatten().tolist(),
-                "strength": strength.tolist(),
-                "why": why,
-            }
-            for rank, keep, strength, why in zip(
-                decision.ranks, decision.keep, decision.strength, decision.reasons, strict=True
-            )
-        ],
-    }
-    if decision.basis is None:
-        return record
-    blocks = {} if decision.basis.blocks is None else {"blocks": list(decision.basis.blocks)}
-    return record | {"basis": {"shared": decision.basis.shared, **blocks}}
-
-
-def _output_record(output: OutputDecision) -> dict[str, Any]:
-    strengths = output.strength.tolist()
-    units = zip(output.ranks, strengths, output.reasons, strict=True)
-    return {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
-
-
-def _beginning_with(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-
-
 def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerPrescription:
     decisions: dict[str, Decision] = {"qk": _scores(record["qk"], tensors)}
-    for name in OUTPUT_MAPS:
-        if name in record:
-            decisions[name] = _output(record[name], _beginning_with(f"{name}.", tensors))
+    for name in (name for name in OUTPUT_MAPS if name in record):
+        units, parts = record[name]["units"], tensors_below(f"{name}.", tensors)
+        ranks, reasons = (tuple(unit[field] for unit in units) for field in ("rank", "why"))
+        strength = torch.tensor([unit["strength"] for unit in units], dtype=torch.float64)
+        factors = parts["encode"], parts["decode"], parts["center"]
+        decisions[name] = OutputDecision(ranks, *factors, strength, reasons)
     if HEADS in record:
         decisions[HEADS] = HeadDecision(*_units(record[HEADS]), (record[HEADS]["why"],))
     if HIDDEN in record:
@@ -541,23 +510,9 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
         row[head["keep"]] = True
     # float64: JSON has the shortest text of a float64, which is read back exactly.
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
-    reasons = tuple(head["why"] for head in heads)
     facts, basis = record.get("basis"), None
     if facts is not None:
         blocks = tuple(facts["blocks"]) if "blocks" in facts else None
-        pairs = tensors.get("qk.pairs")
-        basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, pairs)
+        basis = Basis(tensors["qk.left"], tensors["qk.right"], facts["shared"], blocks, tensors.get("qk.pairs"))
     # A layer without heads or directions: its list is empty, and has lost the shape.
-    return ScoreDecision(keep, strength.reshape(keep.shape), reasons, basis)
-
-
-def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputDecision:
-    units = record["units"]
-    return OutputDecision(
-        tuple(unit["rank"] for unit in units),
-        tensors["encode"],
-        tensors["decode"],
-        tensors["center"],
-        torch.tensor([unit["strength"] for unit in units], dtype=torch.float64),
-        tuple(unit["why"] for unit in units),
-    )
+    return ScoreDecision(keep, strength.reshape(keep.shape), tuple(head["why"] for head in heads), basis)

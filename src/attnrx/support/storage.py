@@ -8,7 +8,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,26 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
     if not file.exists():
         raise CheckpointError(f"{path} needs {file.name}, which is not in its folder; move or copy both together.")
     return read_tensors(file, sha256)
+
+
+def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with a prefix, e.g. "layers.3.", by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def building_from_tensors(path: Path | str) -> Iterator[None]:
+    """Turns the errors of parts that are built from the tensors of a file into errors of this file.
+
+    Raises:
+        CheckpointError: A tensor is missing, or a constructor refuses one.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"{path} needs the tensor {error}, which is not in its folder; make it again.") from None
+    except InvalidInput as error:
+        raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
 
 
 def require_only_tensors(stored: Iterable[str], used: Iterable[str], path: Path | str) -> None:

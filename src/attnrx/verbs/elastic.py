@@ -112,7 +112,12 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     with file_lock(folder, seconds=0.0):
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
             original = load_original(model, weights)
-            _require_elastic_folder(folder)
+            # Neither would a file of the user be overwritten, nor a saved model be hidden.
+            require_absent([folder / INDEX], lambda path: file_kind(path) == KIND)
+            if (folder / "config.json").exists():
+                raise InvalidInput(
+                    f"{folder} has a model, which `load` would not find beside sizes; choose another folder."
+                )
             conditions = timing_conditions(original, threads)
             settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log)
             run = ShrinkRun.start(original, data, columns, folder, effort, settings)
@@ -139,13 +144,6 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         result = Elastic(folder, _measured_sizes(run, folder, names), about)
         result.write()
         return result
-
-
-def _require_elastic_folder(folder: Path) -> None:
-    """Raises InvalidInput if an elastic model would overwrite a file of the user, or hide a saved model."""
-    require_absent([folder / INDEX], lambda path: file_kind(path) == KIND)
-    if (folder / "config.json").exists():
-        raise InvalidInput(f"{folder} has a model, which `load` would not find beside sizes; choose another folder.")
 
 
 def _make_sizes(run: ShrinkRun, folder: Path, targets: Mapping[str, Target], log: Log) -> dict[str, TargetMet]:

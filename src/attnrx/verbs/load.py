@@ -28,11 +28,7 @@ from attnrx.support.arguments import (
     optional,
 )
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import (
-    Reader,
-    load_model,
-    resized,
-)
+from attnrx.vit.models import Reader, load_model, resized
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import STATEMENTS, state_outputs_
 

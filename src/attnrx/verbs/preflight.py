@@ -42,22 +42,13 @@ def preflight(
     for form in formats:
         require_installed(form.extra, f"the format {form.name}", *form.libraries)
     if folder is not None:
-        require_writable(Path(folder))
+        folder = Path(folder)
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise CheckpointError(f"{folder} cannot be written: {existing} is not a folder; choose another one.")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{folder} cannot be written: no permission for {existing}; choose another one.")
     if isinstance(data, str | Path):
-        require_dataset(data, columns)
-
-
-def require_dataset(name_or_path: str | Path, columns: Columns | None = None) -> None:
-    """Raises DataError if there is no such dataset, or its files lack a column that was named."""
-    reader = locate(name_or_path, columns).reader
-    if isinstance(reader, DatasetReader):
-        reader.require_readable()
-
-
-def require_writable(folder: Path) -> None:
-    """Raises CheckpointError if a folder cannot be written, or made."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise CheckpointError(f"{folder} cannot be written: {existing} is not a folder; choose another one.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CheckpointError(f"{folder} cannot be written: no permission for {existing}; choose another one.")
+        reader = locate(data, columns).reader
+        if isinstance(reader, DatasetReader):
+            reader.require_readable()

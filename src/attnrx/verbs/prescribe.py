@@ -9,10 +9,7 @@ from attnrx.decide.rules import Rule, RulesLike, parse_rules, require_remainder
 from attnrx.decide.rules import prescribe_maps as prescribe_with
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.arguments import (
-    checked,
-    instance,
-)
+from attnrx.support.arguments import checked, instance
 from attnrx.vit.models.verbs import verb
 
 RULES = instance(

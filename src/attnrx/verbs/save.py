@@ -11,26 +11,12 @@ from attnrx.change.realization.elastic import is_elastic
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import completed_card, is_unedited, model_card
-from attnrx.support.arguments import (
-    FLAG,
-    MODEL,
-    PATH,
-    TEXT,
-    Kind,
-    checked,
-    instance,
-    optional,
-)
+from attnrx.support.arguments import FLAG, MODEL, PATH, TEXT, Kind, checked, instance, optional
 from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
-from attnrx.vit.models import (
-    FAMILIES,
-    family_of,
-    model_fingerprint,
-    save_model,
-)
+from attnrx.vit.models import FAMILIES, family_of, model_fingerprint, save_model
 from attnrx.vit.models.checkpoint import load_weights
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.models.whole import needed_to_load

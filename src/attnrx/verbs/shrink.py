@@ -207,7 +207,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         formats=() if to is None else (parse_format(to),),
         plans=True,
     )
-    _note_missing_extras(log)
+    # What `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved.
+    for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
+        try:
+            check()
+        except NotSupported as missing:
+            log(f"for Shrunk.save: {missing}")
     if to is not None and by_image:
         raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
@@ -325,7 +330,14 @@ class ShrinkRun:
         log, batch = self.settings.log, self.settings.batch
         for target, plan in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):
             begin("realizing and repairing")
-            chosen = _by_image(plan.with_predictions) if by_image else plan.with_predictions
+            chosen = plan.with_predictions
+            if by_image:  # the numbers of tokens are then means over images
+                if chosen.tokens is None:
+                    raise NotSupported(
+                        "by_image: the plan prunes and merges no tokens; omit by_image, or lower the target."
+                    )
+                policy = replace(chosen.tokens.policy, by_image=True)
+                chosen = replace(chosen, tokens=TokenPrescription.of(policy))
             slim, fits = self._realized(chosen, log)
             if self.settings.to is not None and self._is_slower(slim, target):
                 yield self.unchanged(target)
@@ -394,7 +406,8 @@ class ShrinkRun:
         # By prediction and not by label, as the check `shift` does: data without labels have classes, too.
         if not isinstance(output_kind_of(self.original), Logits):
             return {}
-        return {"classes": predicted_classes(self.original, without_second_dataset(self.images.planned))}
+        images = without_second_dataset(self.images.planned)
+        return {"classes": predicted_classes(self.original, images)}
 
 
 def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
@@ -413,22 +426,6 @@ def predicted_classes(model: nn.Module, images: ImageSet) -> list[int]:
     """Returns the classes that the model puts the images into, in their order."""
     predictions = predict({"original": model}, images, 32, task="classes of the images")
     return predictions.decisions("original").unique().tolist()
-
-
-def _note_missing_extras(log: Log) -> None:
-    """Logs what `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved."""
-    for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
-        try:
-            check()
-        except NotSupported as missing:
-            log(f"for Shrunk.save: {missing}")
-
-
-def _by_image(prescription: Prescription) -> Prescription:
-    """Returns the prescription with the numbers of tokens as means over images."""
-    if prescription.tokens is None:
-        raise NotSupported("by_image: the plan prunes and merges no tokens; omit by_image, or lower the target.")
-    return replace(prescription, tokens=TokenPrescription.of(replace(prescription.tokens.policy, by_image=True)))
 
 
 def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:

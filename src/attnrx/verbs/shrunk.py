@@ -280,7 +280,7 @@ def require_result_folder(folder: Path, model: nn.Module, onnx: bool, other: For
     """
     require_no_sizes(folder)
     require_model_folder(folder)
-    require_absent([folder / "report.html"], _is_report)
+    require_absent([folder / "report.html"], lambda path: file_kind(path) == REPORT)
     if onnx:
         require_own_export(folder / "model.onnx", None, parse_format("onnx"), model)
     if other is not None:
@@ -292,10 +292,6 @@ def require_own_export(path: Path, evidence: Path | None, form: Format, model: n
     require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
     if evidence is not None:
         require_absent([evidence], _is_evidence)
-
-
-def _is_report(path: Path) -> bool:
-    return file_kind(path) == REPORT
 
 
 def _is_evidence(path: Path) -> bool:
@@ -319,9 +315,11 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
 
     def parts(folder: Path, written: Collection[str]) -> set[str]:
         names = {each.name for each in folder.iterdir() if is_model_file(each)}
-        names |= {"report.html"} if _is_report(folder / "report.html") else set()
+        names |= {"report.html"} if file_kind(folder / "report.html") == REPORT else set()
         for path, facts in present_exports(folder).items():
-            if RESULT.fullmatch(path.stem) and fingerprint != _fingerprint_of(facts):
+            model = facts.get("model")
+            stored = model.get("fingerprint") if isinstance(model, Mapping) else None
+            if RESULT.fullmatch(path.stem) and fingerprint != stored:
                 names |= _export_names(path, facts)
         return names | export_parts(folder, written)
 
@@ -347,8 +345,3 @@ def _export_names(path: Path, facts: Mapping[str, Any]) -> set[str]:
     names = {facts_path(path).name, *facts["files"]}
     names |= {script.name} if script is not None else set()
     return names | ({evidence.name} if evidence is not None and _is_evidence(evidence) else set())
-
-
-def _fingerprint_of(facts: Mapping[str, Any]) -> Any:
-    model = facts.get("model")
-    return model.get("fingerprint") if isinstance(model, Mapping) else None

@@ -31,28 +31,12 @@ from attnrx.show.checks import (
 )
 from attnrx.show.checks.comparison import chance_notes
 from attnrx.show.checks.statistics import Estimate
-from attnrx.support.arguments import (
-    ANY,
-    BATCH,
-    COUNT,
-    DEVICE,
-    FLAG,
-    PATH,
-    SEED,
-    checked,
-    instance,
-    optional,
-)
+from attnrx.support.arguments import ANY, BATCH, COUNT, DEVICE, FLAG, PATH, SEED, checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
 from attnrx.verbs.origin import CandidateOrigin, masked_model, origin_of, require_mask
-from attnrx.vit.models import (
-    at_size_of,
-    described_tokens,
-    model_fingerprint,
-    require_ordinary_weights,
-)
+from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Logits
 
@@ -179,10 +163,11 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
             comparison = replace(comparison, **_in_runtime(candidate, reference, images, files, notes))
         # One comparison for all checks: the outputs of the models are computed once.
         findings = _findings(chosen, comparison, notes)
+    written_from = candidate.facts.get("model", {}).get("fingerprint") if isinstance(candidate, Exported) else None
     facts = {
         "candidate": candidate_fingerprint,
         "reference": reference_fingerprint,
-        "nothing_removed": reference_fingerprint in (candidate_fingerprint, _exported_fingerprint(candidate)),
+        "nothing_removed": reference_fingerprint in (candidate_fingerprint, written_from),
         "data": images.fingerprint,
         "images": len(images),
         "outputs": comparison.kind.name,
@@ -280,11 +265,6 @@ def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str])
     return (Finding("outputs", claim, float(problem.count), "images", **fields, details=details), *findings)
 
 
-def _exported_fingerprint(candidate: nn.Module) -> str | None:
-    """Returns the fingerprint of the model that a file was written from; None for another candidate."""
-    return candidate.facts.get("model", {}).get("fingerprint") if isinstance(candidate, Exported) else None
-
-
 def _in_runtime(
     candidate: Exported, reference: nn.Module, images: ImageSet, files: ExitStack, notes: list[str]
 ) -> dict[str, Any]:
@@ -313,14 +293,10 @@ def _in_runtime(
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
     # Labels of another order of classes give no error, only an accuracy near chance. Those of nearest neighbours are
     # labels of the data.
-    if not isinstance(comparison.kind, Logits):
-        return []
-    expected = {"quantity": "accuracy", "model": "reference"}
-    accuracies = [
-        finding for finding in findings if finding.check == "accuracy" and expected.items() <= finding.details.items()
-    ]
-    if not accuracies or accuracies[0].low is None or accuracies[0].high is None:
-        return []
-    return chance_notes(
-        Estimate(accuracies[0].value, accuracies[0].low, accuracies[0].high), comparison.predictions.labels
-    )
+    of_reference = {"quantity": "accuracy", "model": "reference"}
+    for finding in findings if isinstance(comparison.kind, Logits) else ():
+        is_accuracy = finding.check == "accuracy" and of_reference.items() <= finding.details.items()
+        if is_accuracy and finding.low is not None and finding.high is not None:
+            accuracy = Estimate(finding.value, finding.low, finding.high)
+            return chance_notes(accuracy, comparison.predictions.labels)
+    return []

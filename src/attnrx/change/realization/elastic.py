@@ -12,17 +12,7 @@ from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.validation import (
-    Choice,
-    Flag,
-    Integer,
-    Invalid,
-    Items,
-    Number,
-    Optional,
-    Record,
-    Text,
-)
+from attnrx.support.validation import Choice, Flag, Integer, Invalid, Items, Number, Optional, Record, Text
 from attnrx.vit.models import family_of, load_model, model_fingerprint, reduction_of
 from attnrx.vit.tokens import TokenPolicy
 

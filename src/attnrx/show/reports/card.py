@@ -7,10 +7,10 @@ fifth dependency, for the fifteen lines of the header.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from attnrx.nouns.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence, Finding
+from attnrx.nouns.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.headline import statements, summary_parts
 from attnrx.show.reports.numbers import interval, number, percent, plain, quantity, short
@@ -79,7 +79,7 @@ def model_card(
         *(f"**{markdown(each)}.**" for each in statements(evidence)),
         removed + markdown(sentence(evidence)),
         markdown(answer),
-        _table(("", ""), rows),
+        markdown_table(("", ""), rows) if rows else "",
         "## How to use it",
         USE.format(outputs=task[1]),
         *_prescribed(prescription),
@@ -151,12 +151,13 @@ def _head(facts: Mapping[str, Any], evidence: Evidence | None, task: str) -> str
 def _prescribed(prescription: Prescription | None) -> list[str]:
     if prescription is None:
         return []
-    rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
+    rows = [(str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks)]
     # Directions of heads of different ranks are padded to the largest number.
     num_directions = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
     rules = f"Rules: {markdown_code(prescription)}. " if prescription.rules else ""
     origin = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
-    return ["## Prescription", origin, _table(("layer", f"directions that each head keeps, of {num_directions}"), rows)]
+    columns = ("layer", f"directions that each head keeps, of {num_directions}")
+    return ["## Prescription", origin, markdown_table(columns, rows) if rows else ""]
 
 
 def _evidence(evidence: Evidence | None) -> list[str]:
@@ -167,28 +168,23 @@ def _evidence(evidence: Evidence | None) -> list[str]:
     about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}
     measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in about.items())
     shown, elsewhere = by_severity(evidence)
+    rows = [
+        (
+            Marked(MARKS[finding.outcome].format(markdown(finding.outcome_text))),
+            finding.check,
+            finding.claim,
+            quantity(finding.value, finding.unit, finding.low, finding.high),
+            "" if finding.limit is None else short(finding.limit),
+            interval(finding.low, finding.high),
+            "" if finding.n is None else number(finding.n),
+        )
+        for finding in shown
+    ]
     return [
         "## Evidence",
         f"Measured with: {markdown(measured)}." if measured else "",
-        _table(columns, (_row(finding) for finding in shown)),
+        markdown_table(columns, rows) if rows else "",
         f"`evidence.json` holds all of it, with {len(elsewhere)} findings for single corruptions and severities."
         if elsewhere
         else "",
     ]
-
-
-def _row(finding: Finding) -> tuple[str, ...]:
-    return (
-        Marked(MARKS[finding.outcome].format(markdown(finding.outcome_text))),
-        finding.check,
-        finding.claim,
-        quantity(finding.value, finding.unit, finding.low, finding.high),
-        "" if finding.limit is None else short(finding.limit),
-        interval(finding.low, finding.high),
-        "" if finding.n is None else number(finding.n),
-    )
-
-
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    body = list(rows)
-    return markdown_table(columns, body) if body else ""

@@ -50,15 +50,26 @@ class MeasuredSpeed:
     @classmethod
     def from_record(cls, record: Record) -> "MeasuredSpeed":
         """Reads the record of a `LatencyComparison`."""
-        faster, factors = record["faster"], [record.get(name) or {} for name in ("by_runtime", "by_compression")]
-        by_runtime, by_compression = (factor.get("value") for factor in factors)
+        faster = record["faster"]
+        by_runtime, by_compression = (
+            (record.get(name) or {}).get("value") for name in ("by_runtime", "by_compression")
+        )
+        settings, threads, torch = record.get("conditions") or {}, record.get("threads"), record.get("torch_version")
+        parts = [
+            f"batch {record['batch']}",
+            None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
+            settings.get("precision"),
+            record.get("runtime") or (torch and f"PyTorch {torch}"),
+            "compiled" if settings.get("compiled") else None,
+            record.get("hardware"),
+        ]
         return cls(
             faster["value"],
             known(faster.get("low")),
             known(faster.get("high")),
             record["batch"],
-            _conditions(record),
-            record.get("threads"),
+            ", ".join(part for part in parts if part),
+            threads,
             record.get("baseline", "the original"),
             record.get("runtime", KERNELS),
             by_runtime,
@@ -86,21 +97,6 @@ class MeasuredSpeed:
         if self.by_runtime is None or self.by_compression is None:
             return ""
         return f"= {factors_text(self.by_runtime, self.by_compression, self.runtime)}"
-
-
-def _conditions(record: Record) -> str:
-    """Lists batch, threads, precision, runtime and hardware of a latency comparison."""
-    settings = record.get("conditions") or {}
-    threads, torch = record.get("threads"), record.get("torch_version")
-    parts = [
-        f"batch {record['batch']}",
-        None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
-        settings.get("precision"),
-        record.get("runtime") or (torch and f"PyTorch {torch}"),
-        "compiled" if settings.get("compiled") else None,
-        record.get("hardware"),
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def summary_of(evidence: Evidence) -> str:
@@ -135,10 +131,17 @@ def summary_parts(evidence: Evidence | None) -> list[SummaryPart]:
     parts = [SummaryPart(speed.text, speed.setting, speed.interval, speed.factors) for speed in speeds(evidence)[:1]]
     change = finding_of(evidence, "accuracy change")
     if change is not None and known(change.value) is not None:
-        amount = f"{_signed(change.value)} points of {accuracy_name(change)}"
-        parts.append(SummaryPart(amount, interval=_interval(change.low, change.high)))
+        measure = str(change.details.get("measure", TOP_1))
+        amount = f"{_signed(change.value)} points of {'accuracy' if measure == TOP_1 else measure}"
+        interval = ""
+        if change.low is not None and change.high is not None:
+            interval = f"[{_signed(change.low)}, {_signed(change.high)}]"
+        parts.append(SummaryPart(amount, interval=interval))
     for unit, name in (("macs", "MACs"), ("params", "parameters")):
-        parts += [SummaryPart(text) for text in _saved(evidence, unit, name)]
+        before, after = cost_totals(evidence, unit) or (0, 0)
+        saved = 100 * (before - after) / before if before else 0.0
+        if abs(saved) >= 0.5:  # less would read 0 %
+            parts.append(SummaryPart(f"{abs(saved):.0f} % {'fewer' if saved > 0 else 'more'} {name}"))
     divergence = finding_of(evidence, "divergence")
     if divergence is not None and known(divergence.value) is not None:
         about = {} if evidence is None else evidence.about
@@ -151,22 +154,9 @@ def summary_parts(evidence: Evidence | None) -> list[SummaryPart]:
     return parts
 
 
-def _saved(evidence: Evidence | None, unit: str, name: str) -> Iterator[str]:
-    totals = cost_totals(evidence, unit)
-    if totals is not None and totals[0]:
-        percent = 100 * (totals[0] - totals[1]) / totals[0]
-        # Less would read 0 %.
-        if abs(percent) >= 0.5:
-            yield f"{abs(percent):.0f} % {'fewer' if percent > 0 else 'more'} {name}"
-
-
 def _signed(value: float) -> str:
     # A value that rounds to zero has no sign.
     return f"{value:+.1f}" if round(value, 1) else "0.0"
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"[{_signed(low)}, {_signed(high)}]"
 
 
 def finding_of(evidence: Evidence | None, quantity: str, model: str | None = None) -> Finding | None:
@@ -178,12 +168,6 @@ def finding_of(evidence: Evidence | None, quantity: str, model: str | None = Non
         if single and details.get("quantity") == quantity and model in (None, details.get("model")):
             return finding
     return None
-
-
-def accuracy_name(finding: Finding) -> str:
-    """Returns "accuracy", or the name of an accuracy that is not that of predicted classes."""
-    measure = str(finding.details.get("measure", TOP_1))
-    return "accuracy" if measure == TOP_1 else measure
 
 
 def accuracies(evidence: Evidence | None) -> tuple[Finding, Finding] | None:

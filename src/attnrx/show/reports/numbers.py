@@ -106,13 +106,11 @@ def plain(value: Any, longest: int = 8) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {plain(item, longest)}" for key, item in value.items()) or MISSING
     if isinstance(value, list | tuple):
-        shown = ", ".join(_inside(item, longest) for item in value[:longest])
+        texts = [plain(item, longest) for item in value[:longest]]
+        nested = [isinstance(item, list | tuple) for item in value]
+        shown = ", ".join(f"[{text}]" if inner else text for text, inner in zip(texts, nested, strict=False))
         return f"{shown}, … ({len(value)} in all)" if len(value) > longest else shown or MISSING
     return str(value)
-
-
-def _inside(item: Any, longest: int) -> str:
-    return f"[{plain(item, longest)}]" if isinstance(item, list | tuple) else plain(item, longest)
 
 
 def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, str]]:
@@ -124,17 +122,13 @@ def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, st
             pairs += described(value, f"{name} · ")
         # A list of records, such as diagnostics with their options, would be unreadable on one line.
         elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
-            pairs += [_entry(name, index, item) for index, item in enumerate(value)]
+            for index, item in enumerate(value):  # named by their type, or else by their index
+                kind = next((key for key in ("check", "type") if key in item), None)
+                rest = {k.replace("_", " "): inner for k, inner in item.items() if k != kind and inner is not None}
+                pairs.append((f"{name} · {item[kind] if kind else index}", plain(rest) if rest else "no knobs"))
         elif value is not None:
             pairs.append((name, plain(value)))
     return pairs
-
-
-def _entry(name: str, index: int, record: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns one record of a list as a pair of texts, named by its type or else its index."""
-    kind = next((key for key in ("check", "type") if key in record), None)
-    rest = {key.replace("_", " "): value for key, value in record.items() if key != kind and value is not None}
-    return f"{name} · {record[kind] if kind else index}", plain(rest) if rest else "no knobs"
 
 
 def _decimals(low: Number | None, high: Number | None) -> int | None:

@@ -3,9 +3,8 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
@@ -123,20 +122,17 @@ def render(content: ReportContent) -> str:
     sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
     explorer = {section.name: section.data["explorer"] for section in sections if "explorer" in section.data}
+    explorer["spectra"] = explored_spectra(content)
     return environment.get_template("report.html.j2").render(
         title=content.title,
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=script,
         # The content security policy of the page allows the script of this hash and no other.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        explorer=_embedded({**explorer, "spectra": explored_spectra(content)}),
+        # JSON that cannot end the element in which it is embedded.
+        explorer=json.dumps(explorer, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         verdict=verdict(content),
         sections=sections,
         # Without an open section the folded ones are the content of the page.
         unfold=all(section.summary for section in sections),
     )
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """Returns JSON that cannot end the element in which it is embedded."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

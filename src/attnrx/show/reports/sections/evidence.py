@@ -56,20 +56,20 @@ def controls(content: ReportContent) -> Section | None:
     if not comparisons:
         return None
     by_unit = sorted(comparisons, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
-    plots = [_plot(unit, list(group)) for unit, group in groupby(by_unit, key=lambda finding: finding.unit)]
+    plots = []
+    for unit, findings_of_unit in groupby(by_unit, key=lambda finding: finding.unit):
+        group = list(findings_of_unit)
+        rows = [
+            IntervalRow(each.claim, each.value, known(each.low), known(each.high), _advantages(each), each.limit)
+            for each in group
+        ]
+        # A common axis, so that the rows can be compared; with 0, where control and candidate are equal.
+        axis = span((value for row in rows for value in row.values()), include=(0.0,), room=0.08)
+        lines = [(finding, row.draw(axis)) for finding, row in zip(group, rows, strict=True)]
+        picture = axis_picture(axis, f"axis in {unit}" if unit else "axis")
+        plots.append({"unit": unit, "rows": lines, "axis": picture})
     summary = f"{len(comparisons)} comparisons with matched controls"
     return Section("controls", "Controls", {"plots": plots}, summary)
-
-
-def _plot(unit: str, group: list[Finding]) -> dict[str, Any]:
-    rows = [
-        IntervalRow(each.claim, each.value, known(each.low), known(each.high), _advantages(each), each.limit)
-        for each in group
-    ]
-    # A common axis, so that the rows can be compared; with 0, where control and candidate are equal.
-    axis = span((value for row in rows for value in row.values()), include=(0.0,), room=0.08)
-    lines = [(finding, row.draw(axis)) for finding, row in zip(group, rows, strict=True)]
-    return {"unit": unit, "rows": lines, "axis": axis_picture(axis, f"axis in {unit}" if unit else "axis")}
 
 
 def _advantages(finding: Finding) -> list[float]:
@@ -115,10 +115,6 @@ def costs(content: ReportContent) -> Section | None:
     return Section("costs", "Costs", {"parts": parts, "latency": timed}, "; ".join(kinds))
 
 
-def _total(record: Record, unit: str) -> int:
-    return sum(part[unit] for part in record.values())
-
-
 def _change(old: int, new: int) -> str:
     if not old or old == new:
         return MISSING
@@ -131,7 +127,9 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
     # Parts of both models, because compression adds some, e.g. predictors of tokens.
     pairs = {name: (before.get(name, zero), after.get(name, zero)) for name in (*before, *after)}
     shown = [(name, *pair) for name, pair in pairs.items() if any(part[unit] for part in pair for unit in UNITS)]
-    total_before, total_after = ({unit: _total(record, unit) for unit in UNITS} for record in (before, after))
+    total_before, total_after = (
+        {unit: sum(part[unit] for part in record.values()) for unit in UNITS} for record in (before, after)
+    )
     rows = []
     for name, old, new in (*shown, ("whole model", total_before, total_after)):
         cells = [
