@@ -44,13 +44,13 @@ print("row:", row.split("|")[1].strip())
 # %% [markdown]
 # ## In full
 #
-# On the real data, a table takes from minutes to hours. `--estimate` trains a few steps of each run first, and states
-# how long all of them take on this machine; a stopped command continues where it was. On a GPU, steps are recorded as
-# CUDA graphs, and `--processes 3` trains three runs side by side:
+# On the real data, a table takes from minutes to hours; a training states how long it will take, and a stopped command
+# (`timeout -s INT 3600 attnrx ...` stops it after an hour) continues where it was. On a GPU, steps are recorded as CUDA
+# graphs. Commands share a folder and its runs, so that several make them side by side:
 #
 # ```bash
-# attnrx reproduce svda/table1 --estimate
-# attnrx reproduce svda/table1 svda/table2 svda/table6 --processes 3
+# for seed in 42 43 44; do attnrx reproduce svda/table1 --seeds $seed & done; wait    # trains three runs at a time
+# attnrx reproduce svda/table1                                                        # makes the table of all three
 # attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than the paper; the table says so
 # ```
 #

@@ -8,7 +8,7 @@ import pytest
 
 from attnrx.nouns.evidence import Evidence
 from attnrx.support.errors import CheckpointError, UnknownName
-from attnrx_lab.papers import Run
+from attnrx_lab.papers import Run, reproduce
 from attnrx_lab.papers.svda import CONTROL_KINDS, RATIO, SvdaExperiment
 
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -107,3 +107,16 @@ def test_controls_are_measured_only_where_a_table_compares_with_them():
 def test_strength_knobs_reach_the_training():
     training = replace(TINY, strength_init=8.0, strength_learning_rate=100.0, precision="fp32").training()
     assert (training.strength_init, training.strength_learning_rate, training.precision) == (8.0, 100.0, "fp32")
+
+
+def test_every_table_takes_the_scenarios_that_it_has(tmp_path: Path):
+    names, tiny = ("svda/table1", "svda/table2"), {"folder": tmp_path, "seeds": (1,), "tiny": True}
+    first, second = reproduce(names, only=("cifar10", "fashion_mnist"), **tiny)
+    assert [len(table.rows) for table in (first, second)] == [2, 3]
+    with pytest.raises(UnknownName, match=r"scenario of the recipe svda/table1, svda/table2.*fashion_mnist"):
+        reproduce(names, only=("cifar10", "fashion"), **tiny)
+
+
+def test_other_seeds_than_the_papers_are_listed(tmp_path: Path):
+    (table,) = reproduce("svda/table1", only="cifar10", seeds=(2,), tiny=True, folder=tmp_path)
+    assert table.seeds == (2,) and "cifar10: seeds 2 instead of 42, 43, 44" in table.deviations

@@ -87,10 +87,7 @@ class ImageStore(Displayed):
         return self.numbers if self.numbers.ndim == 1 and bool((self.numbers >= 0).all()) else None
 
     def images(self, rows: Int[Tensor, "batch"]) -> ImageBatch:
-        """
-
-        Returns the images of these rows, in the dtype of the source.
-        """
+        """Returns the images of these rows, in the dtype of the source."""
         values = self.values[rows]
         return values if self.levels is None else _decoded(values, self.levels)
 
@@ -156,10 +153,10 @@ class FixedImages(Displayed, RowImages):
 
 
 def require_no_augmentation(order: Pass, name: str) -> None:
-    """
+    """Checks that a pass over images with transforms of their own has no augmentation.
 
     Raises:
-        InvalidInput: The pass has an augmentation: these images have the transforms of their own dataset.
+        InvalidInput: It has one.
     """
     if order.augmentation is not None:
         raise InvalidInput(

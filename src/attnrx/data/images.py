@@ -299,10 +299,7 @@ def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[b
 
 def evenly_spaced(count: int, maximum: int = 64) -> list[int]:
     # float64, because float32 has no whole numbers above 2**24
-    """
-
-    Returns at most `maximum` positions of `count`, from the first to the last.
-    """
+    """Returns at most `maximum` positions of `count`, from the first to the last."""
     return torch.linspace(0, count - 1, min(count, maximum), dtype=torch.float64).round().long().tolist()
 
 

@@ -50,10 +50,7 @@ class PixelStore:
         return self._copies[device]
 
     def content(self, row: int) -> bytes:
-        """
-
-        Returns the pixels of one image as bytes, for fingerprints.
-        """
+        """Returns the pixels of one image as bytes, for fingerprints."""
         return self._copies[CPU][0][row].numpy().tobytes()
 
 

@@ -135,10 +135,7 @@ class Draws:
     window: Float[Tensor, "batch attempts 4"]
 
     def part(self, images: slice | list[int]) -> "Draws":
-        """
-
-        Returns the random numbers of some images of the batch.
-        """
+        """Returns the random numbers of some images of the batch."""
         return Draws(self.shift[images], self.mirror[images], self.window[images])
 
 

@@ -272,10 +272,7 @@ def file_kind(path: Path | str) -> str | None:
 
 
 def file_sha256(path: Path | str) -> str:
-    """
-
-    Returns the hash of a file in hexadecimal.
-    """
+    """Returns the hash of a file in hexadecimal."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

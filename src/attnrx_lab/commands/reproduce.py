@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from attnrx.cli.options import BATCH, COUNT, DRAWS, NUMBER, Number, add_out, option
@@ -13,7 +12,6 @@ from attnrx.support.progress import Log
 SUMMARY = "make tables of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
-SECONDS = Number(float, lambda kinds: kinds.number(0.0, 1e7), "SECONDS")
 SEEDS = Number(int, lambda kinds: _different_seeds(kinds), "N,N", several=True)
 
 # The options that change the setting of the experiment with the same name; the others are those of the recipe.
@@ -44,10 +42,6 @@ def add(parser: Parser) -> None:
     option(parser, "--seeds", SEEDS, "instead of the recipe's, e.g. 42,43,44")
     tiny = "on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper"
     option(parser, "--tiny", bool, tiny)
-    option(parser, "--processes", COUNT, "runs side by side; on a GPU three share it well", 1)
-    option(parser, "--seconds", SECONDS, "interrupt what is not finished then; the same command continues")
-    estimate = "train a few steps of each run, and show how long all of its training takes on this machine"
-    option(parser, "--estimate", bool, estimate)
     add_out(parser, "the folder of all runs and tables", "runs", folder=True)
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
     for name, (value, purpose) in KNOBS.items():
@@ -69,11 +63,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "tiny": arguments.tiny,
         **{knob: _value(getattr(arguments, knob)) for knob in KNOBS},
     }
-    if arguments.estimate:
-        estimates = papers.estimate_training(arguments.recipe, log=log, **options)
-        return Outcome({"estimates": [asdict(each) for each in estimates]}, tuple(map(str, estimates)))
-    limits = {"processes": arguments.processes, "seconds": arguments.seconds}
-    tables = papers.reproduce(arguments.recipe, log=log, folder=arguments.out, **limits, **options)
+    tables = papers.reproduce(arguments.recipe, log=log, folder=arguments.out, **options)
     shown: list[str] = []
     for table in tables:
         off = (

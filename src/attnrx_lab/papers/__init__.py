@@ -1,6 +1,5 @@
 """The tables and figures of the papers: runs from training to numbers, with the printed ones."""
 
-from attnrx_lab.papers.estimate import TrainingEstimate, estimate_training
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.reproduce import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.table import ReproducedTable, make_table
@@ -9,8 +8,6 @@ __all__ = [
     "Experiment",
     "ReproducedTable",
     "Run",
-    "TrainingEstimate",
-    "estimate_training",
     "load_recipe",
     "make_table",
     "recipe_names",

@@ -99,19 +99,15 @@ class Experiment(ABC):
         result, stages = folder / "result.json", self.stages(keys)
         with file_lock(folder, math.inf):  # a second process waits here, and then reads the result of the first
             self.require(folder)
-            if not self.is_finished(folder, keys):
+            stored = _stored_stages(result)
+            # A run without stages is complete once it has a result.
+            if not result.exists() or not stages <= stored:
                 # The stored stages again, so that one result has all of them; their evidence is read back.
-                stages |= _stored_stages(result)
+                stages |= stored
                 numbers = self.measured(folder, log, stages)
                 write_json(result, {**self._header(), "stages": sorted(stages), **numbers})
                 log(f"{self.name}: done, {result}")
         return Run(folder, read_json(result), self)
-
-    def is_finished(self, folder: Path, keys: Collection[MeasureKey] | None = None) -> bool:
-        """Whether the folder holds a result with these numbers; the settings are not compared."""
-        result = folder / "result.json"
-        # A run without stages is complete once it has a result.
-        return result.exists() and self.stages(keys) <= _stored_stages(result)
 
     def seeded(self, seed: int) -> "Experiment":
         return replace(self, seed=seed)  # type: ignore[type-var]

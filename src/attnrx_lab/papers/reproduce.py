@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnrx.support.errors import TrainingInterrupted, UnknownName
+from attnrx.support.errors import UnknownName
 from attnrx.support.progress import Log, no_log
 from attnrx_lab.papers import irratt_tables, spot_tables, svda_tables
-from attnrx_lab.papers.experiment import Experiment, Run
+from attnrx_lab.papers.experiment import Experiment
 from attnrx_lab.papers.recipe import Expected, Recipe
-from attnrx_lab.papers.side_by_side import Job, run_jobs
 from attnrx_lab.papers.table import ReproducedTable, make_table
 
 PAPERS = {"irratt": irratt_tables, "spot": spot_tables, "svda": svda_tables}
@@ -44,16 +43,14 @@ def reproduce(
     seeds: Sequence[int] | None = None,
     tiny: bool = False,
     folder: str | Path = "runs",
-    processes: int = 1,
-    seconds: float | None = None,
     log: Log = no_log,
     **knobs: Any,
 ) -> tuple[ReproducedTable, ...]:
     """Makes the tables of recipes, training where necessary; a table lists every difference from the paper.
 
     Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption;
-    each recipe measures the numbers of its own table. Several processes may work in one folder. A table is saved as
-    NAME.json and NAME.md in the folder.
+    each recipe measures the numbers of its own table. Several processes may work in one folder: one that needs a run
+    of another waits for it. A table is saved as NAME.json and NAME.md in the folder.
 
     Args:
         names: A recipe or several, e.g. "svda/table1".
@@ -62,57 +59,29 @@ def reproduce(
         seeds: In place of those of the recipes.
         tiny: Trains small models for few steps, to try the code.
         folder: The folder of runs and tables.
-        processes: The number of runs side by side.
-        seconds: After these the runs that are not finished are interrupted, and the tables hold the others.
         log: Is called with progress messages.
         **knobs: Settings of the protocols: each experiment lists its own; None means unchanged.
 
     Returns:
-        The tables in the order of the names, without those that have no finished run.
+        The tables in the order of the names, without those that have none of the scenarios.
 
     Raises:
         UnknownName: There is no such recipe, or none has such a scenario.
-        TrainingInterrupted: No run was finished in `seconds`; the same call continues.
+        InvalidInput: An experiment has no such setting.
+        CheckpointError: The folder of a run holds another one.
+        TrainingInterrupted: After Ctrl-C in a training; the same call continues.
     """
     names = (names,) if isinstance(names, str) else names
     changes = {knob: value for knob, value in knobs.items() if value is not None}
-    plans = _plans(names, only, seeds, tiny, changes)
-    jobs = [
-        Job(experiment, Path(folder) / experiment.place, plan.recipe.keys(experiment.scenario))
-        for plan in plans
-        for experiment in plan.experiments
-    ]
-    finished = run_jobs(jobs, processes, seconds, log)
-    if not any(finished):
-        raise TrainingInterrupted(f"no run was finished in {seconds:g} seconds; the same call continues them.")
-    tables, results = [], iter(zip(jobs, finished, strict=True))
-    for plan in plans:
-        parts = [next(results) for _ in plan.experiments]
-        runs = [job.experiment.run(job.folder, log, job.keys) for job, is_finished in parts if is_finished]
+    tables = []
+    for plan in _plans(names, only, seeds, tiny, changes):
+        keys = plan.recipe.keys
+        runs = [each.run(Path(folder) / each.place, log, keys(each.scenario)) for each in plan.experiments]
         if runs:
             # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
-            deviations = _deviations(plan, runs)
-            tables.append(make_table(plan.recipe, runs, deviations, same_shapes="model" not in changes))
+            tables.append(make_table(plan.recipe, runs, plan.deviations, same_shapes="model" not in changes))
             tables[-1].save(folder)
     return tuple(tables)
-
-
-def planned_experiments(
-    names: Sequence[str],
-    *,
-    only: str | Sequence[str] | None = None,
-    seeds: Sequence[int] | None = None,
-    tiny: bool = False,
-    **knobs: Any,
-) -> tuple[Experiment, ...]:
-    """Returns the experiments of several tables in the order of their runs; the options are those of `reproduce`.
-
-    Raises:
-        UnknownName: No recipe has such a scenario.
-    """
-    changes = {knob: value for knob, value in knobs.items() if value is not None}
-    plans = _plans(names, only, seeds, tiny, changes)
-    return tuple(experiment for plan in plans for experiment in plan.experiments)
 
 
 @dataclass(frozen=True)
@@ -147,25 +116,16 @@ def _plan(
 ) -> _Plan:
     experiments: list[Experiment] = []
     deviations: dict[str, list[str]] = {}
+    drawn = tuple(dict.fromkeys(seeds or recipe.seeds))
     for scenario in requested:
         for protocol in recipe.protocol:
-            for seed in dict.fromkeys(seeds or recipe.seeds) if protocol.scenario == scenario else ():
+            for seed in drawn if protocol.scenario == scenario else ():
                 seeded = protocol.seeded(seed)
                 # Changes last, so that they also apply to a tiny run.
                 experiments.append((seeded.as_tiny() if tiny else seeded).changed(changes))
                 deviations.setdefault(scenario, []).extend(experiments[-1].deviations(protocol))
-    return _Plan(recipe, tuple(experiments), deviations)
-
-
-def _deviations(plan: _Plan, runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Returns what the finished runs of every scenario do not do as the paper states; other seeds are listed too."""
-    found: dict[str, set[int]] = {}
-    for run in runs:
-        found.setdefault(run.experiment.scenario, set()).add(run.experiment.seed)
-    deviations = {scenario: list(plan.deviations[scenario]) for scenario in found}
-    for scenario, seeds in found.items():
         # Seeds are no knob of an experiment: the order does not matter, another set does.
-        if seeds != set(plan.recipe.seeds):
-            seeds_text, expected = (", ".join(map(str, sorted(each))) for each in (seeds, plan.recipe.seeds))
-            deviations[scenario].append(f"{scenario}: seeds {seeds_text} instead of {expected}")
-    return deviations
+        if scenario in deviations and set(drawn) != set(recipe.seeds):
+            texts = [", ".join(map(str, each)) for each in (sorted(drawn), recipe.seeds)]
+            deviations[scenario].append(f"{scenario}: seeds {texts[0]} instead of {texts[1]}")
+    return _Plan(recipe, tuple(experiments), deviations)
