@@ -171,7 +171,7 @@ COMPLETE = {
     "reproduce": "svda/table1 --out {out}",
     "shrink": "{model} --data {data} --macs 0.5 --out {out}",
     "elastic": "{model} --data {data} --macs 0.7,0.5 --out {out}",
-    "sweep": "run {sweep} --store {out}.sqlite",
+    "sweep": "run {sweep} --store {out}",
     "train": "{model} --data {data} --out {out}",
     "verify": "{model} --reference {model} --data {data} --out {out}.json",
 }
@@ -493,8 +493,7 @@ LINES = (
     "sweep run {sweep}", "sweep run {pipe} --store {out}", "sweep run {plain} --store {out}",
     "sweep run {deep} --store {out}", "sweep run {sweep} --store {pipe}",
     "sweep run {sweep} --store {out} --workers 0",
-    "sweep run --store {out}", "sweep run {sweep} --store sqlite:///nowhere/x.db",
-    "sweep run {sweep} --store nothing://x",
+    "sweep run --store {out}", "sweep run {sweep} --store {plain}",
     "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",
     "demo --data {pipe} --out {out}",
 )  # fmt: skip
@@ -511,7 +510,7 @@ def test_a_line_that_makes_no_sense_is_refused(files: Path, tmp_path: Path, word
 @pytest.mark.parametrize("command", ["costs 'svda:digits", 'costs "', "", "costs {nothing}", "costs {model", "nothing"])
 def test_a_command_of_a_sweep_that_cannot_be_cut_into_words_is_refused(tmp_path: Path, command: str) -> None:
     (tmp_path / "grid.toml").write_text(f"command = {json.dumps(command)}\n[grid]\nmodel = ['svda:digits']\n")
-    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s.sqlite")])
+    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s")])
     assert not list(tmp_path.glob("s*"))
 
 
@@ -526,7 +525,7 @@ GRIDS = (
 @pytest.mark.parametrize("grid", GRIDS, ids=range(len(GRIDS)))
 def test_a_sweep_file_that_is_none_is_refused(tmp_path: Path, grid: str) -> None:
     (tmp_path / "grid.toml").write_text(grid)
-    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s.sqlite")])
+    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s")])
 
 
 # Files that were edited ------------------------------------------------------------------------------------------

@@ -1,17 +1,17 @@
 """A sweep that was stopped anywhere, in any way, and run again == one that never was: no finished job runs twice."""
 
 import os
-import platform
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx_lab.sweeps import Job, Result, SweepStudy, grid_jobs, load_jobs
+from attnrx_lab.sweeps import Job, Result, SweepStore, grid_jobs, load_jobs
 from support import sweep_work
 from support.sweep_work import notes, run, sweep
 
@@ -24,18 +24,18 @@ EVERY = [str(number) for number in range(6)]
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """A store with six slow jobs."""
-    path = tmp_path / "results.sqlite"
-    assert SweepStudy(path).add(sweep(tmp_path)) == 6
+    path = tmp_path / "results"
+    assert SweepStore(path).add(sweep(tmp_path)) == 6
     return path
 
 
 def statuses(store: Path) -> list[str]:
-    return [entry.state for entry in SweepStudy(store).states()]
+    return [entry.state for entry in SweepStore(store).states()]
 
 
 def values(store: Path) -> dict[str, float | None]:
     return {
-        str(result.labels["seed"]): result.value for result in SweepStudy(store).results() if result.metric == "value"
+        str(result.labels["seed"]): result.value for result in SweepStore(store).results() if result.metric == "value"
     }
 
 
@@ -82,19 +82,17 @@ def test_a_sweep_killed_in_the_middle_goes_on(store: Path, tmp_path: Path) -> No
     ended = {
         number: notes(tmp_path, number).count("ended") for number in range(6) if (tmp_path / f"{number}.txt").exists()
     }
-    before = {entry.job.id: entry for entry in SweepStudy(store).states()}
+    before = {entry.job.id: entry for entry in SweepStore(store).states()}
     finished = [entry for entry in before.values() if entry.state == "done"]
-    begun = [entry for entry in before.values() if entry.state == "running"]
-    assert begun, "the kill came while jobs were running"
+    assert {entry.state for entry in before.values()} == {"done", "waiting"}, "nothing runs any more"
     assert 2 <= len(finished) < 6
 
     assert run(store, 2)["done"] == 6
     assert values(store) == {name: float(name) for name in EVERY}
-    after = {entry.job.id: entry for entry in SweepStudy(store).states()}
+    after = {entry.job.id: entry for entry in SweepStore(store).states()}
     for entry in finished:
         assert after[entry.job.id] == entry, "what was finished is as it was"
         assert notes(tmp_path, entry.job.labels["seed"]) == ["began", "ended"]
-    assert {after[entry.job.id].attempts for entry in begun} == {2}
     done = {int(str(entry.job.labels["seed"])) for entry in finished}
     for number in range(6):
         runs = ended.get(number, 0) + (number not in done)
@@ -102,8 +100,8 @@ def test_a_sweep_killed_in_the_middle_goes_on(store: Path, tmp_path: Path) -> No
 
 
 def test_a_job_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
-    path = tmp_path / "results.sqlite"
-    store = SweepStudy(path)
+    path = tmp_path / "results"
+    store = SweepStore(path)
     for what in ("refuse", "break", "die", "quick"):
         store.add(grid_jobs(f"{what} {{seed}} {tmp_path}", {"seed": [1]}))
     assert run(path, 1) == {"waiting": 0, "running": 0, "done": 1, "failed": 3}
@@ -111,15 +109,15 @@ def test_a_job_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> No
     assert errors[0] == "1 is refused."
     assert errors[1] == "RuntimeError: 1 is broken"
     assert "was ended by SIGKILL" in errors[2]
-    assert store.requeue_failed() == 3
-    assert run(path, 2)["failed"] == 3
-    assert [entry.attempts for entry in store.states()] == [2, 2, 2, 1]
+    began = notes(tmp_path, 1).count("began")
+    assert run(path, 2)["failed"] == 3 and notes(tmp_path, 1).count("began") == began
+    assert run(path, 2, retry=True)["failed"] == 3 and notes(tmp_path, 1).count("began") == began + 3
 
 
 def test_what_a_job_says_is_in_its_folder(store: Path) -> None:
     run(store, 3)
-    for entry in SweepStudy(store).states():
-        log = store.with_suffix(".jobs") / entry.job.id / "log.txt"
+    for entry in SweepStore(store).states():
+        log = store / entry.job.id / "log.txt"
         assert log.read_text() == f"output of {entry.job.labels['seed']}\n"
 
 
@@ -131,48 +129,20 @@ def test_two_sweeps_share_a_store(store: Path, tmp_path: Path) -> None:
     assert statuses(store) == ["done"] * 6
 
 
-def test_every_job_is_taken_once(tmp_path: Path) -> None:
-    path = tmp_path / "results.sqlite"
-    first, second = SweepStudy(path), SweepStudy(path)
-    first.add(Job((str(number),)) for number in range(5))
-    taken = [each.take() for each in (first, second, first, second, first, second)]
-    assert sorted(one[1].words[0] for one in taken if one) == ["0", "1", "2", "3", "4"]
-    assert taken[-1] is None
-
-
-def test_a_job_waits_again_when_its_process_is_gone_and_not_before(tmp_path: Path) -> None:
-    path = tmp_path / "results.sqlite"
-    gone, other = SweepStudy(path), SweepStudy(path)
-    gone.add([Job(("slow",))])
-    taken = gone.take()
-    assert taken is not None
-    other.requeue_abandoned()
-    assert other.take() is None, "its process runs"
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    taken[0].set_user_attr("owner", [platform.node(), ended.pid])
-    other.requeue_abandoned()
-    again = other.take()
-    assert again is not None and again[1] == taken[1]
-    other.finish(again[0], [Result("value", 2.0)], None)
-    assert [result.value for result in other.results()] == [2.0]
-    assert [(state.state, state.attempts) for state in other.states()] == [("done", 2)]
-
-
-def test_a_worker_that_comes_too_late_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another worker takes the last job between the look at the waiting ones and the request for one."""
-    study, other = (SweepStudy(tmp_path / "results.sqlite") for _ in range(2))
-    study.add([Job(("slow",))])
-    waiting = study.trials()
-    assert other.take() is not None
-    with monkeypatch.context() as changed:
-        changed.setattr(study, "trials", lambda states: waiting)
-        assert study.take() is None
-    assert [state.state for state in study.states()] == ["running"]
+def test_a_job_is_claimed_by_one_sweep_at_a_time(tmp_path: Path) -> None:
+    first, second = SweepStore(tmp_path / "results"), SweepStore(tmp_path / "results")
+    job = Job(("slow",))
+    first.add([job])
+    # The same thread may take its own lock again, as another process may not.
+    with first.claimed(job) as mine, ThreadPoolExecutor(1) as other:
+        assert mine and other.submit(statuses, tmp_path / "results").result() == ["running"]
+        assert not other.submit(lambda: second.claimed(job).__enter__()).result()
+    second.finish(job, [Result("value", 2.0)], None)
+    assert [result.value for result in first.results()] == [2.0] and statuses(tmp_path / "results") == ["done"]
 
 
 def test_the_same_words_are_the_same_job(tmp_path: Path) -> None:
-    store = SweepStudy(tmp_path / "results.sqlite")
+    store = SweepStore(tmp_path / "results")
     assert store.add(sweep(tmp_path, count=2)) == 2
     assert store.add(sweep(tmp_path, count=3)) == 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.support.errors import InvalidInput
-from attnrx_lab.sweeps import Job, SweepStudy, grid_jobs, run_jobs
+from attnrx_lab.sweeps import Job, SweepStore, grid_jobs, run_jobs
 
 SLOW = 0.4  # seconds
 
@@ -48,8 +48,9 @@ def sweep(folder: Path, what: str = "slow", count: int = 6) -> tuple[Job, ...]:
     return grid_jobs(f"{{what}} {{seed}} {folder}", {"what": [what], "seed": list(range(count))})
 
 
-def run(store: Path, workers: int) -> dict[str, int]:
-    return run_jobs(SweepStudy(store), work, workers, 1, lambda _: None)
+def run(folder: Path, workers: int, retry: bool = False) -> dict[str, int]:
+    store = SweepStore(folder)
+    return run_jobs(store, [state.job for state in store.states()], work, workers, 1, lambda _: None, retry)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from attnrx.support import child_processes
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.kernels import compilation
-from attnrx_lab.sweeps import SweepStudy, grid_jobs, run_jobs
+from attnrx_lab.sweeps import SweepStore, grid_jobs, run_jobs
 from support.sweep_work import work
 
 SOURCES = Path(child_processes.__file__).parents[2]
@@ -67,10 +67,10 @@ def test_a_call_in_another_process_imports_nothing_from_the_current_folder(
 def test_a_job_of_a_sweep_imports_nothing_from_the_current_folder(
     way: str, planted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    study = SweepStudy(tmp_path / "results.sqlite")
-    study.add(grid_jobs(f"quick {{seed}} {tmp_path}", {"seed": [1]}))
+    store, jobs = SweepStore(tmp_path / "results"), grid_jobs(f"quick {{seed}} {tmp_path}", {"seed": [1]})
+    store.add(jobs)
     search(monkeypatch, way)
-    assert run_jobs(study, work, 1, 1, lambda _: None)["done"] == 1
+    assert run_jobs(store, jobs, work, 1, 1, lambda _: None)["done"] == 1
     assert not ran(planted)
 
 

@@ -9,7 +9,7 @@ import pytest
 from attnrx.cli import main
 from attnrx.show.checks.statistics import t_interval
 from attnrx.support.errors import CheckpointError
-from attnrx_lab.sweeps import Job, Result, SweepStudy, over_seeds, rows_of
+from attnrx_lab.sweeps import Job, Result, SweepStore, over_seeds, rows_of
 from attnrx_lab.sweeps.summary import of_job
 
 ESTIMATE = {"value": 80.0, "low": 70.0, "high": 90.0}
@@ -52,17 +52,16 @@ TABLE = {
 
 def store(folder: Path, values: dict[int, float]) -> Path:
     """Two methods at two costs, with one seed for each of the values."""
-    path = folder / "results.sqlite"
-    made = SweepStudy(path)
+    path = folder / "results"
+    made = SweepStore(path)
     for seed, value in values.items():
         for method, worse in (("a|b", 0.0), ("<b>", 5.0)):
-            made.add([Job((method, str(seed)), {"seed": seed, "data": "digits", "method": method})])
-            taken = made.take()
-            assert taken is not None
+            job = Job((method, str(seed)), {"seed": seed, "data": "digits", "method": method})
+            made.add([job])
             labels = ({"share": 0.5}, {"share": 0.25})
             rows = [Result("macs_share", own["share"], labels=own) for own in labels]
             rows += [Result("change", value - worse / own["share"], -9.0, 9.0, 50, "points", own) for own in labels]
-            made.finish(taken[0], rows, None)
+            made.finish(job, rows, None)
     return path
 
 
@@ -148,13 +147,13 @@ def test_a_store_as_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        SweepStudy(tmp_path / "none.sqlite", create=False)
-    (tmp_path / "text.sqlite").write_text("not a database, and long enough to be reported from an empty one" * 20)
-    with pytest.raises(CheckpointError, match="cannot be used as the storage of a sweep"):
-        SweepStudy(tmp_path / "text.sqlite", create=False)
-    SweepStudy(tmp_path / "new.sqlite")
-    assert main(["sweep", "results", str(tmp_path / "new.sqlite")]) == 2
+    with pytest.raises(CheckpointError, match="has no jobs"):
+        SweepStore(tmp_path / "none", create=False)
+    (tmp_path / "text").write_text("no folder")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        SweepStore(tmp_path / "text")
+    SweepStore(tmp_path / "new").add([Job(("costs",))])
+    assert main(["sweep", "results", str(tmp_path / "new")]) == 2
     assert "holds no number yet" in capsys.readouterr().err
     assert main(["sweep", "run", "sweep.toml"]) == 2
     assert "--store" in capsys.readouterr().err
@@ -165,9 +164,9 @@ def test_commands_are_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """The one that is wrong is recorded, the other gives its numbers."""
     file = tmp_path / "sweep.toml"
     file.write_text('command = "costs {model}"\n[grid]\nmodel = ["svda:digits", "svda:nothing"]\n')
-    assert main(["sweep", "run", str(file), "--store", str(tmp_path / "r.sqlite"), "--json"]) == 1
+    assert main(["sweep", "run", str(file), "--store", str(tmp_path / "r"), "--json"]) == 1
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert [job["state"] for job in jobs] == ["done", "failed"]
     assert "svda:nothing" in jobs[1]["error"]
-    metrics = {result.metric for result in SweepStudy(tmp_path / "r.sqlite").results()}
+    metrics = {result.metric for result in SweepStore(tmp_path / "r").results()}
     assert any("macs" in metric for metric in metrics)

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,32 +39,6 @@ class Reporter:
 
     def ended(self) -> None:
         """Called at the end of the run, finished or not."""
-
-
-class Guarded(Reporter):
-    """The reporter of a user, whose exceptions become UserCodeError, named after the method that raised them."""
-
-    def __init__(self, reporter: Reporter):
-        self._reporter = reporter
-
-    def _calling(self, method: str) -> AbstractContextManager[None]:
-        return user_code(f"{method} of the reporter {type(self._reporter).__name__}")
-
-    def started(self, outline: Outline) -> None:
-        with self._calling("started"):
-            self._reporter.started(outline)
-
-    def stepped(self, step: int, loss: float) -> None:
-        with self._calling("stepped"):
-            self._reporter.stepped(step, loss)
-
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        with self._calling("epoch_ended"):
-            self._reporter.epoch_ended(record)
-
-    def ended(self) -> None:
-        with self._calling("ended"):
-            self._reporter.ended()
 
 
 class Silent(Reporter):
@@ -126,26 +99,27 @@ class Console(Reporter):
 
 
 class Several(Reporter):
-    """Forwards all events to several reporters."""
+    """Forwards all events to several reporters; what one raises becomes a UserCodeError with its name and method."""
 
     def __init__(self, *reporters: Reporter):
         self._reporters = reporters
 
     def started(self, outline: Outline) -> None:
-        for reporter in self._reporters:
-            reporter.started(outline)
+        self._forward("started", outline)
 
     def stepped(self, step: int, loss: float) -> None:
-        for reporter in self._reporters:
-            reporter.stepped(step, loss)
+        self._forward("stepped", step, loss)
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        for reporter in self._reporters:
-            reporter.epoch_ended(record)
+        self._forward("epoch_ended", record)
 
     def ended(self) -> None:
+        self._forward("ended")
+
+    def _forward(self, method: str, *arguments: Any) -> None:
         for reporter in self._reporters:
-            reporter.ended()
+            with user_code(f"{method} of the reporter {type(reporter).__name__}"):
+                getattr(reporter, method)(*arguments)
 
 
 class TensorBoard(Reporter):

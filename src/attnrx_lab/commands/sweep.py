@@ -1,4 +1,4 @@
-"""attnrx sweep: one command over seeds, datasets and rules; every number of every job in one Optuna storage."""
+"""attnrx sweep: one command over seeds, datasets and rules; every number of every job in one folder."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from attnrx.support.progress import Log
 from attnrx.support.tables import csv_text
 
 SUMMARY = "run one command over seeds, datasets and rules, and keep every number"
-EXAMPLE = "attnrx sweep run sweep.toml --store results.sqlite --workers 2"
+EXAMPLE = "attnrx sweep run sweep.toml --store results --workers 2"
 ACTIONS = ("run", "status", "results")
 ERROR_SHOWN = 100  # characters of an error in the table of jobs
 
@@ -32,7 +32,7 @@ def add(parser: Parser) -> None:
         "status, results: the store",
     )
     run = parser.add_argument_group("run")
-    option(run, "--store", "FILE", "an SQLite file on a disk of this machine, or the URL of a database")
+    option(run, "--store", "FOLDER", "the folder of the jobs with their numbers and output")
     option(run, "--workers", THREADS, "jobs side by side", 1)
     option(run, "--threads", THREADS, "CPU threads of a job (an even share)")
     option(run, "--retry", bool, "run failed jobs again, too")
@@ -43,19 +43,19 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Runs the jobs, or shows the jobs or the results."""
-    from attnrx_lab.sweeps import SweepStudy
+    from attnrx_lab.sweeps import SweepStore
 
     if arguments.action == "run":
         return _run(arguments, log)
-    study = SweepStudy(arguments.place, create=False)
-    return _status(study) if arguments.action == "status" else _results(study, arguments.csv)
+    store = SweepStore(arguments.place, create=False)
+    return _status(store) if arguments.action == "status" else _results(store, arguments.csv)
 
 
 def _run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx_lab.sweeps import SweepStudy, load_jobs, run_jobs
+    from attnrx_lab.sweeps import SweepStore, load_jobs, run_jobs
 
     if arguments.store is None:
-        raise InvalidInput("sweep run keeps its results in a file: give --store FILE.")
+        raise InvalidInput("sweep run keeps its results in a folder: give --store FOLDER.")
     jobs = load_jobs(arguments.place)
     for job in jobs:  # words that no command accepts are refused before any job runs
         try:
@@ -67,14 +67,12 @@ def _run(arguments: Namespace, log: Log) -> Outcome:
                 f"{arguments.place} has commands with --trust, which run code of the files that they open: add --trust "
                 "to this command if you trust their origin."
             )
-    study, ids = SweepStudy(arguments.store), {job.id for job in jobs}
-    log(f"{len(jobs)} jobs, {study.add(jobs)} of them new to {arguments.store}")
-    if arguments.retry:
-        log(f"{study.requeue_failed(ids)} failed jobs wait again")
+    store = SweepStore(arguments.store)
+    log(f"{len(jobs)} jobs, {store.add(jobs)} of them new to {arguments.store}")
     # An even share of the processors, so that jobs side by side do not compete for them.
     threads = arguments.threads or max(1, (os.cpu_count() or 1) // arguments.workers)
-    counts = run_jobs(study, run_command, arguments.workers, threads, log, ids)
-    return _status(study, code=1 if counts["failed"] else 0)
+    run_jobs(store, jobs, run_command, arguments.workers, threads, log, arguments.retry)
+    return _status(store, code=1 if any(store.state(job).error is not None for job in jobs) else 0)
 
 
 def run_command(words: tuple[str, ...], threads: int) -> dict[str, Any]:
@@ -90,30 +88,29 @@ def run_command(words: tuple[str, ...], threads: int) -> dict[str, Any]:
     return dict(outcome.record)
 
 
-def _status(study: Any, code: int = 0) -> Outcome:
+def _status(store: Any, code: int = 0) -> Outcome:
     rows, jobs = [], []
-    for state in study.states():
+    for state in store.states():
         seconds = "" if state.seconds is None else f"{state.seconds:.1f}"
         error = (state.error or "").partition("\n")[0][:ERROR_SHOWN]
-        rows.append((state.job.title, state.state, str(state.attempts), seconds, error))
+        rows.append((state.job.title, state.state, seconds, error))
         job = {"id": state.job.id, "words": list(state.job.words), "labels": dict(state.job.labels)}
-        attempt = {name: getattr(state, name) for name in ("state", "attempts", "seconds", "error")}
-        jobs.append({**job, **attempt})
-    counts = study.counts()
+        jobs.append({**job, "state": state.state, "seconds": state.seconds, "error": state.error})
+    counts = store.counts()
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
-    table = Table(("job", "state", "attempts", "seconds", "error"), tuple(rows))
-    return Outcome({"store": study.place, "counts": counts, "jobs": jobs}, (table, total), code)
+    table = Table(("job", "state", "seconds", "error"), tuple(rows))
+    return Outcome({"store": str(store.folder), "counts": counts, "jobs": jobs}, (table, total), code)
 
 
-def _results(study: Any, path: str | None) -> Outcome:
+def _results(store: Any, path: str | None) -> Outcome:
     """Returns the numbers averaged over their seeds; all of them go to the file."""
     from attnrx_lab.sweeps import COLUMNS, means_table, over_seeds
 
-    results = study.results()
+    results = store.results()
     if not results:
-        raise CheckpointError(f"{study.place} holds no number yet ({study.counts()}); let `attnrx sweep run` go on.")
+        raise CheckpointError(f"{store.folder} holds no number yet ({store.counts()}); let `attnrx sweep run` go on.")
     means = over_seeds(results)
-    record = {"store": study.place, "means": [{**vars(mean), "labels": dict(mean.labels)} for mean in means]}
+    record = {"store": str(store.folder), "means": [{**vars(mean), "labels": dict(mean.labels)} for mean in means]}
     shown: list[Table | str] = [Table(*means_table(means))]
     if path is not None:
         # Jobs may have different axes, so the columns are those of any result.

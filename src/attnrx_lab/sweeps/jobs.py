@@ -21,7 +21,7 @@ Words = tuple[str, ...]
 OUT = "out"  # {out} is the folder of the job, which is known when it runs
 FORM = 'command = "compare {model} --seed {seed} ...", and under [grid] e.g. seed = [0, 1, 2]'
 COLUMNS = ("metric", "value", "low", "high", "n", "unit")  # of every number in a CSV of the results, beside its axes
-MOST_JOBS = 100_000  # more are a mistake in an axis, and would fill the storage
+MOST_JOBS = 100_000  # more are a mistake in an axis, and would fill the disk
 RECORD = Record({"command": Text()}, {"grid": JSON_OBJECT})
 
 
