@@ -27,7 +27,9 @@ def water_fill(
     """
     for strength in strengths:
         _require_directions(strength.shape[1], multiple, minimum)
-    layers = [_steps(strength, multiple) for strength in strengths]
+    # The energy that each step of `multiple` directions adds, [units, steps], descending along a unit.
+    energies = [each.detach().cpu().double().square().sort(dim=1, descending=True).values for each in strengths]
+    layers = [each.unflatten(1, (-1, multiple)).sum(-1) if each.shape[1] else each for each in energies]
     # In steps of `multiple` from here on; every unit has `floor` steps before any gains are compared.
     floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
     _require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
@@ -39,12 +41,6 @@ def water_fill(
     parts = selection.split([layer.numel() for layer in gains])
     counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]
     return tuple(tuple((count * multiple).tolist()) for count in counts)
-
-
-def _steps(strength: Tensor, multiple: int) -> Float[Tensor, "units steps"]:
-    """Returns the energy that each step of `multiple` directions adds, descending along a unit."""
-    energy = strength.detach().cpu().double().square().sort(dim=1, descending=True).values
-    return energy.unflatten(1, (-1, multiple)).sum(-1) if energy.shape[1] else energy
 
 
 def _require_total(total: int, multiple: int, least: int, largest: int) -> None:

@@ -92,8 +92,12 @@ def factor_directions(
         if rank < size:
             remaining = torch.eye(size, dtype=full.dtype, device=full.device)
             remaining -= (left[head, :rank].mT * values[head, :rank]) @ right[head, :rank]
+            # A basis of the row space of this projector, rotated to separate rows with left energy from those without.
+            # A row with left energy has no right energy, because the remaining form is zero in the metric.
+            rows = torch.linalg.svd(remaining).U.mT[: size - rank]
+            rows = torch.linalg.svd(left_factor[head] @ rows.mT, full_matrices=True).Vh @ rows
             # Divided by the root of their strength, so that both sides have the same size.
-            full[head, rank:] = _null_rows(remaining, size - rank, left_factor[head]) / floor[head].sqrt()
+            full[head, rank:] = rows / floor[head].sqrt()
     # Signs that make the largest entry of every row positive, so that results agree between machines.
     largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))
     full = full * torch.where(largest < 0, -1.0, 1.0).to(full.dtype)
@@ -101,15 +105,6 @@ def factor_directions(
     length = full.norm(dim=-1, keepdim=True)
     right = torch.linalg.inv(full / length).mT / length / strength[..., None]
     return Balanced(full, right, strength, tuple(ranks))
-
-
-def _null_rows(
-    remaining: Float[Tensor, "d d"], count: int, left_factor: Float[Tensor, "samples d"]
-) -> Float[Tensor, "count d"]:
-    """Returns a basis of a projector's row space, rotated to separate rows with left energy from those without."""
-    rows = torch.linalg.svd(remaining).U.mT[:count]
-    # A row with left energy has no right energy, because the remaining form is zero in the metric: sorting is enough.
-    return torch.linalg.svd(left_factor @ rows.mT, full_matrices=True).Vh @ rows
 
 
 def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "heads right_samples d"]) -> Tensor:

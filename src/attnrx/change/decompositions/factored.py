@@ -88,7 +88,12 @@ class FactoredTensor:
         inner = float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
         square = self.square - 2 * inner + terms
         if square < _RESOLVED**2 * max(self.square, terms):
-            square = self._residual_square(left, right, mix)
+            # By orthogonal reduction, so that no digits cancel: a slice of the residual is one product of
+            # [rows, inner + rank] and [inner + rank, columns], and its norm is that of the two QR factors' product.
+            rows = torch.cat([self.left.mT, left.expand(len(mix), -1, -1)], -1)
+            columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
+            small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
+            square = float((small_rows @ small_columns.mT).square().sum())
         if self.square == 0:
             return 0.0 if square == 0 else float("inf")
         return (square / self.square) ** 0.5
@@ -106,14 +111,6 @@ class FactoredTensor:
     def dense(self) -> Float[Tensor, "rows columns slices"]:
         """Returns the dense tensor; for tests only."""
         return torch.einsum("hdi,hdj->ijh", self.left, self.right)
-
-    def _residual_square(self, left: Tensor, right: Tensor, mix: Tensor) -> float:
-        # Orthogonal reduction instead of squares, so that no digits cancel: a slice of the residual is one product of
-        # [rows, inner + rank] and [inner + rank, columns], and its norm is that of the product of the two QR factors R.
-        rows = torch.cat([self.left.mT, left.expand(len(mix), -1, -1)], -1)
-        columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
-        small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
-        return float((small_rows @ small_columns.mT).square().sum())
 
 
 def as_matrix(values: Tensor, name: str) -> Tensor:

@@ -17,7 +17,6 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 
 BATCH, OPSETS = "batch", range(18, 24)
-OUTPUTS = {2: "logits", 3: "features"}  # the name of the output, by its number of axes; others are a map
 # The statements of the script beside the file: the facts are its metadata.
 OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{file}")))
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
@@ -63,7 +62,7 @@ class Onnx(Format):
             dynamo=True,
             opset_version=self.opset,
             input_names=[INPUT],
-            output_names=[OUTPUTS.get(_output_axes(program), "map")],
+            output_names=["outputs"],  # until `describe` names them
             custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
             verbose=False,
             optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
@@ -114,12 +113,6 @@ class Onnx(Format):
 def weights_of(program: torch.export.ExportedProgram) -> list[Tensor]:
     """Returns the weights and the constants of a program."""
     return [each for each in (*program.state_dict.values(), *program.constants.values()) if isinstance(each, Tensor)]
-
-
-def _output_axes(program: torch.export.ExportedProgram) -> int:
-    # The first argument of the output node is the tuple of all outputs, of which there is one.
-    (output,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
-    return output.meta["val"].ndim
 
 
 def _name_batch(model: Any) -> None:

@@ -328,7 +328,16 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     batches = subject.batches(form.wanted)
     steps = track(("capturing", "writing", "comparing"), f"exporting {path.name}, steps")
     next(steps)
-    program = _captured(subject)
+    images = subject.images
+    capture_images = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
+    shapes, advice = None, ""
+    problem = "this model cannot be captured by torch.export"
+    if images.batch is None:
+        shapes = ({0: torch.export.Dim("batch", min=1)},)
+        problem = "this model cannot be exported for batches of any size"
+        advice = "Give batch=N, the number of images that the file is to take at once."
+    with raising(problem, advice):
+        program = captured(subject.model, capture_images, shapes)
     next(steps)
     with temporary_folder(path) as room:
         written = room / path.name
@@ -365,20 +374,6 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     return Exported(path, form, subject.images, facts).eval()
 
 
-def _captured(subject: ExportSubject) -> torch.export.ExportedProgram:
-    """Captures the model with torch.export for a fixed or a dynamic batch size."""
-    images = subject.images
-    example = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
-    shapes = None if images.batch is not None else ({0: torch.export.Dim("batch", min=1)},)
-    if images.batch is None:
-        problem = "this model cannot be exported for batches of any size"
-        advice = "Give batch=N, the number of images that the file is to take at once."
-    else:
-        problem, advice = "this model cannot be captured by torch.export", ""
-    with raising(problem, advice):
-        return captured(subject.model, example, shapes)
-
-
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
     """Captures a model, or a part of it, for inputs like the example, of which `shapes` states the free sizes."""
     with torch.no_grad(), _portable(model, example):
@@ -392,18 +387,18 @@ def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
 
     Layers whose attention is captured for a token reducer keep their backend.
     """
+
+    def portable(backend: Backend) -> Backend:
+        if isinstance(backend, AttentionCapture):
+            return backend if backend.wanted else Portable(backend.sizes)
+        return backend if backend.watches else Portable()
+
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    backends = [_portable_backend(layer.backend) for layer in layers]
+    backends = [portable(layer.backend) for layer in layers]
     with using(layers, backends), fixed_weights() if layers else nullcontext():
         if layers:
             model(example)  # computes the constants
         yield
-
-
-def _portable_backend(backend: Backend) -> Backend:
-    if isinstance(backend, AttentionCapture):
-        return backend if backend.wanted else Portable(backend.sizes)
-    return backend if backend.watches else Portable()
 
 
 def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -1,6 +1,6 @@
 """Conversion of dense attention to the form of SVDA, from the second moments of its queries and keys."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,13 +24,9 @@ OBSERVED = 256
 SMALLEST = 1e-8
 
 
-@dataclass(frozen=True)
-class RowMoments:
-    """The second moments of the queries, the covariances of the keys and their means, of every head of a layer."""
-
-    query: Float[Tensor, "heads directions directions"]
-    key: Float[Tensor, "heads directions directions"]
-    key_mean: Float[Tensor, "heads directions"]
+# The second moments of the queries, the covariances of the keys, [heads, directions, directions] each, and the means of
+# the keys [heads, directions] of a layer.
+RowMoments = tuple[Float[Tensor, "heads d d"], Float[Tensor, "heads d d"], Float[Tensor, "heads d"]]
 
 
 @checked(model=MODEL, calibration=ANY)
@@ -101,7 +97,7 @@ def _moments(model: nn.Module, calibration: ImageData) -> list[RowMoments]:
         query, key = (sums[index, name] / sums[index, name][:, -1:, -1:] for name in ("query", "key"))
         mean = key[:, :-1, -1]
         # Queries are not centred: a constant in all queries changes scores per key, which the softmax does not cancel.
-        moments.append(RowMoments(query[:, :-1, :-1], key[:, :-1, :-1] - mean[..., None] * mean[:, None], mean))
+        moments.append((query[:, :-1, :-1], key[:, :-1, :-1] - mean[..., None] * mean[:, None], mean))
     return moments
 
 
@@ -115,7 +111,7 @@ def _roots(moment: Float[Tensor, "heads d d"]) -> tuple[Float[Tensor, "heads d d
 
 
 def _converted(attention: Attention, moments: RowMoments) -> Attention:
-    spec = attention.spec
+    spec, (query_moment, key_moment, means) = attention.spec, moments
     # With whitened rows q = Mq^1/2 u and k = Mk^1/2 v the scores are u^T (Mq^1/2 Mk^1/2) v; the singular vectors of
     # that product are the new directions, in which the rows of either side are uncorrelated with equal variance.
     # The centring of the keys is a bias of theirs; unlike in the softmax it does not cancel in the norms of the rows.
@@ -125,9 +121,9 @@ def _converted(attention: Attention, moments: RowMoments) -> Attention:
     )
     for side in ("value", "output"):
         getattr(new, side).load_state_dict(getattr(attention, side).state_dict())
-    (query_root, query_inverse), (key_root, key_inverse) = _roots(moments.query), _roots(moments.key)
+    (query_root, query_inverse), (key_root, key_inverse) = _roots(query_moment), _roots(key_moment)
     left, strength, right = torch.linalg.svd(query_root @ key_root)
-    directions, means = spec.original_rank, moments.key_mean
+    directions = spec.original_rank
     # Rows of mean square norm one, so that the division by the norms changes them little.
     scale = directions**-0.5
     for name, turn, shift in (

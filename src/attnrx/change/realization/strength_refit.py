@@ -30,17 +30,14 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
         fits[index].observe(left, right, observation.scores, observation.scale)
 
     observe_images(model, calibration, observe, "realize", "fitting strengths")
-    return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
-
-
-def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
-    decision = layer.qk
-    solved = fit.solve(decision.keep, decision.strength).to(decision.strength.dtype)
-    # A head that keeps all of its directions is exact already, and a refit would only add rounding.
-    changed = ~decision.keep.all(-1, keepdim=True)
-    return layer.with_scores(
-        replace(decision, strength=torch.where(changed & decision.keep, solved, decision.strength))
-    )
+    layers = []
+    for layer, fit in zip(prescription.layers, fits, strict=True):
+        keep, strength = layer.qk.keep, layer.qk.strength
+        # A head that keeps all of its directions is exact already, and a refit would only add rounding.
+        changed = keep & ~keep.all(-1, keepdim=True)
+        solved = fit.solve(keep, strength).to(strength.dtype)
+        layers.append(layer.with_scores(replace(layer.qk, strength=torch.where(changed, solved, strength))))
+    return layers
 
 
 def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:

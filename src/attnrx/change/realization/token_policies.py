@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from attnrx.data import ImageData, ImageSet
+from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.errors import InvalidInput
@@ -63,21 +63,16 @@ def realize_tokens_(
                 f"{tokens.policy} gives every image its own number of tokens by thresholds that are found on data: "
                 "pass calibration images, e.g. calibration=splits.train.take(256)."
             )
-        _calibrate_(model, reduction, images_for(model, calibration, "calibration", limit=CALIBRATED))
+        weight, images = next(model.parameters()), images_for(model, calibration, "calibration", limit=CALIBRATED)
+        chosen = images.take(min(CALIBRATED, len(images)))
+        # One batch, because a threshold is a quantile over all images, and later stages see tokens that earlier ones
+        # merged.
+        batch = torch.cat([part.images.to(weight.dtype) for part in chosen.batches(32, device=weight.device)])
+        # Observed, which disables chunks of images.
+        with evaluating((model,)), reduction.calibrating(), observing_calls((model,), lambda call: None):
+            model(batch)
     if tokens.predictors is not None:
         _load_(reduction, tokens.predictors)
-
-
-def _calibrate_(model: nn.Module, reduction: TokenReduction, images: ImageSet) -> None:
-    """Finds the thresholds of a policy by image in one forward pass over at most CALIBRATED images."""
-    weight = next(model.parameters())
-    chosen = images.take(min(CALIBRATED, len(images)))
-    # One batch, because a threshold is a quantile over all images, and later stages see tokens that earlier ones
-    # merged.
-    batch = torch.cat([part.images.to(weight.dtype) for part in chosen.batches(32, device=weight.device)])
-    # Observed, which disables chunks of images.
-    with evaluating((model,)), reduction.calibrating(), observing_calls((model,), lambda call: None):
-        model(batch)
 
 
 def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
