@@ -23,9 +23,7 @@ import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
 from attnrx.data import ImageSet
-from attnrx.decide.diagnosing import patches_left, token_relevance
 from attnrx.decide.diagnostics.perturbation import noise_like
-from attnrx.decide.diagnostics.watches import running_mean
 from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import AttnrxError, InvalidInput
@@ -35,6 +33,7 @@ from attnrx.vit.costs import device_name
 from attnrx.vit.models import attach_tokens_, family_of, model_fingerprint, reduction_of
 from attnrx.vit.tokens import REDUCERS, TokenPolicy, parse_policy
 from attnrx.vit.tokens.reducer import best
+from attnrx_lab.relevance import patches_left, running_mean, token_relevance
 
 Row = dict[str, object]
 Relevance = Mapping[str, torch.Tensor]

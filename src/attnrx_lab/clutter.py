@@ -9,13 +9,13 @@ from torch import nn
 
 from attnrx.data import ImageSet, load_data, object_patches
 from attnrx.data.digits import PLACEMENTS
-from attnrx.decide.diagnosing import patches_left
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks import statistics
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.vit.models import reduction_of
 from attnrx.vit.tokens import Random, TokenState, image_keys, register_reducer
 from attnrx.vit.tokens.reducer import PerPatch
+from attnrx_lab.relevance import patches_left
 
 CLUTTERED = "cluttered-digits"
 LOOKED_AT = 512  # test images of which the remaining patches are counted

@@ -150,7 +150,7 @@ def tokens(model: nn.Module) -> TokenSamples:
     layers = (2, 3) if len(family_of(model).attention(model)) > 2 else (2,)
     attach_tokens_(reduced, family_of(reduced), TokenPolicy.staged(AttentionReceived(), 0.7, layers))
     images = nn.functional.interpolate(torch.randn(2, 1, 5, 5), size=16, mode="bicubic").clamp(-1, 1)
-    return sample_tokens(reduced, images, (HOSTILE, "eight"), model)
+    return sample_tokens(reduced, images, (HOSTILE, "eight"))
 
 
 def history(depth: int, heads: int, epochs: int = 20) -> tuple[dict, ...]:

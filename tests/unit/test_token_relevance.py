@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.decide.diagnosing import patches_left, token_relevance
-from attnrx.decide.diagnostics.watches import running_mean
 from attnrx.show.reports import sample_tokens
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, token_run
@@ -24,6 +22,7 @@ from attnrx.vit.tokens import (
     TokenPolicy,
     ToMe,
 )
+from attnrx_lab.relevance import patches_left, running_mean, token_relevance
 from support.pretrained import adopted_once, deep, inputs
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "token_relevance.py"))

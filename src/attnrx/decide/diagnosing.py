@@ -19,7 +19,6 @@ from attnrx.decide.diagnostics import (
     Moments,
     Panel,
     PerturbationResponse,
-    RelevanceWatch,
     hidden_diagnosis,
     singular_directions,
     suited_diagnostics,
@@ -36,23 +35,19 @@ from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import DataError, FingerprintMismatch, InvalidInput
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
-from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.support.trees import rows_of
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models import (
     InputValidation,
-    TokenReduction,
-    TokenRun,
     evaluating,
     family_of,
     model_fingerprint,
     observing,
     observing_mlp,
-    reduction_of,
     require_all_tokens,
     require_ordinary_weights,
-    token_run,
 )
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.observation import Observation
@@ -308,56 +303,6 @@ def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagno
     layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(given))
     about = {"family": family.name, "data": None, "versions": installed_versions("attnrx", "torch")}
     return Diagnosis(layers, model_fingerprint(given), about)
-
-
-def token_relevance(
-    model: nn.Module, images: Float[Tensor, "images channels height width"]
-) -> dict[str, Float[Tensor, "images layers patches"]]:
-    """Returns the relevance of every patch by the attention of each layer, by source (see `RelevanceWatch`).
-
-    The images must be normalized, and are run as one batch.
-
-    Raises:
-        InvalidInput: The model prunes or merges tokens.
-    """
-    if reduction_of(model) is not None:
-        raise InvalidInput(
-            "this model prunes or merges tokens, so its layers have different patches; give the original."
-        )
-    family, weight = family_of(model), next(model.parameters())
-    watch = RelevanceWatch(family.token_layout(model), len(family.attention(model)))
-    with evaluating([model]), observing(model, family, watch.observe):
-        model(images.to(weight.device, weight.dtype))
-    return watch.relevance()
-
-
-def patches_left(
-    model: nn.Module, images: Float[Tensor, "images channels height width"]
-) -> Bool[Tensor, "images stages patches"]:
-    """Returns the patches kept after each stage of a model with token reduction; the images are run as one batch.
-
-    A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
-
-    Raises:
-        InvalidInput: The model prunes and merges no tokens.
-    """
-    reduction = reduction_of(model)
-    if reduction is None:
-        raise InvalidInput("this model has no token policy; attach one first.")
-    weight = next(model.parameters())
-    return patches_left_by(reduction, token_run(model, images.to(weight.device, weight.dtype)), len(images))
-
-
-def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
-    """Returns what `patches_left` does, from the statistics of a forward pass of this many images."""
-    patches = reduction.shape.layout.patches
-    # One tensor of indices per stage, [images, patches after the stage].
-    if not run.trail:  # a policy that keeps every patch runs no stage
-        return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
-    # One more column collects the indices of no patch (-1), and is cut off.
-    none = torch.zeros(images, patches + 1, dtype=torch.bool, device=run.trail[0].device)
-    masks = [none.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches] for indices in run.trail]
-    return torch.stack(masks, dim=1).cpu()
 
 
 def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:

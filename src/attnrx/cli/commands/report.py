@@ -121,7 +121,7 @@ def _samples(arguments: Namespace, candidate: "nn.Module | None", prescription: 
         reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
     images, labels = _shown(candidate, arguments)
     if rx.models.reduction_of(candidate) is not None:
-        return None, rx.reports.sample_tokens(candidate, images, labels, reference)
+        return None, rx.reports.sample_tokens(candidate, images, labels)
     if reference is None:
         raise InvalidInput(
             f"--data is for attention maps, which need --reference too, or for models with token reduction, and "

@@ -8,7 +8,7 @@ from attnrx.decide.diagnostics.panel import Panel
 from attnrx.decide.diagnostics.perturbation import PerturbationResponse
 from attnrx.decide.diagnostics.redundancy import Redundancy
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
-from attnrx.decide.diagnostics.watches import MapWatch, RelevanceWatch, hidden_diagnosis, singular_directions
+from attnrx.decide.diagnostics.watches import MapWatch, hidden_diagnosis, singular_directions
 from attnrx.vit.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
@@ -29,7 +29,6 @@ __all__ = [
     "Panel",
     "PerturbationResponse",
     "Redundancy",
-    "RelevanceWatch",
     "SpectralShape",
     "compare_diagnoses",
     "hidden_diagnosis",

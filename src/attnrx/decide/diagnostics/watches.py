@@ -1,6 +1,4 @@
-"""Watches of a pass over images: the outputs of the maps of the MLP, and the attention that every patch receives."""
-
-from collections import defaultdict
+"""Watches of a pass over images: the outputs of the maps of the MLP, and their hidden units."""
 
 import torch
 from torch import nn
@@ -10,8 +8,6 @@ from attnrx.change.decompositions.low_rank import activation_aware, output_pca, 
 from attnrx.decide.diagnostics.redundancy import CentredMoment
 from attnrx.nouns.diagnosis import HiddenDiagnosis, MapDirections
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.observation import Observation
-from attnrx.vit.tokens import TokenLayout
 
 
 class MapWatch:
@@ -73,43 +69,3 @@ def hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment 
     strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
     strength["centered"] = unit_losses(covariance, weight).sqrt()
     return HiddenDiagnosis(strength, weight, bias, covariance, moment.mean.cpu().double())
-
-
-CLASS_ATTENTION, RECEIVED = "class_attention", "attention_received"
-
-
-class RelevanceWatch:
-    """Stores the relevance of every patch in every layer, averaged over its heads; memory grows with the images.
-
-    "class_attention" is the attention of the class token to a patch, if there is one, and "attention_received" that of
-    all tokens together: the scores of the reducers of these names while no token is pruned.
-    """
-
-    def __init__(self, layout: TokenLayout, depth: int):
-        self.layout, self.depth = layout, depth
-        self._seen: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(depth)])
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        # [batch, heads, queries, patches]; the class token is query 0.
-        maps = observation.attention[..., self.layout.prefix :].detach()
-        if self.layout.class_token:
-            # On the CPU in every batch, because the memory grows with the images.
-            self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())
-        self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
-
-    def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
-        """Returns the relevance by source; NaN in a layer that computed nothing."""
-        by_source = {}
-        for name, layers in self._seen.items():
-            # A layer without heads observes nothing; its rows take their shape from another layer.
-            observed_layer = next(torch.cat(batches) for batches in layers if batches)
-            by_source[name] = torch.stack(
-                [torch.cat(parts) if parts else observed_layer * torch.nan for parts in layers], dim=1
-            )
-        return by_source
-
-
-def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
-    """Returns the mean over layers 1..l for every l (SPOT, Section 8); unknown layers are excluded."""
-    is_observed = ~relevance.isnan()
-    return relevance.nan_to_num(0.0).cumsum(-2) / is_observed.cumsum(-2)

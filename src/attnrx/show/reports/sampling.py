@@ -11,16 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.decide.diagnosing import patches_left_by, token_relevance
-from attnrx.decide.diagnostics.watches import CLASS_ATTENTION, running_mean
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import Family, TokenReduction, evaluating, family_of, observing, reduction_of, token_run
+from attnrx.vit.models import (
+    Family,
+    TokenReduction,
+    TokenRun,
+    evaluating,
+    family_of,
+    observing,
+    reduction_of,
+    token_run,
+)
 from attnrx.vit.observation import Observation
 from attnrx.vit.tokens import Selecting, TokenPolicy, TokenState
 from attnrx.vit.tokens.merging import Merging
-
-AVERAGE = "class_attention, mean over the layers so far"  # the criterion of AttentionAverage
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,8 @@ class TokenSamples:
 
     `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
     tokens included. The patches form `grid` (rows, columns), row by row. `given` is the relevance assigned by the token
-    reducer to the remaining patches, NaN for all others; `by_layer` is the relevance of all patches by each layer of
-    the model without token reduction. For a token reducer that merges, `groups` holds the index of the patch whose
-    token represents each patch after each stage. `labels` are the classes of the images.
+    reducer to the remaining patches, NaN for all others. For a token reducer that merges, `groups` holds the index of
+    the patch whose token represents each patch after each stage. `labels` are the classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -77,7 +81,6 @@ class TokenSamples:
     tokens: tuple[int, ...]
     grid: tuple[int, int]
     given: Float[Tensor, "images stages patches"] | None = None
-    by_layer: Mapping[str, Float[Tensor, "images layers patches"]] | None = None
     labels: tuple[str, ...] = ()
     groups: Int[Tensor, "images stages patches"] | None = None
 
@@ -163,7 +166,6 @@ def sample_tokens(
     model: nn.Module,
     images: Float[Tensor, "images channels height width"],
     labels: tuple[str, ...] = (),
-    reference: nn.Module | None = None,
 ) -> TokenSamples:
     """Runs a model with token reduction on a few images, and returns the patches that are kept at every stage.
 
@@ -171,7 +173,6 @@ def sample_tokens(
         model: The model with a token policy.
         images: Normalized images.
         labels: The classes of the images.
-        reference: The model without token reduction, for the relevance of all patches in every layer.
 
     Returns:
         The samples for `ReportContent.tokens`.
@@ -204,17 +205,24 @@ def sample_tokens(
         tokens=tuple(tokens),
         grid=_grid(layout.patches, *family.input_shape(model)[1:]),
         given=records.given(left),
-        by_layer=None if reference is None else _by_source(token_relevance(reference, images)),
         labels=labels,
         groups=records.groups(left, run.trail),
     )
 
 
-def _by_source(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    if CLASS_ATTENTION not in found:
-        return found
-    average = running_mean(found[CLASS_ATTENTION])
-    return {CLASS_ATTENTION: found.pop(CLASS_ATTENTION), AVERAGE: average, **found}
+def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
+    """Returns the patches kept after each stage, from the statistics of a forward pass of this many images.
+
+    A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
+    """
+    patches = reduction.shape.layout.patches
+    # One tensor of indices per stage, [images, patches after the stage].
+    if not run.trail:  # a policy that keeps every patch runs no stage
+        return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
+    # One more column collects the indices of no patch (-1), and is cut off.
+    none = torch.zeros(images, patches + 1, dtype=torch.bool, device=run.trail[0].device)
+    masks = [none.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches] for indices in run.trail]
+    return torch.stack(masks, dim=1).cpu()
 
 
 def _grid(patches: int, height: int, width: int) -> tuple[int, int]:

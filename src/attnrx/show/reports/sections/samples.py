@@ -1,4 +1,4 @@
-"""Sample images: the attention received by their patches, the patches kept after each stage, and their relevance."""
+"""Sample images: the attention received by their patches, and the patches kept after each stage."""
 
 from typing import Any
 
@@ -11,9 +11,8 @@ from attnrx.show.reports.numbers import TIMES, number, percent, short
 from attnrx.show.reports.sampling import AttentionSamples, TokenSamples
 from attnrx.support.shapes import Float, Int, Tensor
 
-# In powers of two: the colour scale of attention ends between 1.04 and 8 times uniform attention, that of relevance
-# at 8 times the mean patch. The lower limit avoids amplified rounding of uniform heads, the upper one a scale set by
-# one extreme head.
+# In powers of two: the colour scale of attention ends between 1.04 and 8 times uniform attention. The lower limit
+# avoids amplified rounding of uniform heads, the upper one a scale set by one extreme head.
 LEAST_REACH, MOST_REACH = 0.05, 3.0
 OVERLAY_SIDE = 224  # small images are enlarged to this size, so that the overlaid map is smooth
 
@@ -79,7 +78,7 @@ def _label(samples: AttentionSamples | TokenSamples, index: int) -> str:
 
 
 def tokens(content: ReportContent) -> Section | None:
-    """Returns the policy as a table and a chart, and per image a picture per stage and relevance maps."""
+    """Returns the policy as a table and a chart, and per image a picture per stage."""
     samples = content.tokens
     if samples is None:
         return None
@@ -101,8 +100,6 @@ def tokens(content: ReportContent) -> Section | None:
         "images": [_token_image(samples, index) for index in range(len(samples.images))],
         "gives": samples.given is not None,
         "merges": samples.groups is not None,
-        "ramp": colour_ramp(),
-        "reach": short(2**MOST_REACH) + TIMES,
     }
     return Section("tokens", "Tokens", data)
 
@@ -134,13 +131,7 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
             "given": "" if samples.given is None else _given(samples.given[index, stage].view(samples.grid)),
         }
         stages.append(data)
-    sources = []
-    for name, maps in (samples.by_layer or {}).items():
-        # log2 of the relevance relative to the mean patch of the layer
-        relative = (maps[index] / maps[index].mean(-1, keepdim=True)).clamp_min(1e-6).log2().unflatten(-1, samples.grid)
-        layers = [as_uri(colour(grid, -MOST_REACH, MOST_REACH)) for grid in relative]
-        sources.append({"name": name.replace("_", " "), "layers": layers})
-    return {"label": label, "stages": stages, "sources": sources}
+    return {"label": label, "stages": stages}
 
 
 def _patch_colours(image: Tensor, grid: tuple[int, int]) -> Float[Tensor, "3 patches"]:
