@@ -18,7 +18,6 @@ from attnrx.decide.diagnostics import (
     MapWatch,
     Moments,
     Panel,
-    PerturbationResponse,
     hidden_diagnosis,
     singular_directions,
     suited_diagnostics,
@@ -387,7 +386,11 @@ class _Pass:
         half = -(-len(images) // 2)  # pairs of half a batch, which need no more memory than a batch
         if self.panel.perturbation is not None and paired:
             for part, labels in zip(images[:paired].split(half), batch.labels[:paired].split(half), strict=True):
-                self._run_pairs(self.panel.perturbation, part, labels)
+                slope = partial(_loss_slope, self.model, labels)
+                changed = self.panel.perturbation.perturb(part, self.images, self.seed, slope)
+                # The original images come first: `observe_map` uses the first half only.
+                self._observe(torch.cat([part, changed]), 2, self.panel.observe_pairs)
+                self.images += len(part)
         if paired < len(images):
             self._observe(images[paired:], 1, self.panel.observe)
             self.images += len(images) - paired
@@ -403,13 +406,6 @@ class _Pass:
         with observing(self.model, self.family, observe_layer):
             self.model(images)
         self.num_halves = 0
-
-    def _run_pairs(self, perturbation: PerturbationResponse, images: Tensor, labels: Tensor) -> None:
-        slope = partial(_loss_slope, self.model, labels)
-        changed = perturbation.perturb(images, self.images, self.seed, slope)
-        # The original images come first: `observe_map` uses the first half only.
-        self._observe(torch.cat([images, changed]), 2, self.panel.observe_pairs)
-        self.images += len(images)
 
 
 def _loss_slope(

@@ -156,7 +156,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     others, skipped = possible_checks(_instances(others, comparison, found, splits, draws), comparison)
     chosen, notes = (*requested, *others), [*found.notes, *images.notes, *skipped]
     require_possible(chosen, comparison)
-    if any(check.needs_labels for check in chosen):
+    if any("labels" in check.needs for check in chosen):
         require_labels(images)
     with ExitStack() as files:
         if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):

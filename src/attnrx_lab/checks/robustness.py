@@ -44,8 +44,7 @@ class Robustness(Check):
     """
 
     name: ClassVar[str] = "robustness"
-    needs_labels: ClassVar[bool] = True
-    needs_logits: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
     corruptions: tuple[str, ...] = FEW
     severities: tuple[int, ...] = SEVERITIES
     images: int | None = 2000

@@ -54,15 +54,12 @@ class BlockTerms:
 class Fusion:
     """The slice that owns each term of a canonical decomposition, from its mix: the paper's choice of ranks.
 
-    `owner` is the slice with the largest absolute value in the column, the first one on ties. `reordered` is the mix
-    with its columns sorted by owner, each divided by its entry of the largest absolute value (IrrAtt, Figure 3 b).
-    `off_block` is the share of each column's energy outside its owner, in the original order: zero everywhere if the
-    mix is block-diagonal.
+    `owner` is the slice with the largest absolute value in the column, the first one on ties. `off_block` is the share
+    of each column's energy outside its owner: zero everywhere if the mix is block-diagonal.
     """
 
     owner: Int[Tensor, "rank"]
     ranks: tuple[int, ...]
-    reordered: Float[Tensor, "slices rank"]
     off_block: Float[Tensor, "rank"]
 
 
@@ -78,7 +75,6 @@ def fusion_ranks(terms: Canonical) -> Fusion:
     return Fusion(
         owner=owner,
         ranks=tuple(torch.bincount(owner, minlength=len(terms.mix)).tolist()),
-        reordered=normalized[:, owner.argsort(stable=True)],
         off_block=torch.where(energy > 0, 1 - 1 / energy, 0),  # the owner's entry is normalized to 1
     )
 

@@ -23,8 +23,7 @@ class Accuracy(Check):
     """
 
     name: ClassVar[str] = "accuracy"
-    needs_labels: ClassVar[bool] = True
-    needs_decisions: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
     most_drop: float | None = 1.0
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

@@ -28,8 +28,7 @@ class Calibration(Check):
     """
 
     name: ClassVar[str] = "calibration"
-    needs_labels: ClassVar[bool] = True
-    needs_logits: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
     bins: int = 15
     most_rise: float | None = None
 

@@ -27,23 +27,8 @@ class Check(ABC):
     on_request: ClassVar[bool] = False
     """Whether the check runs only if it is requested by name: it needs its own input, or takes long."""
 
-    needs_labels: ClassVar[bool] = False
-    """Whether the check compares labels with predictions, so that labels must be class indices of the model."""
-
-    needs_logits: ClassVar[bool] = False
-    """Whether the check reads probabilities, which a model that returns embeddings does not have."""
-
-    needs_decisions: ClassVar[bool] = False
-    """Whether the check compares decisions, which the numbers of a regression do not make."""
-
-    needs_classes: ClassVar[bool] = False
-    """Whether the check needs one class per image as label, which a model of several labels or numbers has not."""
-
-    needs_embeddings: ClassVar[bool] = False
-    """Whether the check compares embeddings: neighbours of class logits are not what such a model is used for."""
-
-    needs_layers: ClassVar[bool] = False
-    """Whether the check reads the layers of the models, which an exported file does not have."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """What the check needs of images, outputs and models: names of `NEEDS`."""
 
     measures_speed: ClassVar[bool] = False
     """Whether the check times the models; of an exported file then the unchanged model's file is needed too."""
@@ -137,25 +122,28 @@ class Check(ABC):
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
 
+# What a check may need: labels that are class indices of the model; logits of classes, which embeddings have not;
+# decisions, which the numbers of a regression do not make; one class per image as label, which a model of several
+# labels has not; embeddings, as neighbours of class logits are not what such a model is used for; layers, which an
+# exported file has not.
+NEEDS = ("labels", "logits", "decisions", "classes", "embeddings", "layers")
+
+
 def unmet_needs(comparison: Comparison) -> dict[str, str]:
-    """Returns the needs of checks, by the name of their flag, that the images, outputs and models do not meet, each
-    with the reason.
-    """
+    """Returns those of `NEEDS` that the images, outputs and models do not meet, each with the reason."""
     images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)
     have_layers = all(any(family.matches(model) for family in FAMILIES) for model in models)
-    returns = f"this model returns {kind.returns}."
-    reasons = {
-        "needs_labels": None if images.label_problem is None else str(images.label_problem),
-        "needs_logits": None if isinstance(kind, Logits) else f"it needs probabilities of classes; {returns}",
-        "needs_decisions": None if kind.has_decisions else f"it compares decisions; {returns}",
-        "needs_classes": None
-        if isinstance(kind, Logits | Embeddings)
-        else f"it needs one class per image as label; {returns}",
-        "needs_embeddings": None if isinstance(kind, Embeddings) else f"it needs embeddings; {returns}",
-        "needs_layers": None if have_layers else "it needs layers; one of the models, e.g. an exported file, has none.",
-    }
-    return {need: reason for need, reason in reasons.items() if reason is not None}
+    has_classes, returns = isinstance(kind, Logits | Embeddings), f"this model returns {kind.returns}."
+    reasons = (
+        None if images.label_problem is None else str(images.label_problem),
+        None if isinstance(kind, Logits) else f"it needs probabilities of classes; {returns}",
+        None if kind.has_decisions else f"it compares decisions; {returns}",
+        None if has_classes else f"it needs one class per image as label; {returns}",
+        None if isinstance(kind, Embeddings) else f"it needs embeddings; {returns}",
+        None if have_layers else "it needs layers; one of the models, e.g. an exported file, has none.",
+    )
+    return {need: reason for need, reason in zip(NEEDS, reasons, strict=True) if reason is not None}
 
 
 def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
@@ -164,7 +152,7 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
     for check in checks:
         for need, reason in unmet.items():
             # Missing labels are reported as an error of the data, with what to do (`require_labels`).
-            if getattr(check, need) and need != "needs_labels":
+            if need in check.needs and need != "labels":
                 raise InvalidInput(f"the check {check.name} {reason.removeprefix('it ')}")
 
 
@@ -173,10 +161,10 @@ def possible_checks(checks: Sequence[Check], comparison: Comparison) -> tuple[tu
     notes = []
     # One note per reason, and a check without labels and logits in the first only.
     for need, reason in unmet_needs(comparison).items():
-        names = ", ".join(check.name for check in checks if getattr(check, need))
+        names = ", ".join(check.name for check in checks if need in check.needs)
         if names:
             notes.append(f"not checked: {names}: {reason}")
-            checks = [check for check in checks if not getattr(check, need)]
+            checks = [check for check in checks if need not in check.needs]
     return tuple(checks), tuple(notes)
 
 

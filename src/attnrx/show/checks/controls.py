@@ -33,8 +33,7 @@ class Controls(Check):
     """
 
     name: ClassVar[str] = "controls"
-    needs_labels: ClassVar[bool] = True
-    needs_decisions: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
     on_request: ClassVar[bool] = True
     prescriptions: Mapping[str, tuple[Prescription, ...]]
     realize: Callable[[Prescription], nn.Module]

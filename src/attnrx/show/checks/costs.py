@@ -34,7 +34,7 @@ class Costs(Check):
     """
 
     name: ClassVar[str] = "costs"
-    needs_layers: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("layers",)
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Computes the closed-form costs of both models, then counts them on one image."""

@@ -30,7 +30,7 @@ class Features(Check):
 
     name: ClassVar[str] = "features"
     on_request: ClassVar[bool] = True
-    needs_layers: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("layers",)
     most_error: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -65,9 +65,7 @@ class PatchProbe(Check):
 
     name: ClassVar[str] = "patch_probe"
     on_request: ClassVar[bool] = True
-    needs_labels: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
-    needs_layers: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("labels", "classes", "layers")
     ridge: float = 0.01
     most_drop: float | None = 1.0
 

@@ -26,7 +26,7 @@ class Retrieval(Check):
 
     name: ClassVar[str] = "retrieval"
     on_request: ClassVar[bool] = True
-    needs_embeddings: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("embeddings",)
     ks: tuple[int, ...] = (1, 5, 10)
     text_embeddings: Float[Tensor, "classes width"] | None = None
 

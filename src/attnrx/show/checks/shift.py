@@ -28,7 +28,7 @@ class Shift(Check):
 
     name: ClassVar[str] = "shift"
     on_request: ClassVar[bool] = True
-    needs_logits: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("logits",)
     classes: tuple[int, ...] = ()
     most: float | None = None
 

@@ -69,16 +69,16 @@ def model_card(
         is_count = isinstance(value, int) and value >= COUNTED
         if name != "name":
             rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
-    answer = "" if evidence is None else ", ".join(map(str, summary_parts(evidence)))
+    measured = evidence or Evidence((), {})
     removed = ""
     if prescription is not None and prescription.removed_share:
         removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
     blocks = [
         _head(facts, evidence, task[0]),
         f"# {markdown(facts.get('name', UNNAMED))}",
-        *(f"**{markdown(each)}.**" for each in statements(evidence)),
+        *(f"**{markdown(each)}.**" for each in statements(measured)),
         removed + markdown(sentence(evidence)),
-        markdown(answer),
+        markdown(", ".join(map(str, summary_parts(measured)))),
         markdown_table(("", ""), rows) if rows else "",
         "## How to use it",
         USE.format(outputs=task[1]),

@@ -37,6 +37,11 @@ class ReportContent(Displayed):
     comparison: MethodComparison | None = None
     plan: Plan | None = None
 
+    @property
+    def measured(self) -> Evidence:
+        """The evidence; without findings where there is none."""
+        return self.evidence or Evidence((), {})
+
     def __post_init__(self):
         # By the fields themselves, so that a new part needs no change here.
         parts = [value for name, value in vars(self).items() if name not in ("title", "about")]

@@ -1,6 +1,7 @@
 """The files of a folder of results: size, speed beside the unchanged model's file, and accuracy of each."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,17 @@ def _record(
     folder: Path, name: str, names: tuple[str, ...], evidence_path: Path, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     size = sum((folder / each).stat().st_size for each in names if (folder / each).is_file())
-    faster = accuracy = batch = None
-    try:
-        evidence = Evidence.load(evidence_path) if evidence_path.is_file() else None
-    except CheckpointError:  # a damaged file has no numbers
-        evidence = None
-    if evidence is not None:
-        finding = finding_of(evidence, "accuracy", "candidate")
-        accuracy = None if finding is None else finding.value
-        for speed in speeds(evidence)[:1]:
-            batch, faster = speed.batch, speed.by_compression
-            if faster is None and "unchanged" in speed.baseline:
-                faster = speed.value
-    elif facts.get("speeds"):
+    evidence = Evidence((), {})
+    if evidence_path.is_file():
+        with suppress(CheckpointError):  # a damaged file has no numbers
+            evidence = Evidence.load(evidence_path)
+    faster = batch = None
+    accuracy = finding_of(evidence, "accuracy", "candidate")
+    for speed in speeds(evidence)[:1]:
+        batch, faster = speed.batch, speed.by_compression
+        if faster is None and "unchanged" in speed.baseline:
+            faster = speed.value
+    if not evidence.findings and facts.get("speeds"):
         speed = MeasuredSpeed.from_record(facts["speeds"][-1])
         faster, batch = speed.value, speed.batch
     return {
@@ -72,6 +71,6 @@ def _record(
         "bytes": size,
         "faster": faster,
         "batch": batch,
-        "accuracy": accuracy,
+        "accuracy": None if accuracy is None else accuracy.value,
         "unchanged": nothing_removed(evidence),
     }

@@ -107,15 +107,15 @@ def summary_of(evidence: Evidence) -> str:
     return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
 
 
-def nothing_removed(evidence: Evidence | None) -> bool:
+def nothing_removed(evidence: Evidence) -> bool:
     """Whether the candidate is the unchanged model, in attnrx or as a file."""
-    return evidence is not None and evidence.about.get("nothing_removed") is True
+    return evidence.about.get("nothing_removed") is True
 
 
-def statements(evidence: Evidence | None) -> list[str]:
+def statements(evidence: Evidence) -> list[str]:
     """Returns what has to be known before the numbers are read."""
-    warnings = [] if evidence is None else list(evidence.warnings)
-    if evidence is None or not nothing_removed(evidence):
+    warnings = list(evidence.warnings)
+    if not nothing_removed(evidence):
         return warnings
     measured = speeds(evidence)
     if not measured:
@@ -125,7 +125,7 @@ def statements(evidence: Evidence | None) -> list[str]:
     return [*warnings, f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
 
 
-def summary_parts(evidence: Evidence | None) -> list[SummaryPart]:
+def summary_parts(evidence: Evidence) -> list[SummaryPart]:
     """Returns the parts of the sentence, each if it was measured."""
     # Only the first speed: one sentence has no room for those at other batch sizes.
     parts = [SummaryPart(speed.text, speed.setting, speed.interval, speed.factors) for speed in speeds(evidence)[:1]]
@@ -144,11 +144,10 @@ def summary_parts(evidence: Evidence | None) -> list[SummaryPart]:
             parts.append(SummaryPart(f"{abs(saved):.0f} % {'fewer' if saved > 0 else 'more'} {name}"))
     divergence = finding_of(evidence, "divergence")
     if divergence is not None and known(divergence.value) is not None:
-        about = {} if evidence is None else evidence.about
-        outputs = str(about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
+        outputs = str(evidence.about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
         name = KINDS.get(outputs, KINDS["logits"]).columns[1]
         parts.append(SummaryPart(f"{name} {divergence.value:.3f}"))
-    images = None if evidence is None else evidence.about.get("images")
+    images = evidence.about.get("images")
     if isinstance(images, int) and parts:
         parts.append(SummaryPart(f"{images:,} images"))
     return parts
@@ -159,9 +158,9 @@ def _signed(value: float) -> str:
     return f"{value:+.1f}" if round(value, 1) else "0.0"
 
 
-def finding_of(evidence: Evidence | None, quantity: str, model: str | None = None) -> Finding | None:
+def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> Finding | None:
     """Returns the first finding of a quantity, of one model if it is given."""
-    for finding in evidence.findings if evidence is not None else ():
+    for finding in evidence.findings:
         details = finding.details
         # Findings about single corruptions are of the same quantities, but not about the data themselves.
         single = not {"corruption", "severity"} <= details.keys()
@@ -170,7 +169,7 @@ def finding_of(evidence: Evidence | None, quantity: str, model: str | None = Non
     return None
 
 
-def accuracies(evidence: Evidence | None) -> tuple[Finding, Finding] | None:
+def accuracies(evidence: Evidence) -> tuple[Finding, Finding] | None:
     """Returns the accuracies of the original and of the smaller model in percent."""
     before, after = (finding_of(evidence, "accuracy", model) for model in ("reference", "candidate"))
     if before is None or after is None or known(before.value) is None or known(after.value) is None:
@@ -178,12 +177,12 @@ def accuracies(evidence: Evidence | None) -> tuple[Finding, Finding] | None:
     return before, after
 
 
-def speeds(evidence: Evidence | None) -> list[MeasuredSpeed]:
+def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
     """Returns the measured speeds; the one that a plan promised is the first."""
     return [MeasuredSpeed.from_record(record) for record in latency_records(evidence)]
 
 
-def latency_records(evidence: Evidence | None) -> list[Record]:
+def latency_records(evidence: Evidence) -> list[Record]:
     """Returns the latency comparisons of both models."""
     promised = finding_of(evidence, "promised speed")
     # The promise is about the hardware, batch and threads of the plan, so its measurement is the headline.
@@ -191,7 +190,7 @@ def latency_records(evidence: Evidence | None) -> list[Record]:
     return first + [details for details in _details(evidence, "latency", "speed") if "faster" in details]
 
 
-def cost_records(evidence: Evidence | None) -> tuple[Record, Record] | None:
+def cost_records(evidence: Evidence) -> tuple[Record, Record] | None:
     """Returns the costs of the original and of the candidate by part, or None."""
     parts_of_model = {
         details.get("model"): details.get("parts") for details in _details(evidence, "costs", "counted costs")
@@ -200,7 +199,7 @@ def cost_records(evidence: Evidence | None) -> tuple[Record, Record] | None:
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
 
 
-def cost_totals(evidence: Evidence | None, unit: str) -> tuple[int, int] | None:
+def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
     """Returns the "params" or the "macs" of the original and of the smaller model."""
     records = cost_records(evidence)
     if records is not None:
@@ -210,6 +209,5 @@ def cost_totals(evidence: Evidence | None, unit: str) -> tuple[int, int] | None:
     return None if finding is None else (finding.details["reference"], finding.details["candidate"])
 
 
-def _details(evidence: Evidence | None, check: str, quantity: str) -> Iterator[Record]:
-    findings = evidence.of(check) if evidence is not None else ()
-    return (finding.details for finding in findings if finding.details.get("quantity") == quantity)
+def _details(evidence: Evidence, check: str, quantity: str) -> Iterator[Record]:
+    return (finding.details for finding in evidence.of(check) if finding.details.get("quantity") == quantity)

@@ -51,8 +51,7 @@ def _grouped(shown: list[Finding]) -> dict[str, list[Row]]:
 
 def controls(content: ReportContent) -> Section | None:
     """Returns plots of values with intervals, one axis per unit."""
-    findings = content.evidence.of("controls") if content.evidence is not None else ()
-    comparisons = [finding for finding in findings if known(finding.value) is not None]
+    comparisons = [finding for finding in content.measured.of("controls") if known(finding.value) is not None]
     if not comparisons:
         return None
     by_unit = sorted(comparisons, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
@@ -84,7 +83,7 @@ def _advantages(finding: Finding) -> list[float]:
 
 
 def robustness(content: ReportContent) -> Section | None:
-    single_corruptions = by_severity(content.evidence)[1] if content.evidence else []
+    single_corruptions = by_severity(content.measured)[1]
     if not single_corruptions:
         return None
     by_name: dict[str, list[CurvePoint]] = {}
@@ -106,7 +105,7 @@ def robustness(content: ReportContent) -> Section | None:
 
 def costs(content: ReportContent) -> Section | None:
     """Returns the tables of costs and latency, if available."""
-    records, latency = cost_records(content.evidence), latency_records(content.evidence)
+    records, latency = cost_records(content.measured), latency_records(content.measured)
     if records is None and not latency:
         return None
     parts = [] if records is None else _parts(*records)

@@ -137,7 +137,7 @@ def _chart(content: ReportContent, plan: Plan, points: list[PlanPoint], reading:
         if (value := reading.value(point)) is not None
     )
     curves = [Curve("plans, on the images of the plan", drawn, "style-0", 0), *_verified(content, plan, reading)]
-    speed = next(iter(speeds(content.evidence)), None)
+    speed = next(iter(speeds(content.measured)), None)
     if plan.minimized == "latency" and speed is not None and speed.by_runtime is not None:
         # The unchanged model at the speed that its runtime gives, beside which the others have to be read.
         name = f"unchanged model in {speed.runtime}"
@@ -148,11 +148,11 @@ def _chart(content: ReportContent, plan: Plan, points: list[PlanPoint], reading:
 
 def _verified(content: ReportContent, plan: Plan, reading: Reading) -> Iterator[Curve]:
     """Yields the point of this model on the images of the evidence."""
-    finding = finding_of(content.evidence, "accuracy change" if reading is CHANGE else "divergence")
+    finding = finding_of(content.measured, "accuracy change" if reading is CHANGE else "divergence")
     if plan.minimized == "latency":
-        x = next((speed.value for speed in speeds(content.evidence)), None)
+        x = next((speed.value for speed in speeds(content.measured)), None)
     else:
-        totals = cost_totals(content.evidence, plan.minimized) if plan.minimized in ("macs", "params") else None
+        totals = cost_totals(content.measured, plan.minimized) if plan.minimized in ("macs", "params") else None
         x = None if totals is None or not totals[0] else 100 * (1 - totals[1] / totals[0])
     if finding is None or known(finding.value) is None or x is None:
         return

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from attnrx.nouns.comparison import MethodComparison
-from attnrx.nouns.evidence import REPORTED, Evidence
+from attnrx.nouns.evidence import Evidence
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.headline import (
     TOP_1,
@@ -53,21 +53,24 @@ class BarPair:
 
 
 def verdict(content: ReportContent) -> Section:
-    evidence, answer = content.evidence, summary_parts(content.evidence)
-    words = sentence(evidence)
+    evidence = content.measured
+    words = sentence(content.evidence)
     # A page of a comparison alone has no candidate to verify.
-    if evidence is None and content.comparison is not None:
+    if content.evidence is None and content.comparison is not None:
         words = _compared(content.comparison)
     data = {
-        "state": REPORTED if evidence is None else evidence.outcome,
+        "state": evidence.outcome,
         "statements": statements(evidence),
-        "answer": [tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors))) for part in answer],
+        "answer": [
+            tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors)))
+            for part in summary_parts(evidence)
+        ],
         "sentence": words,
         "bars": list(_bars(content)),
-        "conditions": next((speed.conditions for speed in speeds(content.evidence)), ""),
+        "conditions": next((speed.conditions for speed in speeds(evidence)), ""),
         "notes": _notes(content),
-        "failures": list(evidence.failures) if evidence else [],
-        "undecided": list(evidence.undecided) if evidence else [],
+        "failures": list(evidence.failures),
+        "undecided": list(evidence.undecided),
     }
     return Section("verdict", "Result", data)
 
@@ -112,17 +115,17 @@ def _notes(content: ReportContent) -> list[str]:
 
 def _bars(content: ReportContent) -> Iterator[BarPair]:
     """Yields latency, accuracy, parameters and MACs, each if it was measured."""
-    name = "unchanged" if nothing_removed(content.evidence) else "smaller"
-    if measured := speeds(content.evidence):
+    name = "unchanged" if nothing_removed(content.measured) else "smaller"
+    if measured := speeds(content.measured):
         yield _latency_bars(measured[0], name)
-    if (both_accuracies := accuracies(content.evidence)) is not None:
+    if (both_accuracies := accuracies(content.measured)) is not None:
         measure = str(both_accuracies[1].details.get("measure", TOP_1))
         before, after = (
             Bar(fixed(each.value, 1), each.value / 100, _share(each.low), _share(each.high)) for each in both_accuracies
         )
         yield BarPair(measure[0].upper() + measure[1:], "%", before, after, name)
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
-        if (totals := cost_totals(content.evidence, unit)) is not None:
+        if (totals := cost_totals(content.measured, unit)) is not None:
             old, new = totals
             # One unit for both models, so that the numbers can be compared without converting.
             scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
