@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import InvalidInput
+from attnrx.vit.attention.head_linear import FusedQKV, HeadLinear
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_products import PackedMap, native_maps
-from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.kernels.packed_linear import LARGEST, PackedLinear, is_packed
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
@@ -134,3 +135,33 @@ def test_other_activations_are_computed_by_themselves(activation):
     fused.act = activation
     with torch.no_grad():
         assert torch.allclose(fused(features), fused.fc2(activation(fused.fc1(features))), atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_projections_of_one_input_are_computed_side_by_side_without_a_copy(bias):
+    width = 320  # three projections of it are larger than what is packed
+    assert width * width <= LARGEST < 3 * width * width
+    sides = [HeadLinear(width, (64,) * 5, bias) for _ in range(3)]
+    tokens, fused = draws(2, 31, width), FusedQKV()
+    pairs = [(side, side.rows) for side in sides]
+    with torch.no_grad():
+        for side in sides:
+            if bias:
+                side.bias.normal_()
+        joint = fused.product(tokens, pairs)
+        expected = torch.cat(
+            [
+                F.linear(tokens.double(), side.weight.double(), None if not bias else side.bias.double())
+                for side in sides
+            ],
+            -1,
+        )
+        assert fused._kept._kept is None and joint.shape == expected.shape
+        assert (joint - expected).abs().max() <= 3e-6 * expected.abs().max()
+        sides[1].weight.data.zero_()  # nothing of the weights is kept
+        assert (
+            fused.product(tokens, pairs)[..., width : 2 * width] - (sides[1].bias if bias else 0)
+        ).abs().max() < 1e-6
+        padded = [(side, (72,) * 5) for side in sides]
+        assert fused.product(tokens, padded).shape[-1] == 3 * 5 * 72 and fused._kept._kept is not None
+        assert not is_packed(draws(197, 384), draws(1536, 384)) and is_packed(draws(197, 192), draws(768, 192))

@@ -10,8 +10,8 @@ from torch import nn
 
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention.factors import Bucket
-from attnrx.vit.kernels.cached_weights import CachedWeights
-from attnrx.vit.kernels.packed_linear import LinearMap, is_packed
+from attnrx.vit.kernels.cached_weights import CachedWeights, has_fixed_weights
+from attnrx.vit.kernels.packed_linear import LARGEST, LinearMap, is_packed
 
 
 class HeadLinear(nn.Module):
@@ -62,7 +62,7 @@ class FusedQKV:
     """Several projections of the same tokens as one matrix product, while no gradients are needed.
 
     One wide product is faster than several narrow ones, especially for few tokens. Its weight is a copy of theirs,
-    which is cached.
+    which is cached. Large projections write their results side by side, and need no copy.
     """
 
     def __init__(self):
@@ -92,7 +92,31 @@ class FusedQKV:
         # Without the cache (gradients, compilation) the joint weight would be copied together in every call.
         if not CachedWeights.possible(parameters):
             return None
+        if _are_large(tokens, sides):
+            return _side_by_side(tokens, sides)
         return self._kept(tuple([rows for _, rows in sides]), parameters, lambda: _joined(sides))(tokens)
+
+
+def _are_large(tokens: TokenBatch, sides: Sequence[Side]) -> bool:
+    """Whether the joint weight would be too large to be packed, and no projection is padded."""
+    size, dtypes = 0, {tokens.dtype}
+    for side, rows in sides:
+        if rows != side.rows:
+            return False
+        size += side.weight.numel()
+        dtypes.add(side.weight.dtype)
+    return size > LARGEST and len(dtypes) == 1 and not has_fixed_weights() and not torch.is_autocast_enabled("cpu")
+
+
+def _side_by_side(tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"]:
+    widths = [side.weight.shape[0] for side, _ in sides]
+    joint, rows = tokens.new_empty(*tokens.shape[:-1], sum(widths)), tokens.flatten(0, -2)
+    for (side, _), columns in zip(sides, joint.flatten(0, -2).split(widths, 1), strict=True):
+        if side.bias is None:
+            torch.mm(rows, side.weight.T, out=columns)
+        else:
+            torch.addmm(side.bias, rows, side.weight.T, out=columns)
+    return joint
 
 
 def _joined(sides: Sequence[Side]) -> LinearMap:

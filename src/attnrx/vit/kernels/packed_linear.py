@@ -17,6 +17,9 @@ from attnrx.vit.kernels.native_products import PackedMap, native_maps
 
 # The smallest product that is packed; for smaller ones the call itself takes longer than packing saves.
 LEAST_MACS = 1_000_000
+# The largest weight that is packed. A packed copy is valid as long as its weight has the same bytes, which are read in
+# every call (`CachedWeights`); of larger weights that costs more than packing saves (docs/results/speed.md).
+LARGEST = 1 << 18
 
 # oneDNN's product with a packed weight; None in builds of PyTorch without oneDNN.
 _product = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
@@ -27,6 +30,7 @@ def is_packed(features: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "o
     return (
         not is_recorded()  # first, because recorded sizes may be symbolic
         and features.numel() * weight.shape[0] >= LEAST_MACS
+        and weight.numel() <= LARGEST
         and features.dtype == weight.dtype == torch.float32
         and features.device.type == weight.device.type == "cpu"
         # Subclasses (fake, distributed, quantized tensors) have products of their own.

@@ -15,8 +15,9 @@ struct Map {
   int64_t weight, bias, inputs, outputs, gelu;
 };
 
-// Inputs of a panel that fit the L1 cache beside the rows, and rows whose features fit the L2 cache.
-constexpr int DEPTH = 6144 / PANEL, BLOCK = 96;
+// Inputs of a panel that are multiplied at once, rows whose features between two maps fit the L2 cache, and rows of a
+// single map.
+constexpr int DEPTH = 768, BLOCK = 96, SINGLE = 196;
 
 // x (1 + erf(x / sqrt(2))) / 2, with erf by formula 7.1.26 of Abramowitz and Stegun (1964): absolute error below 1.5e-7
 // times |x|, as in PyTorch's vector code.
@@ -32,7 +33,6 @@ INLINED Vector gelu(Vector x) {
 
 struct Tile {
   const float *rows, *panel, *bias;  // without `bias` the sums continue those in `output`
-  int64_t stride;
   int depth, features;  // features: those of the panel that exist
   float* output;
   int64_t output_stride;
@@ -55,7 +55,7 @@ INLINED void compute(const Tile& tile) {
   UNROLLED for (int n = 0; n < N; n++)
     UNROLLED for (int v = 0; v < VECTORS; v++)
       sums[n][v] = load(tile.bias ? tile.bias + v * WIDTH : to + n * stride + v * WIDTH);
-  multiply(tile.rows, tile.stride, tile.panel, tile.depth, sums);
+  multiply(tile.rows, DEPTH, tile.panel, tile.depth, sums);
   if (tile.gelu)
     UNROLLED for (int n = 0; n < N; n++)
       UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] = gelu(sums[n][v]);
@@ -81,13 +81,17 @@ Compute computing(int rows, std::integer_sequence<int, N...>) {
 
 const float zeros[PANEL] = {};
 
-// output [count, outputs] = the map of `count` rows.
-void apply(const Map& map, const float* rows, int64_t stride, int count, float* output, int64_t output_stride) {
+// output [count, outputs] = the map of `count` rows; `packed` is a buffer of count * DEPTH floats.
+void apply(const Map& map, const float* rows, int64_t stride, int count, float* output, int64_t output_stride,
+           float* packed) {
   constexpr auto all_rows = std::make_integer_sequence<int, ROWS>{};
   const float *weight = (const float*)map.weight, *bias = (const float*)map.bias;
   const int inputs = (int)map.inputs, outputs = (int)map.outputs, tiles = (count + ROWS - 1) / ROWS;
   for (int start = 0; start == 0 || start < inputs; start += DEPTH) {  // without inputs the bias is left
     const int depth = std::min(DEPTH, inputs - start);
+    // Rows whose stride is a multiple of a page would all be in one set of the L1 cache.
+    for (int row = 0; row < count; row++)
+      memcpy(packed + row * DEPTH, rows + row * stride + start, depth * sizeof(float));
     for (int first = 0; first < outputs; first += PANEL) {
       const int features = std::min(PANEL, outputs - first), wide = features > WIDTH ? PANEL : WIDTH;
       const float* panel = weight + (int64_t)first * inputs + (int64_t)start * wide;
@@ -97,7 +101,7 @@ void apply(const Map& map, const float* rows, int64_t stride, int count, float* 
         const int64_t begin = (int64_t)count * tile / tiles, end = (int64_t)count * (tile + 1) / tiles;
         const int own = (int)(end - begin);
         const Compute run = wide == PANEL ? computing<2>(own, all_rows) : computing<1>(own, all_rows);
-        run({rows + begin * stride + start, panel, added, stride, depth, features,
+        run({packed + begin * DEPTH, panel, added, depth, features,
              output + begin * output_stride + first, output_stride, map.gelu && last});
       }
     }
@@ -118,15 +122,16 @@ extern "C" int attnrx_maps(const int64_t* described, int maps, const float* rows
   const int64_t outputs = all_maps[maps - 1].outputs;
   int64_t most = 0;
   for (int i = 0; i + 1 < maps; i++) most = std::max(most, all_maps[i].outputs);
-  const int64_t fewest = (count + BLOCK - 1) / BLOCK;
+  const int64_t block = maps > 1 ? BLOCK : SINGLE, fewest = (count + block - 1) / block;
   const int64_t blocks = std::min((fewest + threads - 1) / threads * threads, count);
   int failed = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(| : failed)
-  for (int64_t block = 0; block < blocks; block++) {
-    const int64_t begin = count * block / blocks, end = count * (block + 1) / blocks;
+  for (int64_t part = 0; part < blocks; part++) {
+    const int64_t begin = count * part / blocks, end = count * (part + 1) / blocks;
     const int own = (int)(end - begin);
-    float* between = maps > 1 ? workspace.of((size_t)2 * own * most) : nullptr;
-    if (maps > 1 && !between) {
+    float* packed = workspace.of((size_t)own * (DEPTH + 2 * most));
+    float* between = packed + (size_t)own * DEPTH;
+    if (!packed) {
       failed = 1;
       continue;
     }
@@ -135,7 +140,7 @@ extern "C" int attnrx_maps(const int64_t* described, int maps, const float* rows
     for (int i = 0; i < maps; i++) {
       const bool last = i + 1 == maps;
       float* to = last ? output + begin * outputs : between + (i % 2) * own * most;
-      apply(all_maps[i], from, from_stride, own, to, all_maps[i].outputs);
+      apply(all_maps[i], from, from_stride, own, to, all_maps[i].outputs, packed);
       from = to;
       from_stride = all_maps[i].outputs;
     }
