@@ -287,8 +287,8 @@ def test_models_of_torchvision_are_loaded_by_name(tmp_path: Path) -> None:
     assert rx.models.family_of(built).costs(built).params == 86_567_656  # as torchvision's documentation states
     with pytest.raises(UnknownName, match="vit_b_16"):
         rx.load("torchvision:vit_b_61")
-    with pytest.raises(NotSupported, match="the class SwinTransformer is a hierarchical"):
-        rx.load("torchvision:swin_t", pretrained=False)
+    with pytest.raises(NotSupported, match="the class ResNet is a convolutional network without attention"):
+        rx.load("torchvision:resnet18", pretrained=False)
     with pytest.raises(InvalidInput, match="choose one"):
         rx.load("torchvision:vit_b_16", weights=tmp_path, pretrained=True)
     torch.save(models.VisionTransformer(16, 8, 1, 3, 12, 24).state_dict(), tmp_path / "small.pth")

@@ -6,7 +6,7 @@ A field describes one JSON value. `validated(value, field, path)` returns the va
 
 import math
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,13 @@ class Anything(Field):
 
 
 class Bounded(Field):
-    """An object whose integers, including nested ones, have an absolute value of at most `most`."""
+    """An object whose integers, including nested ones, have an absolute value of at most `most`; those of the fields
+    `counted` may have any.
+    """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, counted: Collection[str] = ()):
         super().__init__("an object", lambda value: isinstance(value, Mapping))
+        self.counted = counted
         self.integer = Field(f"an integer in -{most}..{most}", lambda value: abs(value) <= most)
 
     def check(self, value: Any, where: str) -> None:
@@ -111,7 +114,8 @@ class Bounded(Field):
     def _check_within(self, value: Any, where: str) -> None:
         if isinstance(value, Mapping):
             for name, part in value.items():
-                self._check_within(part, below(where, name))
+                if name not in self.counted:
+                    self._check_within(part, below(where, name))
         elif isinstance(value, list):
             for index, part in enumerate(value):
                 self._check_within(part, f"{where}[{index}]")

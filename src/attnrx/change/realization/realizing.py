@@ -210,6 +210,7 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
         PackedLinear(first.in_features, num_kept, bias=first.bias is not None),
         PackedLinear(num_kept, second.out_features),
     )
+    family.keep_units_(model, index, keep)
     for which, (linear, original) in enumerate(zip(small, (first, second), strict=True)):
         linear.to(original.weight.device, original.weight.dtype).train(original.training)
         family.set_mlp_(model, index, which, linear)

@@ -190,6 +190,11 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int) -> N
         )
     if not depths[0]:
         raise NotSupported("the MLPs of this model are not pairs of linear maps, which repair fits.")
+    if family_of(reference).mlp_paths(reference):
+        raise NotSupported(
+            "the attention of this model has no reader, so there is no block to repair; the second maps of MLPs are "
+            "those of the least-squares refit."
+        )
     if images < 2 * HELD_OUT:
         raise InvalidInput(f"repair was given {images} images; give at least {2 * HELD_OUT}, better 512 or more.")
 

@@ -36,6 +36,8 @@ from attnrx.vit.tokens import ALL_LAYERS, TokenPolicy
 def resumed(model: nn.Module, family: Family, given: Any, layer: int, earlier: Sequence[Any] = ()) -> Iterator[None]:
     """Skips the first `layer` blocks: the last of them returns `given`, in the format of a block's output.
 
+    Where attention is not read, blocks are MLPs with other parts between them: then only the last one is skipped.
+
     With 0 the whole model runs. Hooks on the blocks still run. `earlier` are the outputs of the other skipped blocks,
     where a decoder reads them.
     """
@@ -43,6 +45,8 @@ def resumed(model: nn.Module, family: Family, given: Any, layer: int, earlier: S
     # tables and the pooling; the skipped blocks return at once.
     with ExitStack() as stack:
         for index, block in enumerate(blocks_of(model, family)[:layer]):
+            if family.mlp_paths(model) and index < layer - 1:
+                continue
             output = given if index == layer - 1 else earlier[index] if earlier else None
             stack.enter_context(replacing_forward(block, partial(_skipped, output)))
         yield

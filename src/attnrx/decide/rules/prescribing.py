@@ -135,6 +135,12 @@ def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
             f"hidden and {' and '.join(linear)} in one prescription: the ranks of these maps depend on the units that "
             "stay. Realize hidden first, then diagnose and prescribe the result."
         )
+    of_attention = [name for name in ("qk", "vo", HEADS) if name in names]
+    if of_attention and not any(layer.spectrum.heads for layer in diagnosis.layers):
+        raise NotSupported(
+            f"{' and '.join(of_attention)} of a model without heads: its attention has no reader, or all of it was "
+            "removed. Prescribe hidden=..., e.g. hidden=total_rank:0.5."
+        )
     for index, layer in enumerate(diagnosis.layers):
         fixed = [name for name in names if name in layer.spectrum.fixed]
         if fixed:

@@ -153,6 +153,16 @@ class AdoptedFamily(Family):
             InvalidInput: The arguments are not those of a model.
         """
 
+    def creation(self, model: nn.Module) -> dict[str, Any] | None:
+        """Returns the `architecture` and the `arguments` with which `created` creates a model of any class of the
+        library, as far as the model states them; else None.
+        """
+        return None
+
+    def created(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        """Creates a model of any class of the library, also of one that is not read; by default by its name."""
+        return self.initialized(architecture, **arguments)
+
     def restore_buffers_(self, source: nn.Module) -> None:
         """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
 
@@ -283,20 +293,27 @@ class AdoptedFamily(Family):
             NotSupported: The model has an unsupported feature.
             CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
         """
-        if weights is not None and pretrained:
-            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
         with torch.device("meta"):
             self.require_supported(self.initialized(name, **arguments))  # before anything is downloaded or read
-        if weights is None and pretrained is not False:
-            return self.adopt(self.initialized(name, pretrained=True, **arguments), **self.input_format(name)).eval()
-        model = self.initialized(name, **arguments)
+        model = self.instance(name, weights=weights, pretrained=pretrained, **arguments)
+        return self.adopt(
+            model, **(self.input_format(name) if weights is None and pretrained is not False else {})
+        ).eval()
+
+    def instance(
+        self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
+    ) -> nn.Module:
+        """Returns the library's model with weights; the arguments are those of `load`."""
+        if weights is not None and pretrained:
+            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
+        model = self.initialized(name, pretrained=weights is None and pretrained is not False, **arguments)
         if weights is not None:
             state = read_weight_file(Path(weights))
             try:
                 model.load_state_dict(self.fitted(state, model), strict=True)
             except Exception as error:  # the conversions of libraries and torch raise errors of many types
                 raise CheckpointError(f"the weights in {weights} do not fit {self.name}:{name} ({error}).") from error
-        return self.adopt(model).eval()
+        return model
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         """Returns the tensors of a weight file as the library converts them for this model."""
@@ -470,6 +487,13 @@ class AdoptedFamily(Family):
             )
         # Before the MLPs are replaced: their paths are those after `_install_`, which fuses them.
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
+        self._shape_mlps_(adopted, description)
+        return adopted
+
+    def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
+        """Gives the MLPs of a model as its library creates it the described ranks and numbers of units, and the buffers
+        that are not saved their types.
+        """
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.get_submodule(owner)
@@ -477,6 +501,8 @@ class AdoptedFamily(Family):
         created_units = hidden_units(self.mlp(adopted))
         units = description.get("hidden_units", created_units)  # absent in files of earlier versions
         for layer, (pair, hidden) in enumerate(zip(description["mlp_ranks"], units, strict=True)):
+            if hidden != created_units[layer]:
+                self.keep_units_(adopted, layer, torch.arange(created_units[layer], device="cpu") < hidden)
             for which, rank in enumerate(pair):
                 linear: Any = self.mlp(adopted)[layer][which]
                 inputs, outputs = (hidden, linear.out_features) if which else (linear.in_features, hidden)
@@ -486,7 +512,6 @@ class AdoptedFamily(Family):
                 elif hidden != created_units[layer]:
                     # The second map has a bias after units were removed: the mean of what they gave.
                     self.set_mlp_(adopted, layer, which, PackedLinear(inputs, outputs, bias=has_bias or which == 1))
-        return adopted
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._adopted(model).origin.input_shape
@@ -512,6 +537,10 @@ class AdoptedFamily(Family):
             raise InvalidInput(f"patches of {down} x {right} of {name} do not tile images of {height} x {width}.")
         adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
         resize_tokens_(adopted, self)
+
+    def fit_created_(self, source: nn.Module, origin: Origin) -> None:
+        """Makes a model that a user's module created take images of the size of `origin`."""
+        self.resize_created_(source, self.origin_inside(source, {}), origin.input_shape[1:])
 
     def resize_created_(self, source: nn.Module, origin: Origin, size: tuple[int, int]) -> None:
         """Resizes the position embeddings of the library's own model, which a user's module created at another size."""

@@ -51,13 +51,14 @@ MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
+COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, of which nothing is built
 TOKENS = Record({"policy": Bounded(MOST_NUMBER), "by": Choice(REALIZATIONS), "heads": Integer(1, MAX_HEADS)})
 RECORD = Record(
     {
         "kind": Choice((KIND,)),
         "schema": Choice((SCHEMA,)),
         "family": Text(),
-        "model": Bounded(MOST_NUMBER),
+        "model": Bounded(MOST_NUMBER, COUNTED),
         "tokens": Optional(TOKENS),
         "weights_sha256": Text(),
         "notes": JSON_OBJECT,

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.support.atomic_writes import Parts
@@ -188,7 +190,15 @@ def load_model(
     # Without a colon it is a folder, also one that is called like a library.
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     if library in LIBRARIES and LIBRARIES[library].takes_weights:
-        return LIBRARIES[library].load(name, weights=weights, pretrained=pretrained)
+        family = LIBRARIES[library]
+        with torch.device("meta"):
+            outline = family.initialized(name)  # before anything is downloaded or read
+        if any(refusal.is_of_class for refusal in family.refusals(outline)):
+            instance = family.instance(name, weights=weights, pretrained=pretrained)
+            named = {"library": family.name, "architecture": name, "arguments": {}}
+            refuse = partial(family.require_supported, instance)
+            return _adopt_units(WholeFamily(LIBRARIES), instance, refuse, named).eval()
+        return family.load(name, weights=weights, pretrained=pretrained)
     if library == "lvvit" and weights is not None and not pretrained:
         return LVViTFamily().load(name, weights)
     is_saved = not library and is_model_folder(source)
@@ -246,6 +256,8 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
             continue
         if any(library.refusals(model)) and (found := whole.trunk_of(model)) is not None:
             return whole.adopt(model, *found)
+        if any(refusal.is_of_class for refusal in library.refusals(model)):
+            return _adopt_units(whole, model, partial(library.adopt, model))
         try:
             return library.adopt(model)
         except NotSupported as error:
@@ -257,9 +269,22 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
     _require_no_supported_part(model)
     found = whole.trunk_of(model)
     if found is None:
-        family_of(model)  # raises an error for a model without a family
-        return model
+        return _adopt_units(whole, model, lambda: family_of(model))
     return whole.adopt(model, *found)
+
+
+def _adopt_units(
+    whole: WholeFamily, model: nn.Module, refuse: Callable[[], object], named: dict[str, Any] | None = None
+) -> nn.Module:
+    """Adopts the MLPs of a model that no reader reads; without any it is refused as before, by `refuse`."""
+    try:
+        return whole.adopt_units(model, named)
+    except NotSupported as error:
+        try:
+            refuse()
+        except NotSupported as refusal:
+            raise refusal from error
+        raise
 
 
 def save_model(

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts
@@ -56,6 +56,13 @@ class Family(ABC):
         """Returns the two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another
         kind.
         """
+
+    def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the path of the part around every MLP, where the attention of the model is not read; else ()."""
+        return ()
+
+    def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
+        """Removes the other units from what has weights per unit between the two maps of one layer's MLP."""
 
     def has_plain_units(self, model: nn.Module) -> bool:
         """Returns whether only an activation is between the two maps of every MLP, so that its units are separate."""

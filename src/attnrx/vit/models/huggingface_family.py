@@ -349,8 +349,7 @@ class HuggingFaceFamily(AdoptedFamily):
             InvalidInput: The model takes images of another shape than stated.
         """
         name, config = type(model).__name__, model.config
-        arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
-        arguments.pop("_name_or_path", None)  # the source path is no part of the model
+        arguments = _settings(config)
         reader, source = reader_of(model), getattr(config, "_name_or_path", "")
         model_shape = image_shape(reader.input.shape(reader.body_of(model).config))
         if source and not stated.get("preprocessing"):
@@ -388,6 +387,22 @@ class HuggingFaceFamily(AdoptedFamily):
             raise UnknownName("class of transformers", origin.architecture, READERS)
         kind = _transformers(origin.architecture)
         return kind(kind.config_class.from_dict(dict(origin.arguments)))
+
+    def creation(self, model: nn.Module) -> dict[str, Any] | None:
+        """Returns the class and the configuration of a model of any class of transformers."""
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "to_json_string") or getattr(_transformers(""), type(model).__name__, None) is not type(
+            model
+        ):
+            return None
+        return {"architecture": type(model).__name__, "arguments": _settings(config)}
+
+    def created(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        kind = getattr(_transformers(""), architecture, None)
+        # A name in a file may be that of any object of transformers.
+        if not (isinstance(kind, type) and issubclass(kind, _transformers("PreTrainedModel"))):
+            raise UnknownName("class of transformers", architecture, READERS)
+        return kind(kind.config_class.from_dict(dict(arguments)))  # type: ignore[attr-defined]
 
     def restore_buffers_(self, source: nn.Module) -> None:
         for path, buffers in unsaved_buffers(source, meta=True).items():
@@ -492,6 +507,13 @@ def interpolates(source: nn.Module) -> bool:
     )
 
 
+def _settings(config: Any) -> dict[str, Any]:
+    """Returns a configuration as JSON values."""
+    settings = json.loads(config.to_json_string(use_diff=False))
+    settings.pop("_name_or_path", None)  # the source path is no part of the model
+    return settings
+
+
 def _refuse_save(*_: object, **__: object) -> None:
     raise NotSupported(
         "save_pretrained of the part `source` would write a folder that transformers opens with random attention. Save "
@@ -533,7 +555,8 @@ def _class_of(config: Any) -> Any:
 
 def _transformers(name: str) -> Any:
     try:
-        return getattr(importlib.import_module("transformers"), name)
+        transformers = importlib.import_module("transformers")
+        return getattr(transformers, name) if name else transformers
     except ModuleNotFoundError as error:
         raise NotSupported(
             f"models of Hugging Face need the package transformers ({error}): pip install transformers."

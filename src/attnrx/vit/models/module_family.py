@@ -93,23 +93,7 @@ class ModuleFamily(ReaderFamily):
         """
         reader: Reader = from_dict(origin.arguments["reader"], (Reader,), "reader")
         factory, arguments = self.factory or _imported(origin.architecture), dict(reader.arguments)
-        try:
-            model = factory(**arguments)
-        except TypeError as error:
-            raise InvalidInput(
-                f"{origin.architecture} could not be created again with {arguments}: {error}. Give its arguments, "
-                "attnrx.Reader(arguments={...}, ...), or a factory that needs none: attnrx.load(..., factory=...)."
-            ) from error
-        except AttnrxError:
-            raise
-        except Exception as error:
-            raise UserCodeError(
-                f"the factory of {origin.architecture} raised {type(error).__name__}: {described_error(error)}"
-            ) from error
-        if not isinstance(model, nn.Module):
-            raise InvalidInput(
-                f"the factory of {origin.architecture} returned {described(model)}: give one that returns the model."
-            )
+        model = created_by(factory, origin.architecture, arguments)
         unsaved = unsaved_buffers(model, meta=True)
         if unsaved:  # the module itself computes their values: it is created once more, on the CPU
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -122,6 +106,29 @@ class ModuleFamily(ReaderFamily):
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
         return ModuleFamily(_blueprint(adopted.source).factory)._created(adopted.origin)
+
+
+def created_by(factory: Factory, name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
+    """Returns the module that a class or a factory of the user's creates.
+
+    Raises:
+        InvalidInput: It takes other arguments, or returns no module.
+        UserCodeError: It raised an exception.
+    """
+    try:
+        model = factory(**(arguments or {}))
+    except AttnrxError:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError) and arguments is not None:
+            raise InvalidInput(
+                f"{name} could not be created again with {arguments}: {error}. Give its arguments, "
+                "attnrx.Reader(arguments={...}, ...), or a factory that needs none: attnrx.load(..., factory=...)."
+            ) from error
+        raise UserCodeError(f"the factory of {name} raised {type(error).__name__}: {described_error(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"the factory of {name} returned {described(model)}: give one that returns the model.")
+    return model
 
 
 def _with_blueprint(model: nn.Module, blueprint: Blueprint) -> nn.Module:

@@ -178,11 +178,13 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
     """Returns the path of the block around every attention layer: the layer's path up to its last number, or up to its
-    last name that ends with a number.
+    last name that ends with a number. Where attention is not read, it is the part around every MLP.
 
     Raises:
         NotSupported: A layer is in no numbered block.
     """
+    if unread := family.mlp_paths(model):
+        return unread
     paths = {id(module): name for name, module in model.named_modules()}
     names = []
     for layer in family.attention(model):

@@ -273,17 +273,7 @@ class TimmFamily(AdoptedFamily):
                 f"this {type(model).__name__} has no pretrained_cfg with an architecture. Create it with "
                 "timm.create_model, which stores its arguments on the model, and load the weights into that."
             )
-        name = facts["architecture"]
-        # get_model_args omits the drop rates, which belong to the model when it is trained further.
-        arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
-        try:
-            arguments = json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
-        except TypeError as error:
-            raise NotSupported(
-                f"{name} was created with an argument that cannot be saved ({error}). Layers can be classes of "
-                "torch.nn and timm.layers, with keywords (functools.partial), and activations and norms names, e.g. "
-                "act_layer='gelu'. For a class of your own give attnrx.load(model, reader=attnrx.Reader(...))."
-            ) from error
+        name, arguments = facts["architecture"], _arguments(model)
         # Read from the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
         embedding: Any = model.patch_embed
         native_shape = image_shape((embedding.proj.in_channels, *embedding.img_size))
@@ -301,6 +291,18 @@ class TimmFamily(AdoptedFamily):
         data = _timm("data").resolve_data_config(pretrained_cfg=facts)
         settings = {field: data[field] for field in ("crop_pct", "crop_mode", "interpolation")}
         return Origin(name, arguments, shape, mean, std, settings)
+
+    def creation(self, model: nn.Module) -> dict[str, Any] | None:
+        facts = getattr(model, "pretrained_cfg", None) or {}
+        if "architecture" not in facts:
+            return None
+        try:
+            return {"architecture": facts["architecture"], "arguments": _arguments(model)}
+        except NotSupported:
+            return None
+
+    def created(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        return self.create(Origin(architecture, arguments, (1, 1, 1), (0.5,), (0.5,)))
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source, origin = adopted.source, adopted.origin
@@ -443,6 +445,21 @@ class TimmFamily(AdoptedFamily):
         # The attention pooling of VisionTransformer may leave the prefix tokens out.
         excludes = getattr(adopted.source, "pool_include_prefix", True) is False
         return super().head_macs(adopted, tokens - self.parts(adopted.source).prefix_tokens if excludes else tokens)
+
+
+def _arguments(model: Any) -> dict[str, Any]:
+    """Returns the arguments of timm's entrypoint, as JSON values."""
+    # get_model_args omits the drop rates, which belong to the model when it is trained further.
+    arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
+    try:
+        return json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
+    except TypeError as error:
+        raise NotSupported(
+            f"{model.pretrained_cfg['architecture']} was created with an argument that cannot be saved ({error}). "
+            "Layers can be classes of torch.nn and timm.layers, with keywords (functools.partial), and activations and "
+            "norms names, e.g. act_layer='gelu'. For a class of your own give attnrx.load(model, "
+            "reader=attnrx.Reader(...))."
+        ) from error
 
 
 def _described_layer(value: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+# The attention of a library's own block, and what it is part of; not something that a user can create otherwise.
 NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
 POOLING = "attn_pool"  # a pooling head before the classifier, not the attention of a layer
 
@@ -15,6 +16,11 @@ class Refusal:
 
     reason: str
     remedy: str = ""
+
+    @property
+    def is_of_class(self) -> bool:
+        """Whether the architecture is not read, rather than a part or a setting that its user can change."""
+        return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
 
 
 # The parts of attention modules that show a feature, unless they are None or an identity.

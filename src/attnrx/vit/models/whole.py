@@ -15,13 +15,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described, described_error
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.support.trees import rows_of, tensors_of
-from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
@@ -34,7 +32,9 @@ from attnrx.vit.models.foreign_code import (
     require_unchanged,
     require_uncompiled,
 )
+from attnrx.vit.models.module_family import created_by
 from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout, TokenPolicy
@@ -50,7 +50,8 @@ class Surroundings:
     class without arguments), `path` that of the Vision Transformer, "" where it is the module itself, and `family` that
     of its library. `read_blocks` are the indices of the blocks whose patch tokens other parts than the next block read.
     `sizes` are the numbers per image of every tensor that is returned, by their places, `outputs` the name of the
-    `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer.
+    `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer. `creation` is how a
+    library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.created`).
     """
 
     name: str
@@ -61,6 +62,7 @@ class Surroundings:
     sizes: Mapping[str, int]
     outputs: str
     macs: int
+    creation: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Surroundings":
@@ -145,6 +147,17 @@ class Whole(nn.Module):
             self.trunk.tokens = value  # its costs, features and forward passes are those with the policy
 
 
+def _of_trunk(name: str) -> Any:
+    """Returns the method of this name that is that of the library's family, for the Vision Transformer inside."""
+
+    def method(self: "WholeFamily", model: nn.Module, *arguments: Any) -> Any:
+        _, trunk, family = self._of(model)
+        return getattr(family, name)(trunk, *arguments)
+
+    method.__doc__ = getattr(AdoptedFamily, name).__doc__
+    return method
+
+
 class WholeFamily(Family):
     """Users' own modules that contain one Vision Transformer of a library, or are one with parts of their own.
 
@@ -157,7 +170,8 @@ class WholeFamily(Family):
     exposes_tokens = True
 
     def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):
-        self.libraries = {family.name: family for family in libraries.values()}
+        self.libraries: dict[str, AdoptedFamily] = {family.name: family for family in libraries.values()}
+        self.units = UnitsFamily()
         self.factory = factory
 
     def trunk_of(self, model: nn.Module) -> tuple[str, AdoptedFamily] | None:
@@ -180,6 +194,36 @@ class WholeFamily(Family):
                 f"one. Give model.get_submodule({next(iter(found))!r})."
             )
         return next(iter(found.items()), None)
+
+    def adopt_units(self, model: nn.Module, named: Mapping[str, Any] | None = None) -> Whole:
+        """Returns a deep copy of a module that no reader reads, of which MLPs are adopted.
+
+        `named` is how a library creates it, where that is known. The module itself is compared with what is created so.
+
+        Raises:
+            NotSupported: It has no MLP whose units are separate, or is refused as by `adopt`.
+        """
+        whole = self.adopt(model, "", self.units)
+        library = next((each for each in self.libraries.values() if each.adopts(model)), None)
+        stated = None if library is None else library.creation(model)
+        creation = named or (stated and {"library": library.name, **stated})  # type: ignore[union-attr]
+        if self.factory is None and creation and self._creates(creation, model, whole):
+            whole.around = replace(whole.around, creation=creation)
+        return whole
+
+    def _creates(self, creation: Mapping[str, Any], model: nn.Module, whole: Whole) -> bool:
+        """Whether a library creates the module so, up to its weights."""
+        try:
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]), evaluating((model,)):
+                created = self._by_library(creation).to(next(model.parameters())).eval()
+                created.load_state_dict(model.state_dict())
+                images = _random_images(whole)
+                return not _differing(tensors_of(model(images)), tensors_of(created(images)))
+        except (AttnrxError, RuntimeError):  # it was changed after it was created
+            return False
+
+    def _by_library(self, creation: Mapping[str, Any]) -> nn.Module:
+        return self.libraries[creation["library"]].created(creation["architecture"], creation["arguments"])
 
     def adopt(self, model: nn.Module, path: str, family: AdoptedFamily, input_shape: Any = None) -> Whole:
         """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
@@ -221,7 +265,7 @@ class WholeFamily(Family):
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
             macs=_outer_macs(model, whole) if path else 0,
-            read_blocks=_read_blocks(whole, family),
+            read_blocks=_read_blocks(whole, family) if every else (),
         )
         return whole
 
@@ -264,7 +308,7 @@ class WholeFamily(Family):
             InvalidInput: What was created has another Vision Transformer.
         """
         around = Surroundings.read(description["around"])
-        family = self.libraries[around.family]
+        family = self._family(around.family)
         # With values, because the code of a module may read those of its buffers.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             module = self._created(around)
@@ -275,23 +319,17 @@ class WholeFamily(Family):
             raise InvalidInput(f"{around.path or 'the model'} of {around.name} is no model of {family.library}.")
         origin = family.described_origin(description)
         with torch.device("cpu"):
-            family.resize_created_(source, family.origin_inside(source, {}), origin.input_shape[1:])
+            family.fit_created_(source, origin)
         shape = _Shape(module)
         return Whole(module, family.shaped(source, description), shape, around)
 
     def _created(self, around: Surroundings) -> nn.Module:
-        function = self.factory or _creator(around)
-        try:
-            module = function()
-        except AttnrxError:
-            raise
-        except Exception as error:
-            raise UserCodeError(
-                f"the factory of {around.name} raised {type(error).__name__}: {described_error(error)}"
-            ) from error
-        if not isinstance(module, nn.Module):
-            raise InvalidInput(f"the factory of {around.name} returned {described(module)}: give one of the model.")
-        return module
+        if self.factory is None and around.creation is not None:
+            return self._by_library(around.creation)
+        return created_by(self.factory or _creator(around), around.name)
+
+    def _family(self, name: str) -> AdoptedFamily:
+        return self.units if name == self.units.name else self.libraries[name]
 
     def library_model(self, model: nn.Module) -> nn.Module:
         return self._of(model)[0].shape.fresh()
@@ -322,66 +360,40 @@ class WholeFamily(Family):
             # All patches are restored where they are read, so that the pooling is that of the module itself.
             return TokenLayout(parts.prefix_tokens, family.positions(trunk), parts.has_class_token, "class")
 
-    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        _, trunk, family = self._of(model)
-        return family.attention(trunk)
+    attention = _of_trunk("attention")
+    set_attention_ = _of_trunk("set_attention_")
+    mlp = _of_trunk("mlp")
+    set_mlp_ = _of_trunk("set_mlp_")
+    has_plain_units = _of_trunk("has_plain_units")
+    keep_units_ = _of_trunk("keep_units_")
+    input_shape = _of_trunk("input_shape")
+    normalization = _of_trunk("normalization")
+    geometry = _of_trunk("geometry")
+    patch_features = _of_trunk("patch_features")
+    patch_embedding = _of_trunk("patch_embedding")
+    pooled_norm = _of_trunk("pooled_norm")
 
-    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        _, trunk, family = self._of(model)
-        family.set_attention_(trunk, layer, attention)
-
-    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        _, trunk, family = self._of(model)
-        return family.mlp(trunk)
-
-    def has_plain_units(self, model: nn.Module) -> bool:
-        _, trunk, family = self._of(model)
-        return family.has_plain_units(trunk)
-
-    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        _, trunk, family = self._of(model)
-        family.set_mlp_(trunk, layer, which, linear)
-
-    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        _, trunk, family = self._of(model)
-        return family.input_shape(trunk)
-
-    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        _, trunk, family = self._of(model)
-        return family.normalization(trunk)
-
-    def geometry(self, model: nn.Module) -> ImageGeometry | None:
-        _, trunk, family = self._of(model)
-        return family.geometry(trunk)
+    def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
+        whole, trunk, family = self._of(model)
+        paths = (path.removeprefix("source") for path in family.mlp_paths(trunk))
+        return tuple(f"module.{whole.around.path}".rstrip(".") + path for path in paths)
 
     def knows_normalization(self, model: nn.Module) -> bool:
         _, trunk, family = self._of(model)
         return family.knows_normalization(trunk) and bool(trunk.origin.preprocessing)
 
-    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        _, trunk, family = self._of(model)
-        return family.patch_features(trunk, images)
-
     def output_kind(self, model: nn.Module) -> str:
         return self._of(model)[0].around.outputs
 
-    def patch_embedding(self, model: nn.Module) -> nn.Module:
-        _, trunk, family = self._of(model)
-        return family.patch_embedding(trunk)
-
-    def pooled_norm(self, model: nn.Module) -> nn.Module:
-        _, trunk, family = self._of(model)
-        return family.pooled_norm(trunk)
-
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the classifiers of a module that is a Vision Transformer itself; those of others are not known."""
+        """Returns the classifiers of a module without other parts around; those of others are not known."""
         whole, trunk, family = self._of(model)
         return () if whole.around.path else family.heads(trunk)
 
     def _of(self, model: nn.Module) -> tuple[Whole, Adopted, AdoptedFamily]:
         if not isinstance(model, Whole):
             raise InvalidInput(f"{model_name(model)} is no module with an adopted part; call attnrx.load(model) first.")
-        return model, model.trunk, self.libraries[model.around.family]
+        return model, model.trunk, self._family(model.around.family)
 
 
 def needed_to_load(model: nn.Module) -> str:
@@ -389,6 +401,8 @@ def needed_to_load(model: nn.Module) -> str:
     if not isinstance(model, Whole):
         return ""
     around = model.around
+    if around.creation is not None:
+        return ""
     if around.factory is not None:
         return f"attnrx.load(folder, factory={around.factory!r})"
     try:

@@ -1,0 +1,656 @@
+"""Models that no reader reads: the hidden units of their MLPs, found by structure and proved on random images.
+
+Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer: two linear
+maps, or 1 x 1 convolutions, between which every unit is computed from itself. Units can be removed from any of them;
+the attention around them is not read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrx.support.arguments import described_error
+from attnrx.support.dataclass_records import from_dict, to_dict
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
+from attnrx.support.trees import tensors_of
+from attnrx.vit.attention import Attention
+from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
+from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
+from attnrx.vit.models.adopted import Adopted, Origin, image_shape
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
+from attnrx.vit.models.family import MLPRanks, num_outputs
+from attnrx.vit.models.library_costs import mlp_costs, num_params
+from attnrx.vit.models.mlp import hidden_units, rank_of
+from attnrx.vit.models.observation_hooks import evaluating, replacing_forward
+from attnrx.vit.models.unsupported_features import Refusal, model_name
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import TokenLayout, TokenPolicy
+
+# The sides of images that are tried on a model that does not state its own.
+SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
+# Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
+LEAST_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two maps between which every unit is computed from itself alone.
+
+    `first` and `second` are their paths, `between` those of the depthwise convolutions and batch norms between them,
+    and `block` that of the smallest part that is called around both. `positions` are the places per image that the maps
+    run at, `unit_macs` the MACs per image of one unit between them.
+    """
+
+    first: str
+    second: str
+    between: tuple[str, ...]
+    block: str
+    positions: int = 0
+    unit_macs: int = 0
+
+
+class Pointwise(nn.Module):
+    """A linear map of the channels of [batch, channels, height, width], in the place of a 1 x 1 convolution."""
+
+    def __init__(self, linear: nn.Module):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, maps: Float[Tensor, "batch inputs height width"]) -> Float[Tensor, "batch outputs height width"]:
+        linear: Any = self.linear
+        # Who observes or replaces the linear map gets the features of a position last, as everywhere; a convolution
+        # needs no copy of them in that order.
+        is_watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+        if is_watched or type(linear) is not PackedLinear or not linear.weight.numel():
+            return linear(maps.movedim(1, -1)).movedim(-1, 1)
+        return F.conv2d(maps, linear.weight[:, :, None, None], linear.bias)
+
+
+class UnitsModel(Adopted):
+    """A module of any class, `source`, of which the hidden units of MLPs are read and nothing else."""
+
+    pairs: tuple[Pair, ...] = ()
+    outer_macs = 0
+    head = ""
+
+
+class UnitsFamily(AdoptedFamily):
+    """Modules of any class with MLPs whose units are separate; `WholeFamily` adopts them, as modules of users.
+
+    A layer is one MLP. Its attention has no heads, whatever the module has around it.
+    """
+
+    name = "units"
+    library = ""
+    model_type = UnitsModel
+
+    def adopts(self, model: nn.Module) -> bool:
+        return True
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        return iter(())
+
+    def parts(self, source: nn.Module) -> ModelParts:
+        return ModelParts("", "", "", "", (), (), (), pooling="parts that are not read")
+
+    def require_supported(self, model: nn.Module) -> None:
+        """Reads no class, and refuses none: `_install_` finds MLPs or raises NotSupported."""
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        raise NotSupported(f"{model_name(model)} has no reader.")
+
+    def create(self, origin: Origin) -> nn.Module:
+        raise NotSupported(f"{origin.architecture} has no reader.")
+
+    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
+        raise NotSupported("a model without a reader has no name.")
+
+    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
+        raise NotSupported(f"the attention of {model_name(source)} has no reader.")
+
+    def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Returns the input format: the first stated or common size that the module runs at.
+
+        Raises:
+            NotSupported: It runs at none of them.
+        """
+        failures = []
+        for shape in _shapes(model, stated):
+            try:
+                with evaluating((model,)):
+                    model(_random_images(model, shape, 1))
+            except Exception as error:  # the code of a module raises errors of any type
+                failures.append(f"{type(error).__name__}: {described_error(error)}")
+                continue
+            facts = getattr(model, "pretrained_cfg", None) or {}
+            half = (0.5,) * shape[0]
+            mean, std = (tuple(stated.get(name) or facts.get(name) or half) for name in ("mean", "std"))
+            if len(mean) != shape[0]:
+                mean, std = half, half
+            return Origin(type(model).__name__, {}, shape, mean, std, stated.get("preprocessing") or {})
+        raise NotSupported(
+            f"{model_name(model)} has no reader, and cannot be called with images of any common size, which is needed "
+            f"to find its MLPs: {failures[0] if failures else 'it has no convolution'}."
+        )
+
+    def fit_created_(self, source: nn.Module, origin: Origin) -> None:
+        """Changes nothing: what creates the module creates it for its own size."""
+
+    def resize_created_(self, source: nn.Module, origin: Origin, size: tuple[int, int]) -> None:
+        """Changes nothing, as the module has no position embeddings that are read."""
+
+    def resize_inside_(self, adopted: Adopted, height: int, width: int) -> None:
+        shape = (adopted.origin.input_shape[0], height, width)
+        try:
+            self._measure_(adopted, shape)
+        except Exception as error:  # the code of a module raises errors of any type
+            raise NotSupported(
+                f"{adopted.origin.architecture} does not take images of {height} x {width}: it raises "
+                f"{type(error).__name__}: {described_error(error)}"
+            ) from error
+        adopted.origin = replace(adopted.origin, input_shape=shape)
+
+    def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        return ()
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        return nn.Identity()
+
+    def _converted_attention(self, source: nn.Module) -> list[Attention]:
+        return []
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        """Makes the maps of all pairs linear maps; finds the pairs where they are not known."""
+        found = self._units(adopted)
+        if not found.pairs:
+            pairs, head = separate_pairs(found.source, found.origin.input_shape)
+            vars(found).update(pairs=pairs, head=head)
+            if not found.pairs:
+                raise NotSupported(
+                    f"{model_name(found.source)} has no reader, and no MLP of two linear maps or 1 x 1 convolutions "
+                    "with only an activation, a dropout, a depthwise convolution or a batch norm between them."
+                )
+        for pair in found.pairs:
+            for path in (pair.first, pair.second):
+                part: Any = found.source.get_submodule(path)
+                if isinstance(part, nn.Linear):
+                    packed_(part)
+                    continue
+                with torch.device("meta"):
+                    linear = PackedLinear(part.in_channels, part.out_channels, part.bias is not None)
+                weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
+                linear.weight, linear.bias = weight, part.bias
+                found.source.set_submodule(path, Pointwise(linear).train(part.training))
+        if not next(found.source.parameters()).is_meta and not found.pairs[0].positions:
+            self._measure_(found, found.origin.input_shape)
+
+    def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
+        """Measures the places that every MLP runs at, and the MACs of all else, in a forward pass."""
+        found, measured = self._units(adopted), list(self._units(adopted).pairs)
+
+        def note(index: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+            measured[index] = replace(measured[index], positions=args[0][..., 0].numel(), unit_macs=0)
+
+        def add(index: int, part: nn.Module, _: object, output: Tensor) -> None:
+            weight: Any = part.weight
+            positions = output.numel() // weight.shape[0]
+            measured[index] = replace(
+                measured[index], unit_macs=measured[index].unit_macs + positions * weight[0].numel()
+            )
+
+        with evaluating((found.source,)), ExitStack() as hooks, FlopCounterMode(display=False) as counter:
+            for index, (first, _) in enumerate(self.mlp(found)):
+                hooks.enter_context(first.register_forward_pre_hook(partial(note, index)))
+                for path in measured[index].between:
+                    part = found.source.get_submodule(path)
+                    if isinstance(part, nn.Conv2d):
+                        hooks.enter_context(part.register_forward_hook(partial(add, index)))
+            found.source(_random_images(found.source, shape, 1))
+        vars(found)["pairs"] = tuple(measured)
+        inside = sum(layer.mlp.macs for layer in self.costs(found).layers)
+        vars(found)["outer_macs"] = counter.get_total_flops() // 2 - inside  # torch counts two operations for one MAC
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        with torch.device("cpu"):
+            return tuple(Attention(_without_heads(second.out_features)) for _, second in self._maps_of(model))
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        """Changes nothing: the attention that is not read has no heads."""
+
+    def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
+        return tuple(f"source.{pair.block}".rstrip(".") for pair in self._units(model).pairs)
+
+    def _maps_of(self, model: nn.Module) -> Iterator[tuple[Any, Any]]:
+        found = self._units(model)
+        for pair in found.pairs:
+            first, second = (found.source.get_submodule(path) for path in (pair.first, pair.second))
+            yield tuple(part.linear if isinstance(part, Pointwise) else part for part in (first, second))  # type: ignore[misc]
+
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        return tuple(self._maps_of(model))
+
+    def has_plain_units(self, model: nn.Module) -> bool:
+        return True
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        found = self._units(model)
+        pair = found.pairs[layer]
+        path = (pair.first, pair.second)[which]
+        if isinstance(found.source.get_submodule(path), Pointwise):
+            path = f"{path}.linear"
+        found.source.set_submodule(path, linear.train(found.source.get_submodule(path).training))
+
+    def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:
+        found = self._units(model)
+        for path in found.pairs[layer].between:
+            if not bool(keep.any()):
+                raise NotSupported(f"no unit of the MLP {found.pairs[layer].block} would be left; keep one or more.")
+            keep_units_of_(found.source.get_submodule(path), keep)
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        found = self._units(model)
+        pairs = [to_dict(pair) for pair in found.pairs]
+        own = {"attention": [], "pairs": pairs, "outer_macs": found.outer_macs, "head": found.head}
+        return {**super().describe(model), **own}
+
+    def shaped(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
+        adopted = UnitsModel(created, self.described_origin(description))
+        pairs = tuple(from_dict(pair, (Pair,)) for pair in description["pairs"])
+        vars(adopted).update(pairs=pairs, outer_macs=description["outer_macs"], head=description["head"])
+        missing = [
+            path
+            for pair in pairs
+            for path in (pair.first, pair.second, *pair.between)
+            if path not in dict(created.named_modules())
+        ]
+        if missing:
+            raise InvalidInput(f"{adopted.origin.architecture} was created without the part {missing[0]!r:.80}.")
+        self._install_(adopted, ())
+        self._shape_mlps_(adopted, description)
+        return adopted
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._units(model).origin.input_shape
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        raise NotSupported(self._unread(model, "tokens cannot be pruned or merged, and attention maps are not shown"))
+
+    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
+        raise NotSupported(self._unread(model, "the features of patches are not known"))
+
+    def _unread(self, model: nn.Module, what: str) -> str:
+        name = self._units(model).origin.architecture
+        return f"the attention of {name} has no reader, so {what}: prescribe hidden=..., e.g. hidden=total_rank:0.5."
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        return nn.Identity()
+
+    def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
+        found = self._units(model)
+        head = found.source.get_submodule(found.head) if found.head else nn.Identity()
+        return (head,) if num_outputs(head) else ()
+
+    def positions(self, adopted: Adopted) -> int:
+        return 1
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
+        tokens: TokenPolicy | None = None,
+        hidden: tuple[int, ...] | None = None,
+    ) -> ModelCosts:
+        """Returns the costs of the MLPs, with other ranks or numbers of units; all other parts count as patches.
+
+        Raises:
+            NotSupported: A token policy is given.
+        """
+        found, maps = self._units(model), self.mlp(model)
+        if tokens is not None:
+            self.token_layout(model)
+        ranks = [(rank_of(first), rank_of(second)) for first, second in maps] if mlp_ranks is None else mlp_ranks
+        before = hidden_units(maps)
+        units = before if hidden is None else hidden
+        if len(ranks) != len(maps) or len(units) != len(maps):
+            raise InvalidInput(
+                f"{len(ranks)} pairs of MLP ranks and {len(units)} numbers of hidden units for {len(maps)} MLPs: give "
+                "one for each."
+            )
+        layers, inside = [], 0
+        for pair, linears, ranks_of, count, now in zip(found.pairs, maps, ranks, units, before, strict=True):
+            between = sum(num_params(found.source.get_submodule(path)) for path in pair.between)
+            inside += between + sum(map(num_params, linears))
+            mlp = mlp_costs(linears, pair.positions, linears, ranks_of, count)
+            mlp += PartCosts(between * count // max(now, 1), pair.unit_macs * count)
+            spec = _without_heads(linears[1].out_features)  # type: ignore[arg-type]
+            layers.append(replace(layer_costs(spec, pair.positions, 0), mlp=mlp, layer_norms=PartCosts()))
+        outside = PartCosts(num_params(found.source) - inside, found.outer_macs)
+        return ModelCosts(outside, tuple(layers), PartCosts(), 0, outer_norm_features=0)
+
+    def _units(self, model: nn.Module) -> UnitsModel:
+        if not isinstance(model, UnitsModel):
+            raise InvalidInput(f"{model_name(model)} has no adopted MLPs; call attnrx.load(model) first.")
+        return model
+
+
+def _without_heads(width: int) -> AttentionSpec:
+    """Returns the shape of attention that is not read: it has no heads, and costs nothing."""
+    return AttentionSpec("dense", width, 1, (), (), 1.0, 1, biases=())
+
+
+def _shapes(model: nn.Module, stated: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+    """Yields the shapes of images that a module may take: those that it states first."""
+    parts = list(model.modules())
+    convolution = next((part for part in parts if isinstance(part, nn.Conv2d)), None)
+    if stated.get("input_shape"):
+        yield image_shape(stated["input_shape"])
+        return
+    if convolution is None:
+        return
+    facts: Any = getattr(model, "pretrained_cfg", None) or {}
+    config = getattr(model, "config", None)
+    channels = getattr(config, "num_channels", None) or convolution.in_channels
+    hints = [getattr(part, name, None) for part in parts for name in ("img_size", "image_size")]
+    hints += [getattr(config, "image_size", None), facts.get("input_size", (0, 0, 0))[1:]]
+    for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
+        sides = (hint, hint) if isinstance(hint, int) else hint
+        if isinstance(sides, tuple) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
+            yield channels, sides[0], sides[1]
+
+
+def _random_images(model: nn.Module, shape: tuple[int, ...], count: int) -> Tensor:
+    parameter = next(model.parameters())
+    if parameter.is_meta:
+        return parameter.new_empty(count, *shape)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((count, *shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)
+
+
+# Finding the pairs.
+
+
+def _is_map(part: nn.Module) -> bool:
+    """Whether a part is a linear map of the features of every position."""
+    if type(part) is nn.Conv2d:
+        ones, zeros = (1, 1), (0, 0)
+        return part.kernel_size == part.stride == ones and part.padding == zeros and part.groups == 1
+    return type(part) in (nn.Linear, PackedLinear)
+
+
+def _units_last(part: nn.Module, features: Tensor) -> Tensor:
+    return features.movedim(1, -1) if isinstance(part, nn.Conv2d) else features
+
+
+def _sides(part: Any) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs of a map."""
+    if isinstance(part, nn.Conv2d):
+        return part.in_channels, part.out_channels
+    return part.in_features, part.out_features
+
+
+def _is_per_unit(part: nn.Module, units: int) -> bool:
+    """Whether a part has weights of its own for each of so many units, and computes each from itself."""
+    if isinstance(part, _BatchNorm):
+        return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
+    return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
+
+
+def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
+    """Removes the units that are not kept from a depthwise convolution or a batch norm, in place."""
+    count = int(keep.sum())
+    for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+        if tensor.ndim:  # the number of batches of a batch norm is one number
+            kept = tensor.detach()[keep.to(tensor.device)].clone() if not tensor.is_meta else tensor[:count]
+            if name in part._parameters:
+                part._parameters[name] = nn.Parameter(kept, tensor.requires_grad)
+            else:
+                part._buffers[name] = kept
+    if isinstance(part, nn.Conv2d):
+        part.groups = part.in_channels = part.out_channels = count
+    else:
+        part.num_features = count
+
+
+@dataclass
+class _Call:
+    """The calls of a part in a forward pass: their number, the parts around the last one, its input and output."""
+
+    count: int
+    around: tuple[str, ...]
+    inputs: torch.Size
+    outputs: torch.Size
+    returned: Tensor
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Call], set[str], Any]:
+    """Runs the model; returns its parts without parts in the order of their calls, the calls of its maps, the parts
+    whose first argument is a tensor and that are called once, and the output.
+    """
+    order: list[str] = []
+    calls: dict[str, _Call] = {}
+    around: list[str] = []
+    numbers: dict[str, int] = {}
+
+    def enter(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        around.append(path)
+        takes_tensor = isinstance(next(iter((*args, *kwargs.values())), None), Tensor)
+        numbers[path] = numbers.get(path, 0) + (1 if takes_tensor else 2)
+        if isinstance(part, _BatchNorm) or not list(part.children()):
+            order.append(path)
+
+    def leave(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        around.pop()
+        if _is_map(part):
+            count = 1 + (calls[path].count if path in calls else 0)
+            calls[path] = _Call(count, tuple(around), _first_tensor(args, kwargs).shape, output.shape, output)
+
+    with evaluating((model,)), ExitStack() as hooks:
+        for path, part in model.named_modules():
+            hooks.enter_context(part.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(partial(leave, path), with_kwargs=True))
+        output = model(images)
+    return order, calls, {path for path, number in numbers.items() if number == 1}, output
+
+
+def _candidates(model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], blocks: set[str]) -> Iterator[Pair]:
+    """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
+    part with weights is between them than such with weights per unit.
+    """
+    named, used = dict(model.named_modules()), set()
+    for start, first in enumerate(order):
+        if first not in calls or first in used or calls[first].count > 1:
+            continue
+        units, between = _sides(named[first])[1], []
+        for path in order[start + 1 :]:
+            part = named[path]
+            if path in calls:
+                shapes = (
+                    _positions(named[first], calls[first].outputs),
+                    _positions(part, calls[path].inputs),
+                )
+                common = [one for one, other in zip(calls[first].around, calls[path].around) if one == other]  # noqa: B905
+                block = next((one for one in reversed(common) if one in blocks), None)
+                if calls[path].count == 1 and _sides(part)[0] == units and shapes[0] == shapes[1] and block is not None:
+                    used |= {first, path}
+                    yield Pair(first, path, tuple(between), block)
+                break
+            if _is_per_unit(part, units):
+                between.append(path)
+            elif any(True for _ in part.parameters()):
+                break
+
+
+def _positions(part: nn.Module, shape: torch.Size) -> int:
+    return shape.numel() // shape[1 if isinstance(part, nn.Conv2d) else -1]
+
+
+def separate_pairs(model: nn.Module, shape: tuple[int, int, int]) -> tuple[tuple[Pair, ...], str]:
+    """Returns the pairs of maps whose units are separate, and the path of the map that makes the output, "" for none.
+
+    Three forward passes on random images. In the second one half of the entries that the first map of every pair
+    returns are changed for the second image: of what the second map receives the same entries change. In the third the
+    first map, and the parts between, have half of their units: the second one receives the other half as before, and
+    the model returns what it returned. Weights on the meta device have shapes only, so that a crash alone excludes a
+    pair.
+    """
+    images = _random_images(model, shape, 1)
+    order, calls, blocks, output = _traced(model, images)
+    named = dict(model.named_modules())
+    head = ""
+    outputs = tensors_of(output)
+    if len(outputs) == 1 and not images.is_meta:
+        (tensor,) = outputs.values()
+        made = [path for path, call in calls.items() if call.returned.data_ptr() == tensor.data_ptr()]
+        head = made[-1] if made and calls[made[-1]].outputs.numel() == tensor.numel() else ""
+    pairs = [pair for pair in _candidates(model, order, calls, blocks) if pair.second != head]
+    macs = [calls[pair.first].outputs.numel() * sum(_sides(named[pair.first])) for pair in pairs]
+    pairs = [pair for pair, work in zip(pairs, macs, strict=True) if work >= LEAST_SHARE * max(macs)]
+    del calls, output
+    with evaluating((model,)):
+        if not images.is_meta:
+            pairs = _unmixed(model, pairs, images)
+        return tuple(_cuttable(model, pairs, images)), head
+
+
+def _unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
+    """Returns the pairs of which every entry is computed from itself; with a convolution between, every unit."""
+    separate = [False] * len(pairs)
+    masks: dict[int, Tensor] = {}
+
+    def change(index: int, part: nn.Module, _: object, output: Tensor) -> Tensor:
+        last = _units_last(part, output)
+        if len(last) % 2:
+            return output
+        base = last.chunk(2)[0]
+        has_convolution = any(isinstance(model.get_submodule(path), nn.Conv2d) for path in pairs[index].between)
+        generator = torch.Generator().manual_seed(index)
+        size = base.shape[-1:] if has_convolution else base.shape
+        masks[index] = (torch.rand(size, generator=generator) < 0.5).to(base.device).expand(base.shape)
+        changed = base + masks[index] * (1 + 4 * base.abs().max())
+        return torch.cat([base, changed]).movedim(-1, 1) if isinstance(part, nn.Conv2d) else torch.cat([base, changed])
+
+    def compare(index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        last = _units_last(part, _first_tensor(args, kwargs))
+        if index not in masks or last.shape != (2 * len(masks[index]), *masks[index].shape[1:]):
+            return
+        base, changed = last.chunk(2)
+        difference, mask = (changed - base).abs(), masks.pop(index)
+        largest = difference.amax()
+        separate[index] = bool(largest > 0) and bool((difference * ~mask).amax() <= 1e-3 * largest)
+
+    with ExitStack() as hooks:
+        for index, pair in enumerate(pairs):
+            first, second = model.get_submodule(pair.first), model.get_submodule(pair.second)
+            hooks.enter_context(first.register_forward_hook(partial(change, index)))
+            hooks.enter_context(second.register_forward_pre_hook(partial(compare, index), with_kwargs=True))
+        model(images.expand(2, *images.shape[1:]))
+    return [pair for pair, is_separate in zip(pairs, separate, strict=True) if is_separate]
+
+
+@contextmanager
+def _recording_maps(model: nn.Module, pairs: Iterable[Pair], found: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Records, by the path of the second map, the half of its inputs that `_half` keeps, and its outputs."""
+
+    def keep(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        inputs = _units_last(part, _first_tensor(args, kwargs))
+        found[path] = inputs[..., _half(inputs.shape[-1], inputs.device)], output
+
+    with ExitStack() as hooks:
+        for pair in pairs:
+            part = model.get_submodule(pair.second)
+            hooks.enter_context(part.register_forward_hook(partial(keep, pair.second), with_kwargs=True))
+        yield
+
+
+def _half(units: int, device: torch.device) -> Tensor:
+    """Returns about half of the units, drawn from a seed, in order."""
+    drawn = torch.randperm(units, generator=torch.Generator().manual_seed(units), device="cpu")
+    return drawn[: (units + 1) // 2].sort().values.to(device if device.type != "meta" else "cpu")
+
+
+def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
+    """Returns the pairs that compute the same with half of their units, as far as the kept units are concerned."""
+    recorded: dict[str, tuple[Tensor, Tensor]] = {}
+    with _recording_maps(model, pairs, recorded):
+        expected = tensors_of(model(images))
+    good = _cut(model, pairs, images, recorded, expected)
+    # One pair that raises an error, or is read by another part too, hides the others: each is then tried alone.
+    return good if good is not None else [pair for pair in pairs if _cut(model, [pair], images, recorded, expected)]
+
+
+def _cut(
+    model: nn.Module,
+    pairs: Sequence[Pair],
+    images: Tensor,
+    recorded: Mapping[str, tuple[Tensor, Tensor]],
+    expected: Mapping[str, Tensor],
+) -> list[Pair] | None:
+    """Runs the model with half of the units of these pairs; returns those that pass, None if the model does not.
+
+    The second map of every pair returns what it returned before, so that all others have the inputs of before.
+    """
+    passed = []
+
+    def shorter(path: str, *args: Any, **kwargs: Any) -> Tensor:
+        part = model.get_submodule(path)
+        output = _units_last(part, type(part).forward(part, *args, **kwargs))
+        kept = output[..., _half(output.shape[-1], output.device)]
+        return kept.movedim(-1, 1) if isinstance(part, nn.Conv2d) else kept
+
+    def given(pair: Pair, *args: Any, **kwargs: Any) -> Tensor:
+        inputs, output = recorded[pair.second]
+        found = _units_last(model.get_submodule(pair.second), _first_tensor(args, kwargs))
+        if found.shape == inputs.shape and (found.is_meta or _are_close(inputs, found)):
+            passed.append(pair)
+        return output
+
+    with ExitStack() as stack:
+        for pair in pairs:
+            units = _sides(model.get_submodule(pair.first))[1]
+            mask = torch.zeros(units, dtype=torch.bool, device="cpu")
+            mask[_half(units, mask.device)] = True
+            stack.enter_context(replacing_forward(model.get_submodule(pair.first), partial(shorter, pair.first)))
+            stack.enter_context(replacing_forward(model.get_submodule(pair.second), partial(given, pair)))
+            for path in pair.between:
+                stack.enter_context(_with_units(model.get_submodule(path), mask))
+        try:
+            outputs = tensors_of(model(images))
+        except Exception:  # the code of a module raises errors of any type
+            return None
+    if images.is_meta:
+        return passed
+    is_same = outputs.keys() == expected.keys() and all(_are_close(expected[name], outputs[name]) for name in outputs)
+    return passed if is_same else None
+
+
+@contextmanager
+def _with_units(part: nn.Module, mask: Tensor) -> Iterator[None]:
+    """Gives a part the kept units only, inside the context."""
+    before = dict(vars(part)), dict(part._parameters), dict(part._buffers)
+    keep_units_of_(part, mask)
+    try:
+        yield
+    finally:
+        vars(part).update(before[0])
+        part._parameters.update(before[1])
+        part._buffers.update(before[2])
+
+
+def _are_close(expected: Tensor, found: Tensor) -> bool:
+    # Products of other shapes round otherwise; a mix of units changes the entries by their own size.
+    largest = max(float(expected.abs().max()), 1e-30) if expected.numel() else 1.0
+    return expected.shape == found.shape and bool((expected - found).abs().max() <= 1e-3 * largest)

@@ -1,0 +1,193 @@
+"""Laws of models without a reader: their MLPs are found by structure, and lose hidden units as any do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnrx as rx
+from attnrx.decide.diagnosing import token_relevance
+from attnrx.support.errors import NotSupported
+from attnrx.support.trees import rows_of
+from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.models import family_of
+from support.pretrained import shaken
+
+
+def timm_model(name: str, **changes: Any) -> nn.Module:
+    timm = pytest.importorskip("timm")
+    return timm.create_model(name, num_classes=5, **changes)
+
+
+def segformer() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 2]}
+    config = transformers.SegformerConfig(**shape, decoder_hidden_size=16, num_labels=4, image_size=64)
+    return transformers.SegformerForSemanticSegmentation(config)
+
+
+def hf_swin() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    shape = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4}
+    return transformers.SwinForImageClassification(transformers.SwinConfig(**shape, image_size=32, num_labels=5))
+
+
+class Decoder(nn.Module):
+    """A convolutional module of a user's, with one MLP of 1 x 1 convolutions and a batch norm, and a gated one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 4, 4)
+        self.mlp = nn.Sequential(
+            nn.Conv2d(12, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(32, 12, 1)
+        )
+        self.gate, self.value, self.out = nn.Conv2d(12, 24, 1), nn.Conv2d(12, 24, 1), nn.Conv2d(24, 12, 1)
+        self.up = nn.ConvTranspose2d(12, 1, 4, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stem(images)
+        features = features + self.mlp(features)
+        return self.up(features + self.out(self.gate(features).sigmoid() * self.value(features)))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "swin": (
+        lambda: timm_model(
+            "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=16, depths=(1, 2), num_heads=(2, 4)
+        ),
+        3,
+    ),
+    "convnext": (lambda: timm_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)), 4),
+    "convnext of convolutions": (
+        lambda: timm_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), conv_mlp=True), 4
+    ),
+    "segformer": (segformer, 4),
+    "pvt v2": (
+        lambda: timm_model("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16), num_heads=(1, 1, 2, 2)), 4
+    ),
+    "maxvit": (
+        lambda: timm_model("maxvit_rmlp_pico_rw_256", img_size=64, embed_dim=(8, 8, 16, 16), depths=(1, 1, 1, 1)), 8
+    ),
+    "sam": (
+        lambda: timm_model(
+            "samvit_base_patch16",
+            img_size=64, embed_dim=32, depth=2, num_heads=4, window_size=2,
+            global_attn_indexes=(1,),
+        ),
+        2,
+    ),
+    "swin of transformers": (hf_swin, 3),
+    "decoder": (Decoder, 1),
+}  # fmt: skip
+
+
+def shape_of(name: str) -> tuple[int, int, int]:
+    side = {"swin": 32, "swin of transformers": 32, "decoder": 32}.get(name, 64)
+    return 3, side, side
+
+
+@pytest.fixture(scope="module", params=CASES)
+def subject(request: pytest.FixtureRequest) -> tuple[str, nn.Module, nn.Module, Tensor]:
+    make, depth = CASES[request.param]
+    source = shaken(make())
+    model = rx.load(source, image_size=shape_of(request.param)[1])
+    assert len(family_of(model).mlp(model)) == depth
+    return request.param, source, model, torch.randn(12, *shape_of(request.param))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_the_copy_is_exact_and_a_mask_equals_the_smaller_model(
+    subject: tuple[str, nn.Module, nn.Module, Tensor], dtype: torch.dtype, limit: float, tmp_path: Path
+) -> None:
+    name, source, model, images = subject
+    source, model, images = (part.to(dtype) for part in (source, model, images))
+    with torch.no_grad():
+        expected = rows_of(source(images))
+        torch.testing.assert_close(rows_of(model(images)), expected, rtol=limit, atol=limit)
+        given = rx.prescribe(rx.diagnose(model, images, moments=True), "hidden=uniform_rank:0.5")
+        masked, small = (rx.realize(model, given, by=by) for by in ("mask", "compress"))
+        found = rows_of(small(images))
+        torch.testing.assert_close(rows_of(masked(images)), found, rtol=limit, atol=limit)
+        assert not torch.equal(found, expected)
+        loaded = rx.load(rx.save(small, tmp_path), factory=None if small.around.creation else CASES[name][0])
+        torch.testing.assert_close(rows_of(loaded(images)), found, rtol=0, atol=0)
+    assert type(small.module) is type(source)
+    family = family_of(small)
+    for (first, second), (wide, _) in zip(family.mlp(small), family_of(model).mlp(model), strict=True):
+        assert isinstance(first, PackedLinear) and first.out_features == second.in_features == wide.out_features // 2
+    costs, before = family.costs(small), family_of(model).costs(model)
+    assert before.params == sum(parameter.numel() for parameter in source.parameters())
+    assert costs.params == sum(parameter.numel() for parameter in small.parameters())
+    assert costs.macs < before.macs
+
+
+def test_a_file_answers_as_the_model(subject: tuple[str, nn.Module, nn.Module, Tensor], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    name, _, model, images = subject
+    if name in ("swin of transformers", "convnext", "pvt v2"):
+        pytest.skip("files of the other cases have the same parts")
+    model, images = model.float(), images.float()
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, images, moments=True), "hidden=uniform_rank:0.5"))
+    file = rx.load(rx.export(small, tmp_path / "small.onnx"))
+    with torch.no_grad():
+        torch.testing.assert_close(rows_of(file(images[:2])), rows_of(small(images[:2])), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_is_shrunk_to_fewer_macs() -> None:
+    make, _ = CASES["swin"]
+    source = shaken(make()).float()
+    result = rx.shrink(source, torch.randn(120, *shape_of("swin")), macs=0.8)
+    before, after = (family_of(model).costs(model).macs for model in (rx.load(source), result.model))
+    assert after <= 0.8 * before
+    assert result.evidence is not None and type(result.model.module) is type(source)
+
+
+def test_what_needs_the_attention_is_refused_by_name(subject: tuple[str, nn.Module, nn.Module, Tensor]) -> None:
+    _, _, model, images = subject
+    diagnosis = rx.diagnose(model, images[:4], moments=True)
+    for text in ("qk=total_rank:0.5", "vo=total_rank:0.5", "heads=total_rank:0.5"):
+        with pytest.raises(NotSupported, match="attention has no reader"):
+            rx.prescribe(diagnosis, text)
+    with pytest.raises(NotSupported, match="has no reader, so tokens"):
+        rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2"))
+    with pytest.raises(NotSupported, match="has no reader, so tokens"):
+        token_relevance(model, images[:2])
+
+
+class Mixed(nn.Module):
+    """MLPs whose units are not separate, each for another reason."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.stem = kind, nn.Conv2d(3, 12, 8, 8)
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.other, self.norm = nn.Linear(24, 12), nn.LayerNorm(24)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.stem(images).flatten(2).mT
+        units = self.first(tokens)
+        extra: Tensor | float = 0.0
+        if self.kind == "norm":
+            units = self.norm(units)
+        elif self.kind == "softmax":
+            units = units.softmax(-1)
+        elif self.kind == "read twice":
+            extra = self.other(units)
+        elif self.kind == "shuffled":
+            units = units.flip(-1)
+        elif self.kind == "tokens":
+            units = units - units.mean(1, keepdim=True)
+        elif self.kind == "fixed number":
+            units = units.reshape(len(units), -1, 24)
+        return (tokens + self.second(units.relu()) + extra).mean(1)
+
+
+@pytest.mark.parametrize("kind", ["norm", "softmax", "read twice", "shuffled", "tokens", "fixed number"])
+def test_units_that_are_not_separate_are_not_taken(kind: str) -> None:
+    torch.manual_seed(0)
+    assert len(family_of(plain := rx.load(Mixed("plain"))).mlp(plain)) == 1
+    with pytest.raises(NotSupported, match="Mixed is not supported"):
+        rx.load(Mixed(kind))
