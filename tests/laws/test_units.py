@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: timm_model("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16), num_heads=(1, 1, 2, 2)), 4
     ),
     "maxvit": (
-        lambda: timm_model("maxvit_rmlp_pico_rw_256", img_size=64, embed_dim=(8, 8, 16, 16), depths=(1, 1, 1, 1)), 8
+        lambda: timm_model("maxvit_rmlp_pico_rw_256", img_size=64, embed_dim=(32,) * 4, depths=(1,) * 4), 8
     ),
     "sam": (
         lambda: timm_model(
@@ -131,7 +131,7 @@ def test_a_file_answers_as_the_model(subject: tuple[str, nn.Module, nn.Module, T
         pytest.skip("files of the other cases have the same parts")
     model, images = model.float(), images.float()
     small = rx.realize(model, rx.prescribe(rx.diagnose(model, images, moments=True), "hidden=uniform_rank:0.5"))
-    file = rx.load(rx.export(small, tmp_path / "small.onnx"))
+    file = rx.export(small, tmp_path / "small.onnx")
     with torch.no_grad():
         torch.testing.assert_close(rows_of(file(images[:2])), rows_of(small(images[:2])), rtol=1e-4, atol=1e-5)
 
@@ -151,8 +151,9 @@ def test_what_needs_the_attention_is_refused_by_name(subject: tuple[str, nn.Modu
     for text in ("qk=total_rank:0.5", "vo=total_rank:0.5", "heads=total_rank:0.5"):
         with pytest.raises(NotSupported, match="attention has no reader"):
             rx.prescribe(diagnosis, text)
-    with pytest.raises(NotSupported, match="has no reader, so tokens"):
-        rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2"))
+    if len(diagnosis.layers) > 1:
+        with pytest.raises(NotSupported, match="has no reader, so tokens"):
+            rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2"))
     with pytest.raises(NotSupported, match="has no reader, so tokens"):
         token_relevance(model, images[:2])
 

@@ -9,8 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 
 from attnrx.change.exporting.export_files import (
     present_script,
@@ -47,6 +49,7 @@ from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
+from attnrx.support.trees import tensors_of
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
@@ -60,6 +63,7 @@ from attnrx.vit.models import (
     require_ordinary_weights,
 )
 from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of
 
 DYNAMIC = "dynamic"
@@ -125,6 +129,7 @@ class ExportSubject:
         # The caller's model keeps its mode, device and precision.
         converted = copy_module(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
+        converted = _Answer(converted) if isinstance(converted, Whole) else converted
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
         size = batch if isinstance(batch, int) else None
@@ -376,9 +381,22 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
     """Captures a model, or a part of it, for inputs like the example, of which `shapes` states the free sizes."""
-    with torch.no_grad(), _portable(model, example):
+    with torch.no_grad(), _portable(model, example), _FourAxes():
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
+
+
+class _FourAxes(TorchFunctionMode):
+    """Gives attention of a library without an axis of heads, as SAM's, one of size 1, which ONNX requires."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and args and args[0].ndim == 3:
+            args = [value.unsqueeze(1) if isinstance(value, Tensor) else value for value in args]
+            if (mask := kwargs.get("attn_mask")) is not None:
+                kwargs = {**kwargs, "attn_mask": mask.unsqueeze(-3)}
+            return func(*args, **kwargs).squeeze(1)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -497,19 +515,18 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
         path.with_name(name).unlink(missing_ok=True)
 
 
-class _Logits(nn.Module):
-    """Returns the logits of a model whose output is a tensor or has the attribute `logits`."""
+class _Answer(nn.Module):
+    """Returns the first tensor of what a model returns, e.g. the logits in an output of transformers."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        output = self.model(images)
-        return output if isinstance(output, Tensor) else output.logits
+        return next(iter(tensors_of(self.model(images)).values()))
 
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
     """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
-    converted = _Logits(copy_module(model)).eval().to(like.images.device, like.images.dtype)
+    converted = _Answer(copy_module(model)).eval().to(like.images.device, like.images.dtype)
     return replace(like, model=converted, facts={})

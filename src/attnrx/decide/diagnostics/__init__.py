@@ -43,7 +43,7 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments` it is included for forms
     with norms (SVDA), too, whose values and MLP have no other metric of the data.
     """
-    if not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
+    if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)
     free = moments or any(spectrum.norms == "none" for spectrum in spectra)
     standard = (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())

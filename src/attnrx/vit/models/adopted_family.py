@@ -303,7 +303,12 @@ class AdoptedFamily(Family):
     def instance(
         self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
     ) -> nn.Module:
-        """Returns the library's model with weights; the arguments are those of `load`."""
+        """Returns the library's model with weights; the arguments are those of `load`.
+
+        Raises:
+            InvalidInput: Both `weights` and `pretrained=True` were given.
+            CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
+        """
         if weights is not None and pretrained:
             raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
         model = self.initialized(name, pretrained=weights is None and pretrained is not False, **arguments)

@@ -398,6 +398,11 @@ class HuggingFaceFamily(AdoptedFamily):
         return {"architecture": type(model).__name__, "arguments": _settings(config)}
 
     def created(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        """Creates any class of transformers from its configuration.
+
+        Raises:
+            UnknownName: transformers has no such class of models.
+        """
         kind = getattr(_transformers(""), architecture, None)
         # A name in a file may be that of any object of transformers.
         if not (isinstance(kind, type) and issubclass(kind, _transformers("PreTrainedModel"))):
