@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-from attnrx.decide.diagnosing import token_relevance
 from attnrx.support.errors import NotSupported
 from attnrx.support.trees import rows_of
 from attnrx.vit.kernels.packed_linear import PackedLinear
@@ -154,8 +153,8 @@ def test_what_needs_the_attention_is_refused_by_name(subject: tuple[str, nn.Modu
     if len(diagnosis.layers) > 1:
         with pytest.raises(NotSupported, match="has no reader, so tokens"):
             rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2"))
-    with pytest.raises(NotSupported, match="has no reader, so tokens"):
-        token_relevance(model, images[:2])
+    with pytest.raises(NotSupported, match="has no reader, so the features of patches"):
+        family_of(model).patch_features(model, images[:2])
 
 
 class Mixed(nn.Module):
