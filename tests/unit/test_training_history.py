@@ -77,17 +77,6 @@ def test_plain_lines_say_every_epoch_and_where_a_run_resumes(
     assert "resuming at step 4 of 6" in capsys.readouterr().err
 
 
-def test_a_terminal_has_a_bar_below_the_lines(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    run(tmp_path, Console(every=0.0))
-    shown = capsys.readouterr().err
-    assert "epoch 2/2" in shown
-    assert "/6 [" in shown  # the steps of the bar
-    assert "step 1/6" not in shown
-
-
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the optional extra tensorboard is not installed")
     made = run(tmp_path, Several(TensorBoard(tmp_path)))

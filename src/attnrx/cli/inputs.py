@@ -63,13 +63,9 @@ def splits_argument(model: "nn.Module", arguments: Namespace, distinct: bool = F
 
     splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
     splits = rx.adapt_preprocessing(splits, model, None if path is None else _label_map(path))
-    return _with_mixed_data(rx.data.distinct_splits(splits) if distinct else splits, arguments)
-
-
-def _with_mixed_data(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Splits":
-    """Adds the images of --mix-data, an option of some commands."""
-    mixed, times = (getattr(arguments, name, None) for name in ("mix_data", "mix_times"))
-    return splits if mixed is None else rx.data.mix_data(splits, mixed, times or 1)
+    splits = rx.data.distinct_splits(splits) if distinct else splits
+    mixed = getattr(arguments, "mix_data", None)  # an option of some commands
+    return splits if mixed is None else rx.data.mix_data(splits, mixed, arguments.mix_times or 1)
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":

@@ -82,12 +82,8 @@ def group_by_split(files: tuple[Path, ...], root: Path) -> Mapping[str, tuple[Pa
     return {name: tuple(group) for name, group in groups.items()}
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """The images of one split: their files, and the class of each, which is the name of its folder; "" without one."""
-
-    files: tuple[Path, ...]
-    classes: tuple[str, ...]
+Listing = list[tuple[Path, str]]
+"""The images of one split, and the class of each: the name of its folder, or "" without one."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class FolderReader(DatasetReader):
             DataError: The folder belongs to the operating system, cannot be listed, has too many files, or a name in it
                 is not UTF-8.
         """
-        return f"folder:{stamp(file for folder in self._folders().values() for file in folder.files)}"
+        return f"folder:{stamp(file for listing in self._listings().values() for file, _ in listing)}"
 
     def open(self) -> Opened:
         """Lists the files. Classes are the folders that hold images, in alphabetical order.
@@ -114,8 +110,8 @@ class FolderReader(DatasetReader):
         Raises:
             DataError: There are no images, too few to divide, or the splits have different classes.
         """
-        folders = self._folders()
-        classes = {name: set(folder.classes) for name, folder in folders.items()}
+        listings = self._listings()
+        classes = {name: {of_file for _, of_file in listing} for name, listing in listings.items()}
         if not any(classes.values()):
             raise DataError(
                 f"{self.root} holds no images: expected {self.root}/train/<class>/*.jpg or {self.root}/<class>/*.jpg "
@@ -123,7 +119,7 @@ class FolderReader(DatasetReader):
             )
         # Images without folders of classes are those of the class "".
         flat = [name for name, names in classes.items() if names == {""}]
-        if flat and any(folder.files and name not in flat for name, folder in folders.items()):
+        if flat and any(listing and name not in flat for name, listing in listings.items()):
             raise DataError(
                 f"{self.root} has folders of classes in some splits and none in {', '.join(flat)}; give all splits "
                 "folders of classes, or none."
@@ -136,7 +132,7 @@ class FolderReader(DatasetReader):
                     f"{min(split_classes - names)!r}, train/ has not; give every class a folder in train/."
                 )
         class_names = tuple(sorted(names))
-        listed = {name: _listed(folder, class_names) for name, folder in folders.items()}
+        listed = {name: _ordered(listing, class_names) for name, listing in listings.items()}
         notes = ("no folders of classes: the images are used without labels",) if flat else ()
         if "" in listed:
             splits = self._split_by_hash(*listed[""], class_names)
@@ -145,14 +141,14 @@ class FolderReader(DatasetReader):
             splits = {name: _stored(files, labels) for name, (files, labels) in listed.items()}
         return Opened(splits, () if flat else class_names, notes)
 
-    def _folders(self) -> dict[str, _Folder]:
+    def _listings(self) -> dict[str, Listing]:
         """Lists the images of every split; the split "" is a folder without split folders."""
         if _is_system(self.root.resolve()):
             raise DataError(f"{self.root} is a folder of the operating system, which holds no images.")
         try:
             below = [entry for entry in sorted(self.root.iterdir()) if entry.is_dir() and entry.name[0] != "."]
             splits = {SPLITS[entry.name.lower()]: entry for entry in below if entry.name.lower() in SPLITS}
-            return {name: _image_folder(folder) for name, folder in (splits or {"": self.root}).items()}
+            return {name: _listed(folder) for name, folder in (splits or {"": self.root}).items()}
         except OSError as error:
             raise DataError(f"{self.root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
 
@@ -177,20 +173,17 @@ class FolderReader(DatasetReader):
         return {name: _stored(files, labels, of_split) for name, of_split in rows.items()}
 
 
-def _image_folder(folder: Path) -> _Folder:
+def _listed(folder: Path) -> Listing:
     """Lists the images in the folders of the classes, or where there are none those in the folder itself."""
-    files: list[Path] = []
-    classes: list[str] = []
+    listing: Listing = []
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and entry.name[0] != ".":
             # In the order of torchvision's ImageFolder.
             found = sorted(_images_below(entry, folder.resolve()), key=lambda path: (str(path.parent), path.name))
-            files += found
-            classes += [entry.name] * len(found)
-    if not files:
-        files = [path for path in sorted(folder.iterdir()) if _is_image(str(path)) and not path.is_dir()]
-        classes = [""] * len(files)
-    return _Folder(tuple(files), tuple(classes))
+            listing += [(path, entry.name) for path in found]
+    if not listing:
+        listing = [(path, "") for path in sorted(folder.iterdir()) if _is_image(str(path)) and not path.is_dir()]
+    return listing
 
 
 def _images_below(folder: Path, root: Path) -> Iterator[Path]:
@@ -228,12 +221,12 @@ def _is_image(path: str) -> bool:
     return file.suffix.lower() in IMAGES and not file.name.startswith(".")
 
 
-def _listed(folder: _Folder, class_names: tuple[str, ...]) -> tuple[list[Path], Int[Tensor, "_"]]:
-    """Lists the files and their labels going round the classes, so that any prefix is nearly balanced."""
+def _ordered(listing: Listing, class_names: tuple[str, ...]) -> tuple[list[Path], Int[Tensor, "_"]]:
+    """Returns the files and their labels going round the classes, so that any prefix is nearly balanced."""
     number = {name: label for label, name in enumerate(class_names)}
-    labels = torch.tensor([number[name] for name in folder.classes], dtype=torch.int64)
+    labels = torch.tensor([number[name] for _, name in listing], dtype=torch.int64)
     order = round_robin(labels)
-    return [folder.files[row] for row in order.tolist()], labels[order]
+    return [listing[row][0] for row in order.tolist()], labels[order]
 
 
 def _stored(files: list[Path], labels: Int[Tensor, "_"], rows: Int[Tensor, "_"] | None = None) -> StoredImages:

@@ -162,7 +162,9 @@ class _Loading:
         photos = card_geometry is not None and _are_photos(card_geometry)
         # The copy has the splits as they are stored: which rows are held out is decided afterwards, by share and seed.
         reader, options = self.location.reader, (card_geometry, self.image_size, self.geometry, self.on_corrupt)
-        copy = None if photos else _copy_path(reader.identity(), *options)
+        # All options that change the content are part of the key, so a copy is never compared with them.
+        key = None if photos else hashlib.sha256(repr((SCHEMA, reader.identity(), *options)).encode()).hexdigest()[:24]
+        copy = None if key is None else cache_folder() / "decoded" / f"{key}.safetensors"
         decoded = _read_copy(copy) if copy else None
         if decoded is not None:
             return decoded
@@ -276,12 +278,6 @@ class _Loading:
 def _are_photos(geometry: ImageGeometry) -> bool:
     """Whether a geometry of the catalogue, or a guessed one, is that of photographs (`ImageGeometry.of_size`)."""
     return geometry.resize_to != geometry.size
-
-
-def _copy_path(*parts: object) -> Path:
-    # All options that change the content are part of the key, so a copy is never compared with them.
-    key = hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()[:24]
-    return cache_folder() / "decoded" / f"{key}.safetensors"
 
 
 def _write_copy(path: Path, decoded: Content) -> None:

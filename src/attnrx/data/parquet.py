@@ -265,7 +265,15 @@ def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row
     columns = columns.for_table({name for table in tables.values() for name in table.columns})
     for table in tables.values():
         _check_columns(table.columns, columns, source)
-    labels, class_names, notes = _read_labels(tables, columns, source)
+    if columns.label_column is not None:
+        read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
+        labels, class_names = _unify_labels(read, source)
+        notes = ()
+    else:
+        labels = {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}
+        class_names = ()
+        found = ", ".join(next(iter(tables.values())).columns)
+        notes = (f"no label column (it has {found}): the images are used without labels",)
     splits = {}
     for name, table in tables.items():
         # One table for all splits of a file; each has its own rows of it.
@@ -278,18 +286,6 @@ def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row
             "could choose; omit --test-column, in Python Columns(test_column=...)."
         )
     return Opened(splits, class_names, notes)
-
-
-def _read_labels(
-    tables: Mapping[str, Table], columns: Columns, source: str
-) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...], tuple[str, ...]]:
-    """Returns the labels of every table, the class names, and notes; without labels zeros, and no class names."""
-    if columns.label_column is not None:
-        read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
-        return (*_unify_labels(read, source), ())
-    found = ", ".join(next(iter(tables.values())).columns)
-    note = f"no label column (it has {found}): the images are used without labels"
-    return {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, (), (note,)
 
 
 def _is_test(split: str) -> bool:

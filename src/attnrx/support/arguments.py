@@ -104,10 +104,6 @@ def described(value: Any) -> str:
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -117,7 +113,11 @@ def whole(least: int, most: int = 2**31 - 1) -> Kind:
     ending = "" if most == 2**31 - 1 else f", at most {most}"
     smallest = {1: "a positive whole number"}.get(least, f"a whole number of {least} or more")
     expected = "a whole number" if least < 0 else f"{smallest}{ending}"
-    return Kind(expected, lambda value: _is_whole(value) and least <= value <= most, lambda value, name: int(value))
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+    return Kind(expected, accepts, lambda value, name: int(value))
 
 
 def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:

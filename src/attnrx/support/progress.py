@@ -1,6 +1,5 @@
-"""Progress of long calls: log callbacks, the phases of a call, and loops shown as a bar or as lines."""
+"""Progress of long calls: log callbacks, the phases of a call, and loops shown as lines."""
 
-import math
 import os
 import sys
 import threading
@@ -8,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 Log = Callable[[str], None]
 Item = TypeVar("Item")
@@ -34,25 +33,14 @@ def no_log(_: str) -> None:
     """A log callback that discards the message."""
 
 
-@runtime_checkable
-class Shown(Protocol):
-    """Work that is shown: the time of its last line, and what a line states in the middle of a step, empty for none."""
-
-    shown: float
-
-    def line(self, now: float) -> str:
-        """Returns the line at a time of the clock."""
-        ...
-
-
-# What is shown now, the innermost at the end, and the thread that looks at the clock.
-_working: list[Shown] = []
+# The loops and calls that are shown now, the innermost at the end, and the thread that looks at the clock.
+_working: "list[_Loop | Phases]" = []
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
 
 @contextmanager
-def ticking(work: Shown) -> Iterator[None]:
+def ticking(work: "_Loop | Phases") -> Iterator[None]:
     """Shows the work again whenever nothing was shown for SILENCE seconds, also during a step that takes long."""
     global _thread
     with _lock:
@@ -215,8 +203,7 @@ def track(items: Iterable[Item], what: str, total: int | None = None) -> Generat
     """Yields the items, and shows how many are done and how long the others will take, if that is seconds.
 
     Inside a call with phases the outermost loop is the progress of its phase, and loops inside it only show that the
-    call runs. Otherwise it is a bar in a terminal and in a notebook (with tqdm, if it is installed), else lines on
-    stderr. Set the environment variable ATTNRX_PROGRESS to 0 for none.
+    call runs. Otherwise it is shown as lines on stderr. Set the environment variable ATTNRX_PROGRESS to 0 for none.
     """
     # A generator has no length; without one no remaining time can be given.
     total = len(items) if total is None and isinstance(items, Sized) else total
@@ -227,11 +214,12 @@ def track(items: Iterable[Item], what: str, total: int | None = None) -> Generat
         yield from items
     elif setting == "passed on":
         yield from _passing_on(items, what, total)
-    elif _draws_bars() and (bar := _bar(items, what, total)) is not None:
-        with ticking(_Bar()):
-            yield from bar
     else:
-        yield from _with_lines(items, what, total)
+        loop = _Loop(what, total)
+        with ticking(loop):
+            for item in items:
+                yield item
+                loop.advance()
 
 
 def _write(line: str) -> None:
@@ -271,28 +259,6 @@ def _passing_on(items: Iterable[Item], what: str, total: int | None) -> Generato
         _depth.reset(token)
 
 
-def _draws_bars() -> bool:
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def _bar(items: Iterable[Item], what: str, total: int | None) -> Iterable[Item] | None:
-    try:
-        from tqdm.auto import tqdm  # here, because it is optional
-    except ImportError:
-        return None
-    return tqdm(items, desc=what, total=total, delay=DELAY, leave=False)
-
-
-class _Bar:
-    """A bar, which shows by itself that the process works."""
-
-    shown = math.inf
-
-    def line(self, now: float) -> str:
-        del now
-        return ""
-
-
 class _Loop:
     """A loop that is shown as lines."""
 
@@ -319,11 +285,3 @@ class _Loop:
 
 def _of(total: int | None) -> str:
     return "" if total is None else f" of {total}"
-
-
-def _with_lines(items: Iterable[Item], what: str, total: int | None) -> Generator[Item]:
-    loop = _Loop(what, total)
-    with ticking(loop):
-        for item in items:
-            yield item
-            loop.advance()

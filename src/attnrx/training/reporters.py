@@ -46,15 +46,10 @@ class Silent(Reporter):
 
 
 class Console(Reporter):
-    """Writes one line per epoch to stderr, because stdout is for results.
-
-    Between epochs a terminal shows a bar over all steps (tqdm, which Accelerate installs). Elsewhere a line is written
-    after `every` seconds without output.
-    """
+    """Writes one line per epoch to stderr, because stdout is for results, and one after `every` seconds without any."""
 
     def __init__(self, every: float = 30.0):
         self._every = every
-        self._bar: Any = None
         self._outline = Outline(0, 0, 0)
         self._last_line = self._began = 0.0
 
@@ -63,15 +58,9 @@ class Console(Reporter):
         self._last_line = self._began = time.monotonic()
         where = f"resuming at step {outline.step} of {outline.steps}" if outline.step else f"{outline.steps} steps"
         self._write(f"training {outline.epochs} epochs of {outline.steps_per_epoch} steps: {where}")
-        if sys.stderr.isatty():
-            bar = required_module("tqdm.auto", "train", "the bar of a training run").tqdm
-            self._bar = bar(total=outline.steps, initial=outline.step, unit="step", leave=False)
 
     def stepped(self, step: int, loss: float) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._last_line >= self._every:
+        if time.monotonic() - self._last_line >= self._every:
             # Without the steps of an earlier run, which took none of this time.
             rate = (step - self._outline.step) / (time.monotonic() - self._began)
             left = duration((self._outline.steps - step) / rate)
@@ -85,16 +74,9 @@ class Console(Reporter):
             f"{record['images_per_second']:.0f} images/s"
         )
 
-    def ended(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
     def _write(self, line: str) -> None:
-        if self._bar is None:
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
-        else:
-            self._bar.write(line, file=sys.stderr)  # above the bar
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
         self._last_line = time.monotonic()
 
 

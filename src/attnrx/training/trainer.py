@@ -94,7 +94,7 @@ def train(
         config: The settings.
         folder: The folder of the run.
         resume: Whether to continue a run that the folder holds.
-        reporter: Receives the progress; by default lines on stderr, or a bar in a terminal.
+        reporter: Receives the progress; by default lines on stderr.
 
     Returns:
         The trained model with its history and record.

@@ -12,7 +12,15 @@ from attnrx.support.progress import Log
 SUMMARY = "make tables of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
-SEEDS = Number(int, lambda kinds: _different_seeds(kinds), "N,N", several=True)
+SEEDS = Number(
+    int,
+    lambda kinds: kinds.Kind(
+        "different seeds from 0 on, e.g. 42,43,44",
+        lambda seeds: len(set(seeds)) == len(seeds) and all(map(kinds.SEED.accepts, seeds)),
+    ),
+    "N,N",
+    several=True,
+)
 
 # The options that change the setting of the experiment with the same name; the others are those of the recipe.
 KNOBS: Mapping[str, tuple[Any, str]] = {
@@ -61,8 +69,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "only": tuple(arguments.only) if arguments.only else None,
         "seeds": arguments.seeds,
         "tiny": arguments.tiny,
-        **{knob: _value(getattr(arguments, knob)) for knob in KNOBS},
+        **{knob: getattr(arguments, knob) for knob in KNOBS},
     }
+    if options["candidates"] is not None:
+        options["candidates"] = tuple(options["candidates"])  # as in the protocol, with which settings are compared
     tables = papers.reproduce(arguments.recipe, log=log, folder=arguments.out, **options)
     shown: list[str] = []
     for table in tables:
@@ -75,15 +85,3 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     records = [table.to_records() for table in tables]
     record = records[0] if len(arguments.recipe) == 1 else {"tables": records}
     return Outcome(record, tuple(shown), 1 if any(table.off for table in tables) else 0)
-
-
-def _different_seeds(kinds: Any) -> Any:
-    def accepts(seeds: tuple[int, ...]) -> bool:
-        return len(set(seeds)) == len(seeds) and all(map(kinds.SEED.accepts, seeds))
-
-    return kinds.Kind("different seeds from 0 on, e.g. 42,43,44", accepts)
-
-
-def _value(value: Any) -> Any:
-    # Settings are compared with those of the protocol, and a list never equals a tuple.
-    return tuple(value) if isinstance(value, list) else value

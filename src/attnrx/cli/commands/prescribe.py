@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from attnrx.decide.rules import Template
-    from attnrx.nouns.prescription import ScoreDecision, TokenPrescription
+    from attnrx.nouns.prescription import TokenPrescription
 
 SUMMARY = "decide which directions, heads and tokens of a model to prune"
 EXAMPLE = "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json"
@@ -67,7 +67,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if arguments.predictors is not None and ("tokens" in template.texts or arguments.macs is not None):
         raise InvalidInput("--predictors has its own policy; drop tokens=POLICY and --macs.")
     prescription = _prescription(arguments, template)
-    path = prescription.save(arguments.out)
+    path, tokens = prescription.save(arguments.out), prescription.tokens
     notes = list(prescription.about.get("notes", ()))
     record = {
         "prescription": str(path),
@@ -76,10 +76,16 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "notes": notes,
         "ranks": [list(ranks) for ranks in prescription.ranks],
         "reasons": [list(layer.qk.reasons) for layer in prescription.layers],
-        "tokens": _tokens_record(prescription.tokens),
+        "tokens": tokens
+        and {"policy": str(tokens.policy), "reasons": list(tokens.reasons), "must_be_trained": tokens.must_be_trained},
     }
     rows = tuple(
-        (f"layer {index}", " ".join(map(str, layer.qk.ranks)), _full(layer.qk), str(int((~layer.heads).sum())))
+        (
+            f"layer {index}",
+            " ".join(map(str, layer.qk.ranks)),
+            str(layer.qk.directions if layer.qk.is_shared else layer.qk.keep.shape[1]),
+            str(int((~layer.heads).sum())),
+        )
         for index, layer in enumerate(prescription.layers)
     )
     table = Table(("", "kept directions per head", "of", "heads pruned"), rows)
@@ -89,23 +95,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     removed = f"{as_percent(prescription.removed_share)} of the directions are removed; the file has the reasons"
     spent = () if budget is None else (_spent(budget),)
     warnings = (f"warning: {note}" for note in notes)
-    token_reasons = () if prescription.tokens is None else prescription.tokens.reasons
+    token_reasons = () if tokens is None else tokens.reasons
     return Outcome(record, (table, removed, *token_reasons, *spent, *warnings, f"prescription: {path}"))
-
-
-def _tokens_record(tokens: "TokenPrescription | None") -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    return {
-        "policy": str(tokens.policy),
-        "reasons": list(tokens.reasons),
-        "must_be_trained": tokens.must_be_trained,
-    }
-
-
-def _full(layer: "ScoreDecision") -> str:
-    """Returns the directions of a head before pruning, or those of the layer if the heads share them."""
-    return str(layer.directions if layer.is_shared else layer.keep.shape[1])
 
 
 def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescription":

@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
@@ -21,9 +20,6 @@ from attnrx.cli.outcome import Outcome, Table, significant
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
-
-if TYPE_CHECKING:
-    pass
 
 SUMMARY = "collect evidence of what a candidate costs against its reference"
 EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json"

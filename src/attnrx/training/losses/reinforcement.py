@@ -60,7 +60,9 @@ class PolicyGradient(Loss):
         if self.baseline == "greedy":
             # At inference every image keeps the policy's share, so a constant mask gives the saving of the baseline.
             keep = [torch.full_like(sampled[0], share) for share in reduction.sampled_shares(run)]
-            baselines = self._rewards(_inference_right(context), keep)
+            with torch.no_grad(), evaluating((context.model,)):
+                answers = context.model.forward(context.images).argmax(-1)
+            baselines = self._rewards(answers == context.labels, keep)
         else:
             baselines = [reward.mean() for reward in rewards]
         advantages = [reward - baseline for reward, baseline in zip(rewards, baselines, strict=True)]
@@ -94,11 +96,3 @@ def reinforced(
         terms.append(-(log_probability * advantage * there).sum(1) / there.sum(1))
         there = keep
     return torch.stack(terms).mean()
-
-
-@torch.no_grad()
-def _inference_right(context: LossContext) -> Bool[Tensor, "images"]:
-    """Returns which images the model answers right with the selection of inference."""
-    with evaluating((context.model,)):
-        logits = context.model.forward(context.images)
-    return logits.argmax(-1) == context.labels
