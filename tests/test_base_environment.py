@@ -1,4 +1,4 @@
-"""The base dependencies of pyproject.toml are enough to diagnose, prescribe, realize, verify, save and load."""
+"""The base dependencies of pyproject.toml are enough to diagnose, prescribe, realize, verify, save, load and shrink."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 
 
-def test_six_verbs_run_with_the_base_dependencies_alone(tmp_path: Path) -> None:
+def test_six_verbs_and_shrink_run_with_the_base_dependencies_alone(tmp_path: Path) -> None:
     uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
     if uv is None:
         pytest.skip("uv, which builds the environment, is not installed")
@@ -38,4 +38,4 @@ def test_six_verbs_run_with_the_base_dependencies_alone(tmp_path: Path) -> None:
     script = [str(python), "-W", "ignore", str(ROOT / "tests" / "support" / "base_environment.py"), str(tmp_path)]
     ran = subprocess.run(script, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert len(ran.stdout.splitlines()) == 2
+    assert len(ran.stdout.splitlines()) == 4

@@ -27,7 +27,7 @@ else:
 # The cost of each choice comes from tables: closed form for MACs and parameters, measurements on this machine for
 # latency. Its sensitivity, the effect on the outputs, is measured one layer at a time, on images without labels.
 # Dynamic programming over the layers gives the best plan if sensitivities add up; because they do not exactly, a
-# search (Optuna) reweights the kinds of sensitivity by whole plans, and then varies the best plan a few layers at a
+# search reweights the kinds of sensitivity by whole plans, and then varies the best plan a few layers at a
 # time. It uses softened outputs, which need few images; the best few plans are compared on all images. More trials
 # give better plans.
 

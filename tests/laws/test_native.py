@@ -314,6 +314,7 @@ def test_what_is_shown_to_a_reducer_goes_with_the_kernel() -> None:
 @pytest.fixture
 def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilation, "shipped_library", lambda name: tmp_path / name)  # that of a wheel
     compilation.native_library.cache_clear()
     yield tmp_path
     compilation.native_library.cache_clear()
@@ -322,6 +323,8 @@ def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.slow
 def test_a_compiler_without_openmp_builds_it_for_one_thread(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, plain = compilation.cpp_compiler(), unbuilt / "plain"
+    if not compiler:
+        pytest.skip("there is no C++ compiler")
     plain.write_text(f'#!/bin/sh\nfor word; do [ "$word" = -fopenmp ] && exit 1; done\nexec {compiler[0]} "$@"\n')
     plain.chmod(0o755)
     monkeypatch.setenv("CXX", str(plain))

@@ -1,4 +1,4 @@
-"""The six verbs on a user's own DataLoader; test_base_environment.py runs it where only the base dependencies are.
+"""The six verbs and `shrink` on a user's own DataLoader; test_base_environment.py runs it with base dependencies.
 
 python tests/support/base_environment.py FOLDER
 """
@@ -46,6 +46,9 @@ def main(folder: Path) -> None:
         with torch.no_grad():
             assert torch.equal(rx.load(saved)(images), slim(images)), "save == load"
         print(f"{name}: {len(evidence.findings)} findings")
+    for target in ({"macs": 0.7}, {"faster": 1.1}):
+        shrunk = rx.shrink(rx.load("dense:cifar10"), loader, effort="quick", folder=folder / "state", **target)
+        print(f"{target}: {len(shrunk.evidence.findings)} findings")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from attnrx.decide.planning.cost_correction import (
     corrected,
     never_slower,
     never_slower_mlp,
+    nonnegative_fit,
 )
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import _Timer
@@ -172,6 +173,18 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
     saved = -0.03 * levels[:, None] + 0.005 * random.standard_normal((len(levels), 1))
     mlp = never_slower_mlp(saved, space)
     assert mlp[0] == 0 and (np.diff(mlp, axis=0) <= 1e-12).all() and np.abs(mlp - saved).max() < 0.02
+
+
+def test_a_nonnegative_fit_is_that_of_scipy() -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    random = np.random.default_rng(0)
+    for rows, columns in ((1, 1), (3, 5), (25, 12), (9, 4), (4, 0)):
+        for _ in range(20):
+            factors, target = random.integers(0, 2, (rows, columns)).astype(float), random.standard_normal(rows)
+            found = nonnegative_fit(factors, target)
+            assert (found >= 0).all()
+            least = optimize.nnls(factors, target)[1] if columns else np.linalg.norm(target)
+            assert np.linalg.norm(factors @ found - target) == pytest.approx(least)
 
 
 def test_prices_are_pinned_to_whole_models(space: Space) -> None:

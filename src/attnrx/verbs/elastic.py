@@ -103,7 +103,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     by_value = {value: target_of(**{kind: value}) for value in values}
     if len(by_value) != len(values):
         raise InvalidInput(f"{kind}={values}: give every budget once.")
-    preflight(data=data, columns=columns, folder=folder, plans=True, report=True)
+    preflight(data=data, columns=columns, folder=folder, report=True)
     # From the largest model to the smallest, by shares falling and speeds rising.
     targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
     folder = Path(folder)

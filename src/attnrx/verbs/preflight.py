@@ -13,7 +13,7 @@ from attnrx.support.errors import CheckpointError
 from attnrx.support.optional import require_installed
 
 # The libraries that an extra installs, for each purpose.
-PLAN = ("plan", "planning", ("optuna", "sklearn"))
+PLAN = ("plan", "storing the trials of a plan", ("optuna",))
 REPORT = ("report", "the report", ("jinja2",))
 
 
@@ -23,20 +23,20 @@ def preflight(
     columns: Columns | None = None,
     folder: Path | str | None = None,
     formats: Iterable[Format] = (),
-    plans: bool = False,
+    stores_trials: bool = False,
     report: bool = False,
 ) -> None:
     """Checks what a long call will need, in the first second.
 
-    `data` is checked where it is a name or a path, `formats` are those of the files to write; with `plans` the call
-    searches a plan, with `report` it writes the HTML report.
+    `data` is checked where it is a name or a path, `formats` are those of the files to write; with `stores_trials` the
+    call stores the trials of a plan, with `report` it writes the HTML report.
 
     Raises:
         NotSupported: A library is missing; the message names the extra that installs it.
         DataError: There is no such dataset, or it lacks a column that was named.
         CheckpointError: The output folder cannot be written.
     """
-    for needed, (extra, purpose, libraries) in ((plans, PLAN), (report, REPORT)):
+    for needed, (extra, purpose, libraries) in ((stores_trials, PLAN), (report, REPORT)):
         if needed:
             require_installed(extra, purpose, *libraries)
     for form in formats:

@@ -58,6 +58,7 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
+from attnrx.support.optional import is_installed
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.shapes import ImageBatch
 from attnrx.support.subprocess_runner import shared_subprocess
@@ -205,7 +206,6 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         columns=columns,
         folder=folder,
         formats=() if to is None else (parse_format(to),),
-        plans=True,
     )
     # What `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved.
     for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
@@ -295,7 +295,8 @@ class ShrinkRun:
                 state.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
-            settings = replace(settings, storage=str(state / "trials.db"))
+            if is_installed("optuna"):  # otherwise an interrupted call makes its trials again
+                settings = replace(settings, storage=str(state / "trials.db"))
         begin("reading the images")
         # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
         fitted = max(FITS_BY_EFFORT[effort][0], settings.num_images)

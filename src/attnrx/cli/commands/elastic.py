@@ -38,7 +38,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.verbs.preflight import preflight  # imports torch
 
-    preflight(folder=arguments.out, plans=True, report=True)
+    preflight(folder=arguments.out, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     settings = given_arguments(arguments, "faster", "macs", "params", *SETTINGS, "effort")

@@ -67,7 +67,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     settings = replace(_settings(arguments), log=log)
     from attnrx.verbs.preflight import preflight  # imports torch
 
-    preflight(folder=arguments.out, plans=settings.trials > 0 or target.minimized == "latency")
+    preflight(folder=arguments.out, stores_trials=settings.storage is not None)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments, distinct=True)
     for note in splits.notes:

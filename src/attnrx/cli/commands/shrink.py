@@ -47,7 +47,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # A model with tokens by image has no fixed shapes, so it cannot be exported.
     onnx = not (arguments.no_onnx or arguments.by_image)
     formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
-    preflight(folder=arguments.out, formats=formats, plans=True, report=True)
+    preflight(folder=arguments.out, formats=formats, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)

@@ -9,7 +9,6 @@ from torch import nn
 from attnrx.change.realization import realize
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.support.optional import required_module
 
 # The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.
 STAGES = (1, 3, None)
@@ -63,11 +62,10 @@ def corrected(
     stage_tokens = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / cost_table.whole
     num_stages = np.array([sum(map(bool, choices.num_pruned)) for choices in some.values()]) / cost_table.whole
     saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
-    optimize = required_module("scipy.optimize", "plan", "a cost model of measured latency")
     # Tokens as shares of all of them, so that both parts of a stage have the same unit. A shallow model has fewer plans
     # than unknowns: then a stage has no constant.
     columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
-    slope, missed, constant = [*optimize.nnls(columns, missing)[0], 0.0, 0.0][:3]
+    slope, missed, constant = [*nonnegative_fit(columns, missing), 0.0, 0.0][:3]
     return replace(
         cost_table,
         attention=_less_saved(cost_table.attention, missed),
@@ -165,6 +163,30 @@ def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> n
     common intercept, or from zero."""
     if not steps.size:
         return times
-    linear_model = required_module("sklearn.linear_model", "plan", "a cost model of measured latency")
-    fitted = linear_model.LinearRegression(positive=True, fit_intercept=not from_zero).fit(steps, -times)
-    return -fitted.predict(steps)
+    mean_step, mean_time = (0.0, 0.0) if from_zero else (steps.mean(0), times.mean(0))
+    savings = [nonnegative_fit(steps - mean_step, column) for column in (mean_time - times).T]
+    return mean_time - (steps - mean_step) @ np.array(savings).T
+
+
+def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns the x >= 0 that minimizes ||factors x - target||: the active-set method of Lawson and Hanson (1974).
+
+    The sum of the squares decreases at every step, so no set of positive entries occurs twice.
+    """
+    found, positive = np.zeros(factors.shape[1]), np.zeros(factors.shape[1], dtype=bool)
+    tolerance = 1e-10 * np.abs(factors.T @ target).max(initial=0.0)
+    while True:
+        gradient = np.where(positive, -np.inf, factors.T @ (target - factors @ found))
+        if gradient.max(initial=-np.inf) <= tolerance:
+            return found
+        positive[gradient.argmax()] = True
+        while True:
+            free = np.zeros_like(found)
+            free[positive] = np.linalg.lstsq(factors[:, positive], target, rcond=None)[0]
+            blocked = positive & (free <= 0)
+            if not blocked.any():
+                break
+            # To the first entry that reaches zero on the way.
+            found += (found[blocked] / (found[blocked] - free[blocked])).min() * (free - found)
+            positive &= found > 1e-15
+        found = free

@@ -1,7 +1,8 @@
 """Refinement of a plan by measured divergence: a search over the weights of the sensitivities.
 
-Optuna searches a weight of the sensitivities per axis, and its slope over the layers. Then the best plan is varied: a
-few choices are changed at random, and a greedy closed form meets the budget from there. Optuna stores all trials.
+A weight of the sensitivities per axis, and its slope over the layers, are drawn at random. Then the best plan is
+varied: a few choices are changed at random, and a greedy closed form meets the budget from there. Optuna stores the
+trials, if they are stored; which plans are tried does not depend on it.
 """
 
 import hashlib
@@ -9,8 +10,9 @@ import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -109,12 +111,12 @@ def refine_plan(
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
     # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-    study = open_study(settings.storage, f"attnrx 8 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
+    study = open_study(settings.storage, f"attnrx 9 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (settings.trials - len(even))))
     proposals = Proposals(space, builder, first, even, broad, settings)
 
-    def objective(trial: Any) -> float:
+    def measure(trial: Any) -> float:
         trial.set_user_attr(OWNER, [platform.node(), os.getpid()])
         knobs, step = proposals.next(trial)
         trial.set_user_attr(KNOBS, knobs)
@@ -125,31 +127,66 @@ def refine_plan(
         return measured.softened
 
     # A resumed study has trials of an earlier run, or of another machine.
-    _require_readable(study, space, settings.storage)
-    _fail_abandoned(study)
+    if settings.storage is not None:
+        _require_readable(study, space, settings.storage)
+        _fail_abandoned(study)
     num_measured = sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
     if num_measured < settings.trials:
         for _ in track(range(settings.trials - num_measured), "searching plans"):
-            # A sampler per trial: a resumed search draws the same knobs as one without interruption.
-            study.sampler = sampler_of(settings.seed, _num_valid(study))
-            study.optimize(objective, n_trials=1)  # one by one, for the progress
+            trial = study.ask()
+            try:
+                study.tell(trial, measure(trial))
+            except BaseException:
+                if settings.storage is not None:
+                    _fail_abandoned(study)
+                raise
     # All trials of the study, so that a resumed search has the finalists of one without interruption.
     return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
 
 
-def _optuna() -> Any:
-    return required_module("optuna", "plan", "refining a plan (with trials above 0)")
+@dataclass
+class _MemoryTrial:
+    study: "MemoryStudy"
+    number: int
+    value: float | None = None
+    user_attrs: dict[str, Any] = field(default_factory=dict)
+    state: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
+
+    def set_user_attr(self, name: str, value: Any) -> None:
+        self.user_attrs[name] = value
+
+
+class MemoryStudy:
+    """The part of an Optuna study that the search uses, for trials that are not stored."""
+
+    def __init__(self):
+        self._trials: list[_MemoryTrial] = []
+
+    def ask(self) -> _MemoryTrial:
+        self._trials.append(_MemoryTrial(self, len(self._trials)))
+        return self._trials[-1]
+
+    def tell(self, trial: _MemoryTrial, value: float) -> None:
+        trial.value = value
+
+    def get_trials(self, deepcopy: bool = False) -> list[_MemoryTrial]:
+        return self._trials
 
 
 def open_study(storage: str | None, name: str) -> Any:
-    """Returns the study of this name in the storage, with the trials that it has; raises InvalidInput if that cannot be
-    opened.
+    """Returns the study of this name in the storage, with the trials that it has.
+
+    Raises:
+        InvalidInput: The storage cannot be opened.
+        NotSupported: Optuna, which stores the trials, is not installed.
     """
-    optuna = _optuna()
+    if storage is None:
+        return MemoryStudy()
+    optuna = required_module("optuna", "plan", "storing the trials of a plan")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
     address = storage
-    if storage is not None and "://" not in storage:
+    if "://" not in storage:
         address = f"sqlite:///{storage}"
         if Path(storage).exists():
             require_regular(storage)  # SQLite would wait for a pipe
@@ -184,13 +221,6 @@ def _require_readable(study: Any, space: Space, storage: str | None) -> None:
         raise CheckpointError(f"{problem} ({cause}). Delete it; it is made again.") from error
 
 
-def sampler_of(seed: int, number: int) -> Any:
-    """Returns the sampler of the knobs of one proposal."""
-    own_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-    # Multivariate: the best weight of one axis depends on those of others.
-    return _optuna().samplers.TPESampler(seed=own_seed, multivariate=True, n_startup_trials=8)
-
-
 def _fail_abandoned(study: Any) -> None:
     """Marks the running trials as failed whose process on this machine has ended."""
     for trial in study.get_trials(deepcopy=False):
@@ -205,12 +235,12 @@ def _fail_abandoned(study: Any) -> None:
 def _num_valid(study: Any, before: int | None = None) -> int:
     """Returns the number of trials that did not fail, those with numbers below `before`, by default all."""
     trials = study.get_trials(deepcopy=False)[:before]
-    return sum(trial.state is not type(trial.state).FAIL for trial in trials)
+    return sum(trial.state.name != "FAIL" for trial in trials)
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """Proposes the next plan: from every `even` schedule, then for `broad` trials with knobs sampled by Optuna, then
+    """Proposes the next plan: from every `even` schedule, then for `broad` trials with random knobs, then
     variations of the best plan.
     """
 
@@ -230,15 +260,15 @@ class Proposals:
             with suppress(NotSupported):  # nothing near this schedule is cheap enough
                 return start, self.builder.step(start, self.even[number])
             return start, self.start.step
+        # A generator per proposal: a resumed search draws the same as one without interruption.
+        random = np.random.default_rng((self.settings.seed, number))
         if number >= len(self.even) + self.broad:
-            return self._near(trial, number)
-        spans = {name: (start[name] - span, start[name] + span) for name, span in search_ranges(self.space).items()}
-        knobs = {name: trial.suggest_float(name, *span) for name, span in spans.items()}
+            return self._near(trial, random)
+        ranges = search_ranges(self.space).items()
+        knobs = {name: start[name] + float(random.uniform(-span, span)) for name, span in ranges}
         return knobs, self.builder.step(knobs)
 
-    def _near(self, trial: Any, number: int) -> tuple[dict[str, float], Step]:
-        # A generator per proposal: a resumed search draws the same variations as one without interruption.
-        random = np.random.default_rng((self.settings.seed, number))
+    def _near(self, trial: Any, random: np.random.Generator) -> tuple[dict[str, float], Step]:
         finished = [past for past in trial.study.get_trials(deepcopy=False) if past.value is not None]
         measured = [self.start.step.choices, *(_known(past)[1] for past in finished)]
         best = min(finished, key=lambda past: past.value, default=None)

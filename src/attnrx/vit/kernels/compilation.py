@@ -1,8 +1,9 @@
-"""The C++ kernels: built with the user's compiler on first use and stored in a private cache folder.
+"""The C++ kernels: compiled in the wheel, or built with the user's compiler on first use into a private cache folder.
 
-A library is native code, so its file name proves nothing. The folder, the library and its record must belong to this
-user, must not be symbolic links and must not be writable by other users; then the hash recorded when it was built can
-be trusted, and it is compared with the content of the file descriptor from which the library is loaded.
+The library in the wheel is trusted like the modules beside it. One in the cache is native code whose file name proves
+nothing: the folder, the library and its record must belong to this user, must not be symbolic links and must not be
+writable by other users; then the hash recorded when it was built can be trusted, and it is compared with the content of
+the file descriptor from which the library is loaded.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import os
 import re
 import shlex
 import warnings
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -22,15 +24,12 @@ from attnrx.support.child_processes import find_program, run_program
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.support.hardware import cache_folder
 from attnrx.support.storage import check_schema, json_text
+from attnrx.vit.kernels.flags import FLAGS, HEADERS, SOURCES, THREADS, shipped_library
 
 KIND, SCHEMA = "attnrx compiled library", 1
 BUILD = "ATTNRX_BUILD"
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "merging.cpp", "products.cpp"))
-HEADERS = (Path(__file__).with_name("vectors.hpp"),)
 COMPILERS = ("c++", "g++", "clang++")
-# Products and sums may be fused, and errno of mathematical functions is not set, which would prevent vector code.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
-THREADS = "-fopenmp"
+NATIVE = ("-march=native", "-shared")
 PATIENCE = 120
 """Seconds that a compiler may take; it takes about three."""
 OTHERS_CAN_WRITE = 0o022  # group and all others
@@ -40,15 +39,19 @@ DESCRIPTORS = Path("/proc/self/fd")
 # Once per process, also where it fails: a compiler that fails is not started again at every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
-    """Returns the library of the kernels; builds it if no earlier process did.
+    """Returns the library of the kernels: that of the wheel for this processor, else one built by this or an earlier
+    process.
 
-    None if ATTNRX_BUILD is 0 or there is no compiler ($CXX, or c++, g++ or clang++ on the path); None with a
-    `KernelWarning` if the compiler fails or other users can write to the cache folder. PyTorch's slower kernels run in
-    their place.
+    None if ATTNRX_BUILD is 0, or if the wheel has none and there is no compiler ($CXX, or c++, g++ or clang++ on the
+    path); None with a `KernelWarning` if the compiler fails or other users can write to the cache folder. PyTorch's
+    slower kernels run in their place.
     """
     # On systems other than POSIX the owner of a file cannot be checked.
     if os.environ.get(BUILD, "1") == "0" or os.name != "posix":
         return None
+    for name in (torch.backends.cpu.get_cpu_capability().lower(), "default"):
+        with suppress(OSError):  # absent, or PyTorch has another OpenMP than the library was compiled for
+            return _declared(ctypes.CDLL(str(shipped_library(name))))
     try:
         compiler = cpp_compiler()
         return _built(compiler) if compiler else None
@@ -70,8 +73,8 @@ def required_library() -> ctypes.CDLL:
     library = native_library()
     if library is None:
         raise NotSupported(
-            "the backend 'native' is built by a C++ compiler ($CXX, or c++, g++ or clang++ on the path), and none has "
-            "built it here; 'auto' runs without."
+            "the kernels of the backend 'native' are in wheels for Linux, or built by a C++ compiler ($CXX, or c++, "
+            "g++ or clang++ on the path); here are neither, and 'auto' runs without."
         )
     return library
 
@@ -135,9 +138,9 @@ def cpp_compiler() -> list[str]:
 
 def _built(compiler: list[str]) -> ctypes.CDLL:
     try:
-        return _built_by([*compiler, *FLAGS, THREADS])
+        return _built_by([*compiler, *FLAGS, *NATIVE, THREADS])
     except _CompilerFailed:  # without OpenMP there is one thread
-        return _built_by([*compiler, *FLAGS])
+        return _built_by([*compiler, *FLAGS, *NATIVE])
 
 
 def _built_by(command: list[str]) -> ctypes.CDLL:
@@ -240,7 +243,10 @@ def _loaded(record: Path) -> ctypes.CDLL:
     # Loads the checked file, even if its path was replaced since. It stays open, because the loader identifies
     # libraries by name: the next file with this descriptor would be taken for this one.
     opened = DESCRIPTORS / str(descriptor)
-    library = ctypes.CDLL(str(opened if opened.exists() else path))
+    return _declared(ctypes.CDLL(str(opened if opened.exists() else path)))
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     # Without argument types ctypes would pass addresses as 32-bit integers.
     integer, pointer = ctypes.c_int, ctypes.c_void_p
     positions = [pointer, pointer]  # of the rotations and the biases
