@@ -31,6 +31,7 @@ splits = rx.load_data(DATA)
 shape = {"classes": len(splits.class_names), "image_size": splits.image_size, "patch_size": PATCH}
 scale = {"mean": splits.normalization.mean, "std": splits.normalization.std}
 model = rx.models.build_model(NAME, seed=0, **shape, **scale)
+torch.manual_seed(0)
 for weight in model.parameters():
     if weight.ndim == 2:  # wider than the default, for so few epochs; leave it out when you train for long
         torch.nn.init.xavier_uniform_(weight)
