@@ -72,7 +72,7 @@ def runs_on(context: AttentionContext) -> bool:
 class Native(Explicit):
     """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
 
-    Heads are grouped as by `Explicit`. The kernel is in the wheel, or built with the user's compiler on first use (`native_library`);
+    Heads are grouped as by `Explicit`. The kernel is in the wheel, or built with the user's compiler on first use;
     without one, and while gradients or a graph are recorded, `Fused` runs in its place. With `sizes`, the number of
     original tokens in each token, `runs` must have returned True.
     """
