@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
@@ -258,6 +259,8 @@ def timing_conditions(model: nn.Module, threads: int | None, form: Format | None
     """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format."""
     # Of models in float64 neither is timed at its own.
     precision = precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
+    # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
+    threads = 1 if threads is None and torch.get_num_threads() == 1 else threads
     return Conditions(str(next(model.parameters()).device), precision, threads)
 
 
@@ -298,16 +301,19 @@ class ShrinkRun:
             if is_installed("optuna"):  # otherwise an interrupted call makes its trials again
                 settings = replace(settings, storage=str(state / "trials.db"))
         begin("reading the images")
+        kind = output_kind_of(original)
+        settings = settings.for_outputs(kind)
         # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
-        fitted = max(FITS_BY_EFFORT[effort][0], settings.num_images)
+        fitted = max(round(FITS_BY_EFFORT[effort][0] * kind.needed_images**0.5), settings.num_images)
+        predicted = round(PREDICTION_IMAGES * kind.needed_images**0.5)
         if isinstance(data, str | Path):
             data = load_data(str(data), columns=columns, **input_options(original))
             data = adapt_preprocessing(data, original)
-        limit = fitted + PREDICTION_IMAGES + MAX_VERIFICATION_IMAGES
+        limit = fitted + predicted + MAX_VERIFICATION_IMAGES
         splits = splits_for(original, data, limit=limit, seed=seed)
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
         # many on its own images, so its divergence there is too low.
-        images = three_parts(splits, fitted, PREDICTION_IMAGES, MAX_VERIFICATION_IMAGES)
+        images = three_parts(splits, fitted, predicted, MAX_VERIFICATION_IMAGES)
         for line in (images.summary, *images.notes):
             log(line)
         original, splits = _at_size_of(images.planned, original, splits, log)
@@ -348,7 +354,8 @@ class ShrinkRun:
             how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self.fitted_classes}
             # The thresholds of tokens by image are known only now.
             prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
-            yield self._verified(slim, target, plan, prescription, Promises(rounds=rounds_of(batch)))
+            rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)
+            yield self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
 
     def _realized(self, prescription: Prescription, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
         """Realizes a plan and fits it as the effort states; returns the fits that were possible too."""
@@ -442,7 +449,8 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
 
 def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:
     path = None if state is None else state / "diagnosis.json"
-    diagnosed = images.take(min(DIAGNOSIS_IMAGES, len(images)))
+    wanted = round(DIAGNOSIS_IMAGES * output_kind_of(model).needed_images ** 0.5)
+    diagnosed = images.take(min(wanted, len(images)))
     if path is not None and path.exists():
         # A damaged file, or one of another version, is made again.
         with suppress(AttnrxError, KeyError, TypeError):

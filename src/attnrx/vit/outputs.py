@@ -34,6 +34,8 @@ class OutputKind(ABC):
     unit: ClassVar[str]
     flip_divergence: ClassVar[float]
     has_decisions: ClassVar[bool] = True
+    needed_images: ClassVar[float] = 1.0
+    """The share of the usual number of images on which a mean divergence is as precise as that of logits."""
     note: ClassVar[str] = ""
     """A note that is added to the evidence of such models."""
 
@@ -223,6 +225,7 @@ class Map(Regression):
 
     name, noun = "map", "number of a map"
     returns = "a map per image"
+    needed_images = 0.25  # the divergence of an image is a mean over its positions, and varies less between images
     note = (
         "the outputs are compared as maps, by the squared error relative to the variance of the reference's numbers; "
         "there is no decision, and so neither agreement nor accuracy."

@@ -399,11 +399,12 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     # labels. Its root fits better than the square (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
     sums: list[Tensor] = []
-    weight, chosen = _weight(model), images.take(min(IMPORTANCE_IMAGES, len(images)))
+    kind = output_kind_of(model)
+    weight, chosen = _weight(model), images.take(min(round(IMPORTANCE_IMAGES * kind.needed_images), len(images)))
     for batch in chosen.batches(CHUNK // 2, device=weight.device):
         with torch.enable_grad(), recording_blocks(model, family) as outputs:
             answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
-            drawn = output_kind_of(model).drawn(answers, generator)
+            drawn = kind.drawn(answers, generator)
             slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
         running()
         squares = [slope.square().sum((0, -1)) for slope in slopes]

@@ -33,6 +33,7 @@ from attnrx.support.progress import Log, no_log
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.costs.latency import CLOCKS
 from attnrx.vit.models import family_of
+from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import Ward, parse_reducer
 
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
@@ -149,6 +150,15 @@ class PlanSettings:
         if effort not in EFFORTS:
             raise UnknownName("effort", effort, EFFORTS)
         return replace(EFFORTS[effort], **changes)
+
+    def for_outputs(self, kind: OutputKind) -> "PlanSettings":
+        """Returns the settings with as many images as outputs of this kind need, in as small batches as they allow."""
+        share = kind.needed_images
+        if share == 1:
+            return self
+        names = ("num_images", "sensitivity_images", "trial_images")
+        fewer = {name: max(round(share * getattr(self, name)), 1) for name in names}
+        return replace(self, **fewer, batch_size=max(min(self.batch_size, fewer["sensitivity_images"]), 1))
 
     @property
     def form(self) -> Format | None:

@@ -22,16 +22,17 @@ from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
 
 # Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
-# MIN_IMAGES images, and as many as take MIN_MACS multiply-accumulates, because below that calls of operations dominate;
-# of files, which do not run in chunks, as many as take FILE_MACS.
-MIN_IMAGES, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 1e10, 4e10, 4
-# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES.
-ROUNDS = 32
+# MIN_IMAGES images (of large models FEWEST), and as many as take MIN_MACS multiply-accumulates, because below that
+# calls of operations dominate; of files, which do not run in chunks, as many as take FILE_MACS.
+MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
+# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; half of them for a pass
+# of LONG multiply-accumulates, about a second, which varies less.
+ROUNDS, LONG = 32, 4e10
 
 
-def rounds_of(batch: int) -> int:
-    """Returns the rounds of a final latency measurement, more for few images."""
-    return ROUNDS * max(MIN_IMAGES // batch, 1)
+def rounds_of(batch: int, macs: float = 0.0) -> int:
+    """Returns the rounds of a final latency measurement, more for few images, and fewer for many MACs per image."""
+    return ROUNDS // 2 if batch * macs >= LONG else ROUNDS * max(MIN_IMAGES // batch, 1)
 
 
 def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
@@ -67,9 +68,10 @@ class PlanTimer:
         # one thread the CPU time is the latency, without the load of other processes.
         least = MIN_MACS if requested.form is None else FILE_MACS
         enough = ceil(least / family_of(self.space.model).costs(self.space.model).macs)
-        batch, alone = min(requested.batch, max(MIN_IMAGES, enough)), requested.conditions.threads == 1
+        fewest = FEWEST if enough <= FEWEST else MIN_IMAGES
+        batch, alone = min(requested.batch, max(fewest, enough)), requested.conditions.threads == 1
         clock = "cpu" if alone and requested.protocol.resolved_clock == "wall" else requested.clock
-        more = max(MIN_IMAGES // batch, 1)
+        more = max(fewest // batch, 1)
         rounds, whole_rounds = requested.rounds * more, requested.whole_rounds * more
         return replace(requested, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
 

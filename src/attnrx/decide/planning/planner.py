@@ -16,7 +16,7 @@ from attnrx.decide.planning.allocation import Step, greedy_to_budget, require_re
 from attnrx.decide.planning.budget import prescribed_costs
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import EVEN, Trial, refine_plan, search_ranges, weights_of
+from attnrx.decide.planning.plan_search import Trial, refine_plan, search_ranges, weights_of
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities
@@ -236,12 +236,12 @@ class Planner:
         return self._adjusted(limit, last) if attempt > 1 and self.settings.adjusts else self._searched(limit)
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
-        """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
+        """Returns the best plan at this cost among those reached from the best trials."""
         # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
         plans, order = _PlansAtCost(self, limit), sorted(self.trials, key=lambda trial: trial.softened)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
         steps: dict[Choices, Step] = {}
-        for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):  # without repetitions, in order
+        for start in dict.fromkeys(starts):  # without repetitions, in order
             with suppress(NotSupported):  # nothing near this plan is cheap enough
                 step = self.step(limit, last.knobs, start)
                 steps[step.choices] = step

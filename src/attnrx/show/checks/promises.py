@@ -73,7 +73,10 @@ class Promises(Check):
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
         # As the plan was timed: by the same clock, and in processes of its own if it was.
         processes = PROCESSES if promised.get("in_subprocess", False) else 1
-        protocol = LatencyProtocol(conditions, self.rounds, 2, promised["clock"], kernels=False, processes=processes)
+        # As long passes have few rounds, one is enough to warm up.
+        warmup = 2 if self.rounds >= 4 * processes else 1
+        settings = {"clock": promised["clock"], "kernels": False, "processes": processes}
+        protocol = LatencyProtocol(conditions, self.rounds, warmup, **settings)
         model, family = comparison.reference, family_of(comparison.reference)
         size = promised["batch"], *family.input_shape(model)
         # Latency does not depend on the values of the pixels.

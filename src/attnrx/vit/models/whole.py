@@ -5,7 +5,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,8 @@ from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout, TokenPolicy
 
 Factory = Callable[[], nn.Module]
+
+PROOF_PATCHES = 16  # the most patches per side of the images of a proof
 
 
 @dataclass(frozen=True)
@@ -258,15 +260,18 @@ class WholeFamily(Family):
         require_ordinary_weights(whole)
         if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
             require_unchanged(model, lambda images: rows_of(model(images)), origin.input_shape)
-        tensors = _proved(model, whole, family)
+        images = _images_of_proof(model, whole, family)
+        tensors = _proved(model, whole, family, images)
         require_own_weights(whole, model, origin.input_shape)
         whole.around = replace(
             around,
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
             macs=_outer_macs(model, whole) if path else 0,
-            read_blocks=_read_blocks(whole, family) if every else (),
+            read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
+        if images.shape[1:] != origin.input_shape:
+            whole.around = replace(whole.around, sizes=_sizes(_outputs_at_size(whole)))
         return whole
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
@@ -276,14 +281,7 @@ class WholeFamily(Family):
         fresh = whole.shape.fresh()
         family.resize_created_(fresh.get_submodule(whole.around.path), before, (height, width))
         vars(whole)["shape"] = _Shape(fresh)
-        with evaluating((whole,)):
-            try:
-                outputs = tensors_of(whole(_random_images(whole)))
-            except Exception as error:  # the code of a module raises errors of any type
-                raise NotSupported(
-                    f"{whole.around.name} does not take images of {height} x {width}: it raises "
-                    f"{type(error).__name__}: {described_error(error)}"
-                ) from error
+        outputs = _outputs_at_size(whole)
         macs = _outer_macs(whole.module, whole) if whole.around.path else 0
         whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
 
@@ -480,10 +478,44 @@ def _creator(around: Surroundings) -> Factory:
     return target
 
 
-def _random_images(whole: Whole) -> Tensor:
+def _random_images(whole: Whole, size: Sequence[int] = ()) -> Tensor:
+    """Returns two random images of the size that the Vision Transformer takes, or of another (height, width)."""
     generator = torch.Generator().manual_seed(0)
-    shape = (2, *whole.trunk.origin.input_shape)
+    channels, *own = whole.trunk.origin.input_shape
+    shape = (2, channels, *(size or own))
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(next(whole.parameters()))
+
+
+def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
+    """Returns the outputs for one random image of the size that the Vision Transformer takes.
+
+    Raises:
+        NotSupported: The module does not take such images.
+    """
+    with evaluating((whole,)):
+        try:
+            return tensors_of(whole(_random_images(whole)[:1]))
+        except Exception as error:  # the code of a module raises errors of any type
+            height, width = whole.trunk.origin.input_shape[1:]
+            raise NotSupported(
+                f"{whole.around.name} does not take images of {height} x {width}: it raises "
+                f"{type(error).__name__}: {described_error(error)}"
+            ) from error
+
+
+def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> Tensor:
+    """Returns two random images for the proof: small ones where the module interpolates its position embeddings, since
+    a pass of a DINOv2 at its stated 518 x 518 pixels takes seven times that of 16 x 16 patches.
+    """
+    patches = model.get_submodule(whole.around.path).get_submodule(family.parts(whole.trunk.source).patches)
+    stride, own = getattr(patches, "stride", ()), whole.trunk.origin.input_shape[1:]
+    size = [min(PROOF_PATCHES * step, side) for step, side in zip(stride, own, strict=False)]
+    if len(size) == 2 and tuple(size) != own:
+        small = _random_images(whole, size)
+        with evaluating((model,)), suppress(Exception):  # the code of a module raises errors of any type
+            model(small)
+            return small
+    return _random_images(whole)
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -509,13 +541,13 @@ def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> 
     return ""
 
 
-def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily) -> dict[str, Tensor]:
-    """Returns the outputs of a module for two random images, after they were compared with those of its copy.
+def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
+    """Returns the outputs of a module for two images, after they were compared with those of its copy.
 
     Raises:
         NotSupported: They differ, or are no tensors of real numbers with one entry per image.
     """
-    images, name = _random_images(whole), whole.around.name
+    name = whole.around.name
     calls: list[object] = []
     source = model.get_submodule(whole.around.path)  # of which a method other than `forward` may be called
     patches = source.get_submodule(family.parts(source).patches)
@@ -532,7 +564,8 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily) -> dict[str, 
                 ) from error
             counted = len(calls)
             single = tensors_of(model(images[:1]))
-            actual = tensors_of(whole(images))
+            with whole.forward_pass():
+                actual = tensors_of(whole.module(images))
     finally:
         counting.remove()
     if counted != 1:
@@ -601,13 +634,13 @@ def _outer_macs(model: nn.Module, whole: Whole) -> int:
     return (counter.get_total_flops() - inside) // 2  # torch counts two operations for one MAC
 
 
-def _read_blocks(whole: Whole, family: AdoptedFamily) -> tuple[int, ...]:
-    """Returns the blocks whose patch tokens are read by other parts than the next block.
+def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[int, ...]:
+    """Returns the blocks whose patch tokens are read by other parts than the next block, in a pass of the images.
 
     Its patches are changed for all parts but the next block, in a pass: the outputs show whether any part reads them.
     """
     blocks = family.blocks(whole.trunk.source)
-    prefix, images = family.parts(whole.trunk.source).prefix_tokens, _random_images(whole)[:1]
+    prefix = family.parts(whole.trunk.source).prefix_tokens
     present: dict[int, Tensor] = {}
 
     def change(index: int, scale: float, first: int, module: nn.Module, args: Any, output: Any) -> Any:
