@@ -31,7 +31,7 @@ NO_LABELS = (
 class Batch:
     """Images on the model's scale, their labels, and `index`: the row of each in its source, for paired comparisons.
 
-    A label is a class number, or one 0 or 1 per label of a model of several labels.
+    A label is a class number, one 0 or 1 per label of a model of several labels, or for a user's metric any tensor.
     """
 
     images: Float[Tensor, "batch channels height width"]

@@ -10,13 +10,13 @@ from torch import nn
 from attnrx.data import MAX_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
 from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
-from attnrx.data.user_data import LABEL_KEYS
+from attnrx.data.user_data import LABEL_KEYS, TARGETS
 from attnrx.support.arguments import MODEL, checked, instance, optional
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import ImageGeometry, Preprocessing
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import family_of, num_outputs
-from attnrx.vit.outputs import Logits, output_kind_of
+from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 
 
 def normalization_of(model: nn.Module) -> Normalization:
@@ -56,7 +56,8 @@ def images_for(
     if isinstance(data, ImageSet):
         return data
     scale, preprocess = normalization_of(model), _preprocess_of(model, argument)
-    outputs = output_kind_of(model).name
+    kind = output_kind_of(model)
+    outputs = kind.name if kind.has_decisions or current_judgement().metric is None else TARGETS
     return image_set(data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs)
 
 

@@ -53,6 +53,9 @@ from attnrx.support.shapes import Float, Int, Tensor
 # "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
+MASK_KEYS = ("mask", "masks", "annotation")  # of TARGETS
+# Outputs without decisions are compared without labels; a metric gets the labels of any shape, as TARGETS.
+UNREAD, TARGETS = ("regression", "map", "several"), "targets"
 
 ImageData = Any
 """What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
@@ -99,7 +102,8 @@ def image_set(
             lists its labels.
         seed: The seed of the random transforms and samplers of the data.
         outputs: What the model returns, the name of an `OutputKind`: for "multilabel" a label is a vector of 0 and 1,
-            and the targets of a "regression" are not read.
+            and labels of a "regression", a "map" or "several" are not read; for "targets" they are tensors of any
+            shape, e.g. masks, for a metric.
 
     Raises:
         InvalidInput: The data is of another type, or an item has no image.
@@ -252,7 +256,8 @@ class _ItemReader:
                     f"an item of {self.argument} has the keys {', '.join(map(str, given))}, and none of them names an "
                     f"image; rename one to one of {', '.join(IMAGE_KEYS)}."
                 )
-            return image, next((given[key] for key in LABEL_KEYS if key in given), None)
+            keys = (*LABEL_KEYS, *MASK_KEYS) if self.outputs == TARGETS else LABEL_KEYS
+            return image, next((given[key] for key in keys if key in given), None)
         if isinstance(given, list | tuple):
             if not given:
                 raise InvalidInput(
@@ -266,10 +271,14 @@ class _ItemReader:
         images, labels = self.fields(given)
         images = self.require_images(images, 4)
         # On the CPU, on whatever device the user's loader puts the batch; `_pass` moves it to the device of the pass.
-        if labels is None or self.outputs == "regression":
+        if labels is None or self.outputs in UNREAD:
             numbers = torch.full((len(images),), UNLABELLED)
         else:
             numbers = self._numbers(labels)
+        if self.outputs == TARGETS:
+            if not numbers.ndim or len(numbers) != len(images):
+                raise InvalidInput(f"the labels of {self.argument} are {list(numbers.shape)} for {len(images)} images.")
+            return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
         if self.outputs == "multilabel" and labels is not None:
             numbers = self._vectors(numbers, len(images))
             return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
@@ -295,12 +304,13 @@ class _ItemReader:
             raise InvalidInput(
                 f"{self.argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one."
             )
-        if self.outputs == "regression" or all(label is None for _, label in pairs):
+        if self.outputs in UNREAD or all(label is None for _, label in pairs):
             return self.batch(torch.stack(images))
-        if self.outputs == "multilabel":
+        if self.outputs in ("multilabel", TARGETS):
             vectors = [self._numbers(label) for _, label in pairs]
             if len({vector.shape for vector in vectors}) > 1:
-                raise InvalidInput(f"the labels of {self.argument} have several shapes; {VECTORS}.")
+                hint = VECTORS if self.outputs == "multilabel" else "resize them to one"
+                raise InvalidInput(f"the labels of {self.argument} have several shapes; {hint}.")
             return self.batch((torch.stack(images), torch.stack(vectors)))
         labels = [UNLABELLED if label is None else self._class_number(label) for _, label in pairs]
         return self.batch((torch.stack(images), labels))
@@ -317,6 +327,8 @@ class _ItemReader:
 
     def _numbers(self, labels: Any) -> Tensor:
         try:
+            if hasattr(labels, "convert"):  # a mask as a PIL picture
+                return torch.from_numpy(np.array(labels))
             return torch.as_tensor(labels).detach().cpu()
         except (TypeError, ValueError, RuntimeError):  # names of classes, or lists of several lengths
             raise InvalidInput(f"the labels of {self.argument} are {_described(labels)}; {NUMBERS}.") from None

@@ -43,6 +43,15 @@ def joined(trees: Sequence[Any]) -> Any:
     return mapped(lambda *parts: torch.cat(parts), trees[0], *trees[1:])
 
 
+def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
+    """Returns the tree whose numbers `rows_of` put into rows; the template is the tree of one image."""
+    sizes = [tensor[0].numel() for tensor in tensors_of(template).values()]
+    parts = iter(rows.split(sizes, dim=1))
+    return mapped(
+        lambda tensor: next(parts).unflatten(1, tensor.shape[1:]) if tensor.is_floating_point() else tensor, template
+    )
+
+
 def rows_of(tree: Any) -> Float[Tensor, "images numbers"]:
     """Returns all numbers of every image in one row; an output of one row per image is returned as it is."""
     if isinstance(tree, Tensor) and tree.ndim == 2:

@@ -47,6 +47,7 @@ from attnrx.support.arguments import (
     CALLBACK,
     FASTER,
     FLAG,
+    FUNCTION,
     PATH,
     SEED,
     TEXT,
@@ -71,7 +72,7 @@ from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
 from attnrx.vit.models import family_of, model_fingerprint, resized
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Logits, output_kind_of
+from attnrx.vit.outputs import Divergence, Logits, Metric, judged, output_kind_of
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
@@ -133,7 +134,10 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
     by_image=FLAG,
     to=optional(TEXT),
     folder=optional(PATH),
+    divergence=optional(FUNCTION),
+    metric=optional(FUNCTION),
 )
+@judged
 @verb
 def shrink(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
@@ -153,6 +157,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     folder: Path | str | None = None,
     seed: int = 0,
     log: Log = no_log,
+    divergence: Divergence | None = None,
+    metric: Metric | None = None,
 ) -> Shrunk:
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
@@ -185,6 +191,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             results to it. One call at a time uses a folder.
         seed: Seeds every random draw.
         log: Receives a line for every step.
+        divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
+            per image, 0 for equal outputs. The plan, the fits and the evidence use it; a fit, where it has gradients.
+        metric: Your measure of the outputs, `metric(outputs, (images, labels))`, for the evidence (see `verify`).
 
     Returns:
         The smaller model with its prescription, plan and evidence.
@@ -440,7 +449,7 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
     """Returns the first images with the names of their classes, which are empty without labels."""
     batch = next(iter(images.take(min(REPORT_IMAGES, len(images))).batches(REPORT_IMAGES)))
     # -1: without a label
-    if batch.labels.ndim > 1 or int(batch.labels.min()) < 0:
+    if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
         return batch.images, ()
     labels: list[int] = batch.labels.tolist()
     names = dict(enumerate(class_names))

@@ -17,7 +17,8 @@ from attnrx.data import ImageData, ImageSet, Splits, num_dataset_classes, requir
 from attnrx.data.model_data import images_for
 from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.evidence import Evidence, Finding, judged
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.nouns.evidence import judged as judged_finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import (
     Check,
@@ -30,15 +31,16 @@ from attnrx.show.checks import (
     standard_checks,
 )
 from attnrx.show.checks.comparison import chance_notes
+from attnrx.show.checks.metric import Metric as MetricCheck
 from attnrx.show.checks.statistics import Estimate
-from attnrx.support.arguments import ANY, BATCH, COUNT, DEVICE, FLAG, PATH, SEED, checked, instance, optional
+from attnrx.support.arguments import ANY, BATCH, COUNT, DEVICE, FLAG, FUNCTION, PATH, SEED, checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
 from attnrx.verbs.origin import CandidateOrigin, masked_model, origin_of, require_mask
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Logits
+from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged
 
 PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
 DIAGNOSIS = instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)
@@ -63,7 +65,10 @@ RANDOM_CONTROLS = 10
     batch_size=BATCH,
     device=optional(DEVICE),
     together=FLAG,
+    divergence=optional(FUNCTION),
+    metric=optional(FUNCTION),
 )
+@judged
 @verb
 def verify(  # noqa: PLR0913  (the inputs of all checks)
     candidate: nn.Module | str | Path,
@@ -83,6 +88,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     batch_size: int = 256,
     device: torch.device | str | None = None,
     together: bool = False,
+    divergence: Divergence | None = None,
+    metric: Metric | None = None,
 ) -> Evidence:
     """Compares the candidate with the reference by checks, and returns the evidence.
 
@@ -107,6 +114,10 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         batch_size: Images per forward pass.
         device: The device of the models, by default the reference's.
         together: All processes of a launcher make this call, and each evaluates a part of the images.
+        divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
+            per image, 0 for equal outputs. Both are outputs of some images as the model returns them.
+        metric: Your measure of the outputs, `metric(outputs, (images, labels))`: one number per image, e.g. its
+            intersection over union with a mask. Of models without classes the labels may be tensors of any shape.
 
     Returns:
         The findings, and the conditions that they were measured under.
@@ -154,7 +165,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     nothing = checks is None and isinstance(if_possible, tuple) and not if_possible
     others = tuple(standard_checks()) if nothing else if_possible
     others, skipped = possible_checks(_instances(others, comparison, found, splits, draws), comparison)
-    chosen, notes = (*requested, *others), [*found.notes, *images.notes, *skipped]
+    measures = () if current_judgement().metric is None else (MetricCheck(),)
+    chosen, notes = (*measures, *requested, *others), [*found.notes, *images.notes, *skipped]
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)
@@ -171,6 +183,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         "data": images.fingerprint,
         "images": len(images),
         "outputs": comparison.kind.name,
+        **({} if current_judgement().divergence is None else {"divergence": comparison.kind.distance}),
         "seed": comparison.seed,
         "batch_size": comparison.batch_size,
         "checks": [check.describe() for check in chosen],
@@ -260,7 +273,7 @@ def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str])
         return tuple(findings)
     notes.append(f"not checked: {', '.join(failed)}: {problem}")
     claim = "the candidate returns NaN or infinity for no image"
-    fields = judged(float(problem.count), 0.0, n=problem.images, at_least=False)
+    fields = judged_finding(float(problem.count), 0.0, n=problem.images, at_least=False)
     details = {"quantity": "non-finite outputs"}
     return (Finding("outputs", claim, float(problem.count), "images", **fields, details=details), *findings)
 

@@ -1,14 +1,22 @@
 """The kinds of outputs (logits of classes or labels, numbers, embeddings), and how those of two models are compared."""
 
+import copy
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.arguments import described, user_code
+from attnrx.support.errors import InvalidInput, UnknownName, UserCodeError
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import FAMILIES, STATED_OUTPUTS, num_outputs
+from attnrx.support.trees import from_rows, mapped
+from attnrx.vit.models import FAMILIES, STATED_OUTPUTS, evaluating, num_outputs
 from attnrx.vit.models.whole import Whole
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
@@ -321,10 +329,139 @@ KINDS: dict[str, OutputKind] = {
 }
 
 
-def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns how the outputs of a model are compared: as stated when it was loaded, else as its family knows; those of
-    a model that no family knows are logits.
+P = ParamSpec("P")
+R = TypeVar("R")
+# One number per image: of the outputs of the original and of the smaller model, as the model returns them.
+Divergence = Callable[[Any, Any], Float[Tensor, "images"]]
+# One number per image: of the outputs of a model, and of a pair of the images and their labels.
+Metric = Callable[[Any, tuple[Tensor, Tensor]], Float[Tensor, "images"]]
+CHUNK = 64  # images of one call of such a function
+SHIFT = 0.1  # of the outputs, in standard deviations, from which the curvature of a divergence is taken
+
+
+@dataclass(eq=False)
+class Judgement:
+    """The functions by which a user compares the outputs of models during one call.
+
+    `templates` are the outputs of the call's models for one image, by input shape.
     """
+
+    divergence: Divergence | None = None
+    metric: Metric | None = None
+    templates: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+
+    def outputs(self, model: nn.Module, rows: Float[Tensor, "images numbers"]) -> Any:
+        """Returns outputs that are stored in rows as the model returns them."""
+        shape = next(family for family in FAMILIES if family.matches(model)).input_shape(model)
+        if shape not in self.templates:
+            image = torch.zeros(1, *shape).to(next(model.parameters()))
+            with torch.no_grad(), evaluating([model]):
+                self.templates[shape] = mapped(lambda tensor: tensor.cpu(), model(image))
+        template = self.templates[shape]
+        return rows if isinstance(template, Tensor) and template.ndim == 2 else from_rows(rows, template)
+
+    def measured(self, model: nn.Module, rows: Float[Tensor, "images numbers"], others: Any, what: str) -> Tensor:
+        """Returns the numbers of a function per image: "divergence" with other rows, "metric" with images and labels.
+
+        Raises:
+            UserCodeError: The function raised an exception.
+            InvalidInput: It does not return one number per image.
+        """
+        function, parts = getattr(self, what), []
+        for start in range(0, len(rows), CHUNK):
+            span = slice(start, start + CHUNK)
+            first = self.outputs(model, rows[span])
+            second = self.outputs(model, others[span]) if what == "divergence" else tuple(each[span] for each in others)
+            with user_code(f"{what} ({name_of(function)})", UserCodeError):
+                values = function(first, second)
+            count = len(rows[span])
+            if not isinstance(values, Tensor) or values.shape != (count,) or not bool(values.isfinite().all()):
+                raise InvalidInput(
+                    f"{what} ({name_of(function)}) returned {described(values)} for {count} images: return a tensor of "
+                    "one finite number per image, [images]."
+                )
+            parts.append(values.double())
+        return torch.cat(parts)
+
+
+_JUDGEMENT: ContextVar[Judgement | None] = ContextVar("judgement", default=None)
+
+
+@contextmanager
+def judging(divergence: Divergence | None, metric: Metric | None = None) -> Iterator[None]:
+    """Compares all outputs in this context by a user's functions; without any the functions of the outer one stay."""
+    # Not an attribute of a model: a function may be one that no process can send to another.
+    if divergence is None and metric is None:
+        yield
+        return
+    token = _JUDGEMENT.set(Judgement(divergence, metric))
+    try:
+        yield
+    finally:
+        _JUDGEMENT.reset(token)
+
+
+def judged(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes the arguments `divergence` and `metric` of a verb those of its whole call (`judging`)."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with judging(*(cast(Any, kwargs.get(name)) for name in ("divergence", "metric"))):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def current_judgement() -> Judgement:
+    """Returns the functions of the current call, which are None where it was given none."""
+    return _JUDGEMENT.get() or Judgement()
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a user's function in words, e.g. "mean iou"."""
+    return getattr(function, "__name__", type(function).__name__).replace("_", " ").strip()
+
+
+def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputKind:
+    """Returns a kind as this one, whose divergence is the user's."""
+    base, name = type(kind), name_of(judgement.divergence)
+
+    class Judged(base):  # type: ignore[misc, valid-type]
+        distance, columns, unit = name, (kind.columns[0], name), ""
+        flip_divergence = 0.05
+        note = f"the divergence is that of the function {name!r} of this call."
+
+        def divergence(self, base: Tensor, other: Tensor) -> Tensor:
+            return judgement.measured(model, base, other, "divergence")
+
+        def softened(self, base: Tensor, other: Tensor) -> Tensor:
+            values = self.divergence(base, other)
+            # A function of decisions, e.g. an intersection over union, has no gradient: a fit takes that of the kind.
+            return super().softened(base, other) if other.requires_grad and not values.requires_grad else values
+
+        def drawn(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+            # Near equal outputs the divergence is quadratic: its gradient at a small random shift is its curvature
+            # times the shift.
+            noise = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
+            shifted = outputs.detach() + SHIFT * outputs.detach().std() * noise
+            values = self.divergence(shifted, outputs)
+            return values.sum() if values.requires_grad else super().drawn(outputs, generator)
+
+    other = copy.copy(kind)
+    other.__class__ = Judged
+    return other
+
+
+def output_kind_of(model: nn.Module) -> OutputKind:
+    """Returns how the outputs of a model are compared: by the divergence of the call (`judging`), else as stated when
+    it was loaded, else as its family knows; those of a model that no family knows are logits.
+    """
+    kind, judgement = _own_kind(model), current_judgement()
+    has_family = any(family.matches(model) for family in FAMILIES)
+    return _judged(kind, model, judgement) if judgement.divergence is not None and has_family else kind
+
+
+def _own_kind(model: nn.Module) -> OutputKind:
     # Not `family_of`, which raises: checks also take modules of no family.
     family = next((family for family in FAMILIES if family.matches(model)), None)
     name = getattr(model, STATED_OUTPUTS, None)

@@ -29,7 +29,7 @@ from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, phases, track
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import OutputKind
+from attnrx.vit.outputs import OutputKind, current_judgement
 
 # The phases of a plan and their usual shares of the time (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
@@ -267,7 +267,7 @@ class Planner:
         """
         space, found, settings = self.space, self.measurements, self.settings
         diagnosis = space.diagnosis.fingerprint, json.dumps(space.diagnosis.about, sort_keys=True)
-        choices = space.axes, space.reducer, space.form, space.multiple, space.step
+        choices = found.answers.kind.distance, space.axes, space.reducer, space.form, space.multiple, space.step
         measured = found.fingerprint, len(found.trial_answers)
         others = {
             each.name: getattr(settings, each.name)
@@ -343,6 +343,7 @@ class Planner:
             "reducer": None if space.reducer is None else str(space.reducer),
             "form": space.form,
             "outputs": found.answers.kind.name,
+            **({} if current_judgement().divergence is None else {"divergence": found.answers.kind.distance}),
             "images": len(found.answers),
             "trial_images": len(found.trial_answers),
             "other_images": len(others),

@@ -55,9 +55,10 @@ class Answers:
         Raises:
             DataError: There are no images, a label fits no head, or an embedding is zero.
         """
-        if images.has_labels:
-            require_labels(images)
         weight, kind = next(model.parameters()), output_kind_of(model)
+        has_labels = images.has_labels and kind.has_decisions
+        if has_labels:
+            require_labels(images)
         # Batches are in memory on the model's device and in its precision, because every candidate is measured on them
         # again.
         pixels, labels, outputs = [], [], []
@@ -69,7 +70,7 @@ class Answers:
                 outputs.append(stored(outputs_of(model, pixels[-1])))
         if not pixels:
             raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
-        numbers = torch.cat(labels) if images.has_labels else None
+        numbers = torch.cat(labels) if has_labels else None
         if numbers is not None:
             require_labelled(numbers)
         answers = torch.cat(outputs)

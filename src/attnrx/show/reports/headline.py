@@ -137,6 +137,10 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
         if change.low is not None and change.high is not None:
             interval = f"[{_signed(change.low)}, {_signed(change.high)}]"
         parts.append(SummaryPart(amount, interval=interval))
+    metric, after = finding_of(evidence, "metric change"), finding_of(evidence, "metric", "candidate")
+    if metric is not None and after is not None and metric.low is not None and metric.high is not None:
+        name, interval = metric.details["measure"], f"[{metric.low:+.3f}, {metric.high:+.3f}]"
+        parts.append(SummaryPart(f"{name} {after.value:.3f}, a change of {metric.value:+.3f}", interval=interval))
     for unit, name in (("macs", "MACs"), ("params", "parameters")):
         before, after = cost_totals(evidence, unit) or (0, 0)
         saved = 100 * (before - after) / before if before else 0.0
@@ -145,7 +149,7 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
     divergence = finding_of(evidence, "divergence")
     if divergence is not None and known(divergence.value) is not None:
         outputs = str(evidence.about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
-        name = KINDS.get(outputs, KINDS["logits"]).columns[1]
+        name = evidence.about.get("divergence") or KINDS.get(outputs, KINDS["logits"]).columns[1]
         parts.append(SummaryPart(f"{name} {divergence.value:.3f}"))
     images = evidence.about.get("images")
     if isinstance(images, int) and parts:

@@ -1,7 +1,7 @@
 """The front of the plan: plans between the original and this model over speed or cost, with a slider through them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnrx.nouns.plan import Plan, PlanPoint
 from attnrx.show.reports.content import ReportContent, Section
@@ -61,6 +61,8 @@ def front(content: ReportContent) -> Section | None:
     points = sorted((ORIGINAL, *plan.front), key=lambda point: _x(plan, point))
     chosen, of_latency = points.index(plan.front[-1]), plan.minimized == "latency"
     divergence = DIVERGENCES[plan.outputs.name]
+    if (own := plan.about.get("divergence")) is not None:
+        divergence = replace(divergence, label=f"{own[0].upper()}{own[1:]} from the original", unit="")
     measured = (CHANGE, AGREEMENTS[plan.outputs.name], divergence, *COSTS)
     readings = [SPEED] * of_latency + [
         reading for reading in measured if any(reading.value(point) is not None for point in plan.front)
