@@ -330,6 +330,21 @@ def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
         assert output_kind_of(file).name == output_kind_of(loaded).name
 
 
+class Lengths(Saliency):
+    """A forward that reads the number of images by `len`."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images).reshape(len(images), SIZE, SIZE)
+
+
+def test_a_file_takes_any_number_of_images_where_the_forward_calls_len(tmp_path: Path) -> None:
+    whole = rx.load(Lengths().eval())
+    file = rx.export(whole, tmp_path / "model.pt2", to="program")
+    for count in (1, 5):
+        assert_equal(outputs(file, IMAGES[:count]), outputs(whole, IMAGES[:count]), 1e-8)
+    assert "len" not in globals()
+
+
 @pytest.mark.parametrize("name", ["map", "dictionary"])
 def test_a_module_takes_images_of_another_size(name: str, tmp_path: Path) -> None:
     whole: Any = rx.load(made(name), image_size=(24, 32))

@@ -352,13 +352,17 @@ class Judgement:
 
     def outputs(self, model: nn.Module, rows: Float[Tensor, "images numbers"]) -> Any:
         """Returns outputs that are stored in rows as the model returns them."""
+        template = self.template(model)
+        return rows if isinstance(template, Tensor) and template.ndim == 2 else from_rows(rows, template)
+
+    def template(self, model: nn.Module) -> Any:
+        """Returns the outputs of a model for one image."""
         shape = next(family for family in FAMILIES if family.matches(model)).input_shape(model)
         if shape not in self.templates:
             image = torch.zeros(1, *shape).to(next(model.parameters()))
             with torch.no_grad(), evaluating([model]):
                 self.templates[shape] = mapped(lambda tensor: tensor.cpu(), model(image))
-        template = self.templates[shape]
-        return rows if isinstance(template, Tensor) and template.ndim == 2 else from_rows(rows, template)
+        return self.templates[shape]
 
     def measured(self, model: nn.Module, rows: Float[Tensor, "images numbers"], others: Any, what: str) -> Tensor:
         """Returns the numbers of a function per image: "divergence" with other rows, "metric" with images and labels.
@@ -425,6 +429,7 @@ def name_of(function: Any) -> str:
 def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputKind:
     """Returns a kind as this one, whose divergence is the user's."""
     base, name = type(kind), name_of(judgement.divergence)
+    judgement.template(model)  # now: later the calls of the model may be recorded
 
     class Judged(base):  # type: ignore[misc, valid-type]
         distance, columns, unit = name, (kind.columns[0], name), ""

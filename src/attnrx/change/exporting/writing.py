@@ -62,6 +62,7 @@ from attnrx.vit.models import (
     reduction_of,
     require_ordinary_weights,
 )
+from attnrx.vit.models.foreign_code import LIBRARIES
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of
@@ -381,7 +382,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
     """Captures a model, or a part of it, for inputs like the example, of which `shapes` states the free sizes."""
-    with torch.no_grad(), _portable(model, example), _FourAxes():
+    with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
 
@@ -397,6 +398,25 @@ class _FourAxes(TorchFunctionMode):
                 kwargs = {**kwargs, "attn_mask": mask.unsqueeze(-3)}
             return func(*args, **kwargs).squeeze(1)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _free_lengths(model: nn.Module) -> Iterator[None]:
+    """Lets `len(images)` in the code of a user's module be the free number of images.
+
+    Python's own `len` returns a number, by which torch.export fixes the batch. So the modules that define a user's
+    classes have a name `len` meanwhile, which hides it there, and returns the first size of a tensor.
+    """
+    names = {type(part).__module__ for part in model.modules()}
+    own = [name for name in names if name.split(".")[0] not in LIBRARIES]
+    spaces = [vars(sys.modules[name]) for name in own if name in sys.modules and "len" not in vars(sys.modules[name])]
+    try:
+        for space in spaces:
+            space["len"] = lambda value: value.shape[0] if isinstance(value, Tensor) else len(value)
+        yield
+    finally:
+        for space in spaces:
+            del space["len"]
 
 
 @contextmanager

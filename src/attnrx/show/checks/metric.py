@@ -40,7 +40,7 @@ class Metric(Check):
         findings = [
             self.finding(
                 "metric",
-                f"mean {measure} of the {role}",
+                f"{measure} of the {role}, mean over images",
                 mean_estimate(each, seed),
                 n=n,
                 seed=seed,

@@ -150,7 +150,8 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
     if divergence is not None and known(divergence.value) is not None:
         outputs = str(evidence.about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
         name = evidence.about.get("divergence") or KINDS.get(outputs, KINDS["logits"]).columns[1]
-        parts.append(SummaryPart(f"{name} {divergence.value:.3f}"))
+        decimals = ".3g" if "divergence" in evidence.about else ".3f"  # of a user's divergence no scale is known
+        parts.append(SummaryPart(f"{name} {divergence.value:{decimals}}"))
     images = evidence.about.get("images")
     if isinstance(images, int) and parts:
         parts.append(SummaryPart(f"{images:,} images"))
