@@ -47,7 +47,8 @@ A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` 
 saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a
 decoder, several outputs, an averaged model), or is one with a head of your own, made by its constructor or of a
 subclass: `attnrx.load(module)` returns a copy of the whole, with the module in `.module`. Tensors of any shape, tuples
-and dictionaries are compared by the squared error relative to their variance. A saved folder creates the module by its
+and dictionaries are compared by the squared error relative to their variance, or by a `divergence` and a `metric` of
+yours ([A segmentation model](how-to/segmentation.md)). A saved folder creates the module by its
 class where that takes no arguments, else by `attnrx.load(folder, factory="module:function")`; `save` says which.
 
 `load(model, image_size=(280, 210))` makes a model for images of another size, or rectangles: position embeddings are
