@@ -180,3 +180,10 @@ def test_a_segmenter_is_shrunk_by_the_users_functions(is_several: bool, tmp_path
     shrunk.save(tmp_path / "slim", onnx=False)
     page = (tmp_path / "slim" / "report.html").read_text()
     assert "Pixel divergence from the original" in page and "mean iou" in page
+
+
+def test_large_outputs_are_compared_on_as_many_images_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Any = rx.load(made())
+    monkeypatch.setattr("attnrx.vit.outputs.MOST_NUMBERS", 5 * CLASSES * SIZE * SIZE)
+    evidence = rx.verify(changed(whole), whole, IMAGES, [Fidelity()])
+    assert evidence.about["images"] == 5 and "5 of 24 images" in " ".join(evidence.about["notes"])

@@ -72,7 +72,7 @@ from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
 from attnrx.vit.models import family_of, model_fingerprint, resized
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Divergence, Logits, Metric, judged, output_kind_of
+from attnrx.vit.outputs import Divergence, Logits, Metric, judged, most_images, output_kind_of
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
@@ -326,6 +326,9 @@ class ShrinkRun:
         for line in (images.summary, *images.notes):
             log(line)
         original, splits = _at_size_of(images.planned, original, splits, log)
+        if len(images.verified) > (most := most_images(original)):
+            log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
+            images = images._replace(verified=images.verified.take(most))
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
         diagnosis = _diagnosis(original, planned, state, log)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}

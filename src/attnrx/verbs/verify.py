@@ -40,7 +40,7 @@ from attnrx.verbs.load import SOURCE, load
 from attnrx.verbs.origin import CandidateOrigin, masked_model, origin_of, require_mask
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged
+from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged, most_images
 
 PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
 DIAGNOSIS = instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)
@@ -151,7 +151,10 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         require_mask(masked, source, reference, found)
     elif masked is None and origin is not None:
         masked = masked_model(candidate, reference, found)
-    images = images_for(reference, data, seed=seed)
+    images, most, limited = images_for(reference, data, seed=seed), most_images(reference), list[str]()
+    if len(images) > most:
+        limited = [f"the outputs are large: {most:,} of {len(images):,} images are used"]
+        images = images.take(most)
     inputs = {"prescription": found.prescription, "diagnosis": diagnosis, "seed": seed, "batch_size": batch_size}
     comparison = Comparison(candidate, reference, images, masked, device=device, together=together, **inputs)
     candidate_fingerprint, reference_fingerprint = model_fingerprint(candidate), model_fingerprint(reference)
@@ -166,7 +169,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     others = tuple(standard_checks()) if nothing else if_possible
     others, skipped = possible_checks(_instances(others, comparison, found, splits, draws), comparison)
     measures = () if current_judgement().metric is None else (MetricCheck(),)
-    chosen, notes = (*measures, *requested, *others), [*found.notes, *images.notes, *skipped]
+    chosen, notes = (*measures, *requested, *others), [*found.notes, *images.notes, *limited, *skipped]
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)

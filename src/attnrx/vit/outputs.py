@@ -335,6 +335,7 @@ R = TypeVar("R")
 Divergence = Callable[[Any, Any], Float[Tensor, "images"]]
 # One number per image: of the outputs of a model, and of a pair of the images and their labels.
 Metric = Callable[[Any, tuple[Tensor, Tensor]], Float[Tensor, "images"]]
+MOST_NUMBERS = 2**26  # of the outputs of a model that are compared, 256 MiB in float32 and several times that in sums
 CHUNK = 64  # images of one call of such a function
 SHIFT = 0.1  # of the outputs, in standard deviations, from which the curvature of a divergence is taken
 
@@ -455,6 +456,12 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
     other = copy.copy(kind)
     other.__class__ = Judged
     return other
+
+
+def most_images(model: nn.Module) -> int:
+    """Returns on how many images the outputs of a model can be compared in memory: maps have a number per pixel."""
+    numbers = sum(model.around.sizes.values()) if isinstance(model, Whole) else 1
+    return max(MOST_NUMBERS // max(numbers, 1), 2)
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
