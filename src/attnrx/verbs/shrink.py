@@ -184,7 +184,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         by_image: Every image has its own number of tokens, and those of the plan are means over images; no model.onnx,
             whose shapes are fixed.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
-            is made with the latency of blocks in the runtime of the format; `Shrunk.save_exported` writes the file.
+            is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
         columns: The columns of images and labels, for tables.
         folder: The intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes the

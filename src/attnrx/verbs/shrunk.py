@@ -42,7 +42,7 @@ from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.show.reports import ReportContent, sample_tokens, summary_of, write_report
 from attnrx.support.arguments import ANY, BATCH, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
 from attnrx.support.atomic_writes import Parts as ReplacedFiles
-from attnrx.support.atomic_writes import replacing_folder, require_absent
+from attnrx.support.atomic_writes import require_absent
 from attnrx.support.display import Sentence
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.shapes import ImageBatch
@@ -120,15 +120,22 @@ class Shrunk:
         """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
 
         Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
-        replaced, and its exports removed; files that attnrx did not write are kept.
+        replaced, and exports of other models removed; files that attnrx did not write are kept.
+
+        A file of the format `to` is named after it, model-int8.onnx, and so is the evidence of what it costs against
+        the original, evidence-int8.json. It is calibrated on the images that the plan was made on, and verified on
+        those that neither has seen. Its speed is that in the runtime of the format, relative to the original in its own
+        library at the precision of the file, which is the model's own or else float32. The original's file of the same
+        format is timed in turns with it, so that the speed is divided into what the format gave and what the
+        compression gave.
 
         Args:
             folder: The folder.
             onnx: Whether model.onnx is written.
-            to: Another format to write, with evidence of its file, as `save_exported` does.
-            original: The original; with it model.onnx is timed beside the same file of the original, for
-                `reports.files_table`. `to` needs it.
-            data: For `to`, the data of a result without `images`.
+            to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
+            original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
+                original, for `reports.files_table`. `to` needs it.
+            data: For `to`, the data of a result without `images`, which are divided as by `shrink`.
             batch: For `to`, the images of a timed batch.
             threads: CPU threads of the timings (torch's default).
 
@@ -170,56 +177,10 @@ class Shrunk:
             raise failures[0]
         return folder
 
-    @checked(folder=PATH, to=TEXT, original=MODEL, data=ANY, batch=BATCH, threads=optional(THREADS))
-    def save_exported(
-        self,
-        folder: Path | str,
-        to: str,
-        original: nn.Module,
-        data: ImageData | Splits | None = None,
-        *,
-        batch: int = 32,
-        threads: int | None = None,
-    ) -> Evidence:
-        """Writes a file of another format to the folder, and evidence of what that file costs against the original.
-
-        The files are named after the format: model-int8.onnx and evidence-int8.json. The file is calibrated on the
-        images that the plan was made on, and verified on those that neither has seen. Its speed is that in the runtime
-        of the format, relative to the original in its own library at the precision of the file, which is the model's
-        own or else float32. The original's file of the same format is timed in turns with it, so that the speed is
-        divided into what the format gave and what the compression gave.
-
-        Args:
-            folder: The folder of `save`.
-            to: A format of `export`, e.g. "int8" or "openvino(precision=bf16)".
-            original: The model that `shrink` was given.
-            data: The data of a result without `images`, which are divided as by `shrink`.
-            batch: The images of a timed batch.
-            threads: CPU threads of the timings (torch's default).
-
-        Raises:
-            InvalidInput: A file would be overwritten that attnrx did not write, or the folder holds another model;
-                nothing was changed.
-            NotSupported: The model cannot be written in this format.
-        """
-        folder, form, fingerprint = Path(folder), parse_format(to), model_fingerprint(self.model)
-        # Beside model.onnx, which is a plain ONNX file: a folder may have several formats.
-        path, evidence_path = exported_paths(folder, form)
-        require_own_export(path, evidence_path, form, self.model)
-        original = at_size_of(original, self.model)
-        require_model_of(folder, fingerprint)
-
-        def parts(folder: Path, written: Collection[str]) -> set[str]:
-            require_model_of(folder, fingerprint)  # by now, another process may have saved one
-            return export_parts(folder, written)
-
-        with replacing_folder(folder, parts, last=evidence_path.name) as new:
-            return self._write_exported(new, to, original, data, batch, threads)
-
     def _write_exported(
         self, folder: Path, to: str, original: nn.Module, data: Any, batch: int, threads: int | None
-    ) -> Evidence:
-        """Writes the files of `save_exported` to a folder that has none of them."""
+    ) -> None:
+        """Writes a file of another format, and its evidence, to a folder that has none of them."""
         if self.images is None and data is None:
             raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
         form = parse_format(to)
@@ -240,7 +201,6 @@ class Shrunk:
             remove_export(path)  # no file without evidence
             raise
         evidence.save(evidence_path)
-        return evidence
 
     def report(self, title: str) -> ReportContent:
         """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
@@ -298,14 +258,6 @@ def _is_evidence(path: Path) -> bool:
     return file_kind(path) == EVIDENCE
 
 
-def require_model_of(folder: Path, fingerprint: str) -> None:
-    """Raises InvalidInput if a folder has the evidence of another model than this one."""
-    path = folder / "evidence.json"
-    stored = Evidence.load(path).about.get("candidate") if _is_evidence(path) else None
-    if stored not in (None, fingerprint):
-        raise InvalidInput(f"{folder} holds another model (its evidence is of {stored}): save this one there first.")
-
-
 def result_parts(fingerprint: str) -> ReplacedFiles:
     """Returns the files that `Shrunk.save` replaces for the model with this fingerprint.
 
@@ -319,23 +271,14 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
         for path, facts in present_exports(folder).items():
             model = facts.get("model")
             stored = model.get("fingerprint") if isinstance(model, Mapping) else None
-            if RESULT.fullmatch(path.stem) and fingerprint != stored:
+            if (RESULT.fullmatch(path.stem) and fingerprint != stored) or path.name in written:
                 names |= _export_names(path, facts)
-        return names | export_parts(folder, written)
+        # Facts and scripts without a file are those of an export that was interrupted.
+        paths = [folder / name for name in written]
+        names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
+        return names | {script.name for path in paths if (script := present_script(path)) is not None}
 
     return parts
-
-
-def export_parts(folder: Path, written: Collection[str]) -> set[str]:
-    """Returns the files of earlier exports, with their evidence, in whose place files of these names are written."""
-    names = set()
-    for path, facts in present_exports(folder).items():
-        if path.name in written:
-            names |= _export_names(path, facts)
-    # Facts and scripts without a file are those of an export that was interrupted.
-    paths = [folder / name for name in written]
-    names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
-    return names | {script.name for path in paths if (script := present_script(path)) is not None}
 
 
 def _export_names(path: Path, facts: Mapping[str, Any]) -> set[str]:

@@ -17,7 +17,7 @@ MEGABYTE = 1e6
 
 
 def written_files(folder: Path | str) -> list[dict[str, Any]]:
-    """Returns a record for every model file of a folder that `Shrunk.save` and `save_exported` wrote.
+    """Returns a record for every model file of a folder that `Shrunk.save` wrote.
 
     `bytes` include the files that belong to it. `faster` is its speed relative to the file of the unchanged model in
     the same runtime and precision, `accuracy` that of its evidence in %; None where they were not measured, as the
