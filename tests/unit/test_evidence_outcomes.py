@@ -74,10 +74,10 @@ def test_limits_and_outcomes_go_together() -> None:
 def test_evidence_counts_the_three_outcomes_and_every_page_shows_them(tmp_path: Path) -> None:
     findings = (change(1, 1, 4000), change(16, 16, 200), Finding("costs", "saved", 12.0, "%"))
     evidence = Evidence(findings, {})
-    assert evidence.outcome == "undecided" and evidence.summary == "of 2 claims 1 hold, 1 are undecided"
+    assert evidence.outcome == "undecided" and evidence.summary.startswith("of 2 claims 1 holds, 1 is undecided;")
     assert Evidence((*findings, change(40, 4, 200)), {}).outcome == "fails"
     assert Evidence(findings[:1], {}).outcome == "holds" and Evidence(findings[2:], {}).outcome == "reported"
     assert Evidence.load(evidence.save(tmp_path / "evidence.json")) == evidence
     page = render(ReportContent("undecided", evidence=evidence))
-    assert "None of 2 claims fails; 1 is undecided" in page and "would decide" in page
+    assert "Of 2 claims 1 holds, 1 is undecided" in page and "would decide" in page
     assert "would decide" in model_card({}, evidence)

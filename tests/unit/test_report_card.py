@@ -21,7 +21,7 @@ def test_a_card_says_what_was_done_and_what_failed():
     card = model_card({"name": "slim digits", "parameters": 138273}, content.evidence, content.prescription)
     assert card.startswith("---\nlibrary_name: attnrx\n")
     assert "# slim digits" in card
-    assert "1 of 5 claims does not hold" in card
+    assert "Of 5 claims 4 hold, 1 fails" in card
     assert "| ✗ **fails** | accuracy | the candidate loses at most 1 points of accuracy |" in card
     assert "Rules: `qk=energy_retention:0.9`." in card
     assert "| parameters | 138,273 |" in card

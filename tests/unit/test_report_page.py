@@ -145,7 +145,7 @@ def test_words_of_the_content_are_escaped():
 
 def test_the_verdict_says_what_fails():
     words = " ".join(Page(whole()).words.split())
-    assert "1 of 5 claims does not hold. 16 more quantities are reported without a limit." in words
+    assert "Of 5 claims 4 hold, 1 fails; 16 more quantities are reported without a limit." in words
     assert (
         "the candidate loses at most 1 points of accuracy: \N{MINUS SIGN}0.6 points [\N{MINUS SIGN}2.0, 0.8], limit"
         in words
@@ -154,9 +154,9 @@ def test_the_verdict_says_what_fails():
 
 def test_the_verdict_of_a_good_candidate():
     good = Evidence((Finding("bounds", "it holds", 0.5, limit=1.0, outcome="holds"),), {})
-    assert "The one claim holds." in shown(ReportContent("good", evidence=good)).words
+    assert "Of 1 claim 1 holds." in shown(ReportContent("good", evidence=good)).words
     none = Evidence((Finding("accuracy", "accuracy", 90.0, "%"),), {})
-    assert "No claim has a limit to hold. 1 more quantity is reported" in shown(ReportContent("", evidence=none)).words
+    assert "No claim has a limit; 1 more quantity is reported" in shown(ReportContent("", evidence=none)).words
 
 
 def test_the_page_begins_with_the_result():
@@ -168,7 +168,7 @@ def test_the_page_begins_with_the_result():
         f"10 % fewer MACs, 8 % fewer parameters, 360 images."
     )
     assert sentence in words
-    assert words.index(sentence) < words.index("1 of 5 claims does not hold.") < words.index("Latency % of")
+    assert words.index(sentence) < words.index("Of 5 claims 4 hold, 1 fails") < words.index("Latency % of")
     assert "Latency % of the original, 43.7 ms at batch 32 original 100 unchanged 97.1 smaller 94.3" in words
     assert "Top-1 accuracy % original 96.4 smaller 95.8" in words
     assert "Speed: batch 32, 2 threads, float32, PyTorch 2.11.0, a quiet machine. Brackets" in words

@@ -212,11 +212,18 @@ class Evidence(Displayed, Tabular):
     @property
     def summary(self) -> Sentence:
         """The outcomes of the claims in one sentence."""
-        counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in OUTCOMES}
-        words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
-        parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
-        counted = f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
-        return Sentence(". ".join((*self.warnings, counted)))
+        return Sentence(". ".join((*self.warnings, self.counted)))
+
+    @property
+    def counted(self) -> str:
+        """The numbers of claims by outcome and of other quantities: "of 2 claims 1 holds, 1 fails; 3 more ..."."""
+        number, reported = len(self.claims), len(self.findings) - len(self.claims)
+        words = {HOLDS: ("holds", "hold"), FAILS: ("fails", "fail"), UNDECIDED: ("is undecided", "are undecided")}
+        counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in words}
+        parts = [f"{count} {words[outcome][count > 1]}" for outcome, count in counts.items() if count]
+        text = f"of {number} claim{'s' * (number > 1)} {', '.join(parts)}" if parts else "no claim has a limit"
+        quantities = "quantity is" if reported == 1 else "quantities are"
+        return f"{text}; {reported} more {quantities} reported without a limit" if reported else text
 
     def __str__(self) -> str:
         """Returns the table of the findings, claims first."""

@@ -76,24 +76,10 @@ def verdict(content: ReportContent) -> Section:
 
 
 def sentence(evidence: Evidence | None) -> str:
-    """Summarizes the outcomes of all claims in one sentence."""
+    """Returns the outcomes of all claims in one sentence."""
     if evidence is None:
         return "Nothing was verified: this report holds no evidence."
-    limited = len(evidence.claims)
-    failing, undecided, reported = len(evidence.failures), len(evidence.undecided), len(evidence.findings) - limited
-    claims = "claim" if limited == 1 else "claims"
-    if failing:
-        outcome = f"{failing} of {limited} {claims} {'does' if failing == 1 else 'do'} not hold."
-    elif undecided:
-        are = "is" if undecided == 1 else "are"
-        outcome = f"None of {limited} {claims} fails; {undecided} {are} undecided on so few images."
-    elif not limited:
-        outcome = "No claim has a limit to hold."
-    else:
-        outcome = "The one claim holds." if limited == 1 else f"All {limited} claims hold."
-    if not reported:
-        return outcome
-    return f"{outcome} {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
+    return f"{evidence.counted[0].upper()}{evidence.counted[1:]}."
 
 
 def _compared(comparison: MethodComparison) -> str:
