@@ -456,7 +456,7 @@ LINES = (
     "costs {model} --tokens random:0.5@2 --prescription {prescription}",
     "costs svda:digits --prescription {plain}", "report --evidence {plain} --out {out}",
     "report --diagnosis {evidence} --out {out}",
-    "report --training {data} --out {out}", "report --comparison {plain} --out {out}", "report {plain} --out {out}",
+    "report --training {data} --out {out}", "report {plain} --out {out}",
     "report {pipe} --out {out}", "report --weights {plain} --out {out}",
     "report --reference {model} --out {out}", "report --candidate /nowhere --out {out}",
     "report --evidence {deep} --out {out}",

@@ -17,7 +17,6 @@ import torch
 import attnrx as rx
 from attnrx.change.exporting import load_exported
 from attnrx.change.realization.elastic import Elastic, Size
-from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial
 from attnrx.nouns.evidence import Estimate
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError
@@ -32,6 +31,7 @@ from attnrx.support.storage import (
     write_with_tensors,
 )
 from attnrx.training.checkpoints import History
+from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial
 from support import tiny_runs
 from support.comparisons import pixels
 from support.exported_files import planted

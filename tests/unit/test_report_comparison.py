@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from attnrx.cli import main
-from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial, Unreached
 from attnrx.nouns.evidence import Estimate
-from attnrx.show.reports import ReportContent, render
+from attnrx.show.reports import render
 from attnrx.support.errors import CheckpointError
+from attnrx_lab.comparison.page import page_content, write_page
+from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial, Unreached
 
 ABOUT: dict[str, Any] = {
     "diagnosis": {"data": {"images": 64, "fingerprint": "pets/train:64:ab"}},
@@ -85,10 +85,10 @@ def test_what_compare_saves_is_read_as_it_was_measured(saved: Path) -> None:
 
 def test_comparisons_of_embeddings_are_in_their_own_words(saved: Path) -> None:
     record = json.loads(saved.read_text())
-    logits = render(ReportContent("compared", comparison=MethodComparison.load(saved)))
+    logits = render(page_content(MethodComparison.load(saved)))
     record["about"]["outputs"] = "embedding"
     saved.write_text(json.dumps(record))
-    page = render(ReportContent("compared", comparison=MethodComparison.load(saved)))
+    page = render(page_content(MethodComparison.load(saved)))
     words = ("top-1", "KL, nats", "KL in nats", "A KL above 0")
     assert all(word in logits for word in words) and not any(word in page for word in words)
     for word in ("1-NN of the original", "Change of 1-nearest-neighbour accuracy", "A cosine distance above 0"):
@@ -100,14 +100,14 @@ def test_comparisons_of_embeddings_are_in_their_own_words(saved: Path) -> None:
 
 def test_a_target_that_no_share_reaches_is_a_line_of_the_table(saved: Path) -> None:
     trials = MethodComparison((trial("mix", 0.5, 0.9),), estimate(80.0, 5.0), ABOUT, (Unreached("<b>wide", 0.25, 0.4),))
-    page = render(ReportContent("compared", comparison=MethodComparison.load(trials.save(saved))))
+    page = render(page_content(MethodComparison.load(trials.save(saved))))
     assert re.search(r"&lt;b&gt;wide.*target not reached: 25.*% of the MACs; it costs at least 40", page, re.DOTALL)
     alone = MethodComparison((), estimate(80.0, 5.0), ABOUT, trials.unreached).save(saved)
-    assert "target not reached" in render(ReportContent("compared", comparison=MethodComparison.load(alone)))
+    assert "target not reached" in render(page_content(MethodComparison.load(alone)))
 
 
 def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
-    page = render(ReportContent("compared", comparison=MethodComparison.load(saved)))
+    page = render(page_content(MethodComparison.load(saved)))
     assert "<b>" not in page
     for heading in ("Change of top-1 accuracy", "Agreement with the original", "Divergence from the original"):
         reported = points(page, heading)
@@ -128,7 +128,7 @@ def test_differences_between_methods_have_intervals_and_corrected_p_values(saved
     record = MethodComparison.load(saved)
     (pair,) = record.differences
     assert (pair.first, pair.second, pair.target, pair.divergence_p) == ("mix", "<b>wide", 0.7, 3e-4)
-    page = render(ReportContent("compared", comparison=record))
+    page = render(page_content(record))
     table = page[page.index("Differences between methods") :]
     assert "&lt;b&gt;wide minus mix" in table and "0.0003" in table and "0.25" in table
 
@@ -138,19 +138,19 @@ def test_small_differences_are_shown_on_a_linear_scale(saved: Path) -> None:
     for each in record["trials"]:
         each["divergence"] = {"value": 0.0, "low": 0.0, "high": 0.0} if each["share"] == 0.75 else each["divergence"]
     saved.write_text(json.dumps(record))
-    assert ">logarithmic<" not in render(ReportContent("zero", comparison=MethodComparison.load(saved)))
+    assert ">logarithmic<" not in render(page_content(MethodComparison.load(saved)))
 
 
 def test_a_methods_of_one_trial_has_its_interval(saved: Path) -> None:
     path = changed(saved, method="alone", macs_share=0.8, unheard_of=[1, 2])
-    page = render(ReportContent("alone", comparison=MethodComparison.load(path)))
+    page = render(page_content(MethodComparison.load(path)))
     assert page.count('class="whisker style-2"') == 3
 
 
 def test_what_could_not_be_measured_is_not_drawn(saved: Path) -> None:
     nothing = {"value": None, "low": None, "high": None}
     path = changed(saved, method="large", macs_share=None, change=nothing)
-    page = render(ReportContent("missed", comparison=MethodComparison.load(path)))
+    page = render(page_content(MethodComparison.load(path)))
     assert len(points(page, "Change of top-1 accuracy")) == 6
 
 
@@ -169,8 +169,7 @@ def test_files_that_are_no_comparison_are_refused(saved: Path, changes: dict[str
         MethodComparison.load(saved)
 
 
-def test_the_command_writes_the_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_written_as_a_file(saved: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    assert main(["report", "--comparison", str(saved), "--out", str(page)]) == 0
+    assert write_page(page, MethodComparison.load(saved)) == page
     assert 'id="comparison"' in page.read_text()
-    assert "page.html" in capsys.readouterr().out

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 import pytest
 
 import attnrx as rx
-from attnrx.nouns.comparison import MethodComparison, MethodTrial
 from attnrx.nouns.evidence import Estimate, Evidence, Finding
 from attnrx.show.reports import ReportContent, model_card, render
 from attnrx.support.tables import (
@@ -20,6 +19,8 @@ from attnrx.support.tables import (
     markdown_code,
     markdown_table,
 )
+from attnrx_lab.comparison import page_content
+from attnrx_lab.comparison.record import MethodComparison, MethodTrial
 from attnrx_lab.sweeps import COLUMNS
 from support import report_content
 
@@ -109,7 +110,7 @@ def page(name: str) -> str:
     content = report_content.example()
     assert content.tokens is not None
     tokens = replace(content.tokens, labels=(name,) * len(content.tokens.images))
-    parts = {"tokens": tokens, "evidence": evidence(name), "comparison": comparison(name)}
+    parts = {"tokens": tokens, "evidence": evidence(name), "sections": page_content(comparison(name)).sections}
     return render(ReportContent(name, {"model": name, name: name}, **parts))
 
 

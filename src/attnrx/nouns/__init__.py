@@ -1,1 +1,1 @@
-"""What travels between the verbs, each with its file format: diagnosis, prescription, plan, evidence, comparison."""
+"""What travels between the verbs, each with its file format: diagnosis, prescription, plan, evidence."""

@@ -12,7 +12,6 @@ from torch import nn
 
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import require_labels
-from attnrx.nouns.comparison import Difference, MethodComparison, MethodTrial, Unreached
 from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.comparison import chance_notes
 from attnrx.show.checks.statistics import (
@@ -32,6 +31,7 @@ from attnrx.vit.models import costs_by_image, family_of, reduction_of
 from attnrx.vit.outputs import Logits, output_kind_of
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, points, require_points
+from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial, Unreached
 
 FLIPS = 9999  # random swaps of a permutation test
 

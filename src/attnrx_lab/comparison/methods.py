@@ -13,7 +13,6 @@ from attnrx.change.realization.fits import fits_of, realize_and_fit
 from attnrx.data import ImageSet
 from attnrx.decide.planning.budget import costs_at, least_share
 from attnrx.decide.rules import SHARE, Template
-from attnrx.nouns.comparison import Unreached
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.support.text_parsing import split_named
@@ -32,6 +31,7 @@ from attnrx_lab.baselines import (
     ModelCompressor,
     TorchPruningBaseline,
 )
+from attnrx_lab.comparison.record import Unreached
 
 
 @dataclass(frozen=True)

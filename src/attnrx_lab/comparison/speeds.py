@@ -15,7 +15,6 @@ from attnrx.change.exporting import ExportSubject, Format, bare_subject, write_e
 from attnrx.data import from_tensors
 from attnrx.data.model_data import normalization_of
 from attnrx.decide.diagnosing import diagnose
-from attnrx.nouns.comparison import Unreached, kept_text
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
@@ -25,6 +24,7 @@ from attnrx.support.tables import markdown_table
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of, reduction_of
 from attnrx_lab.comparison.methods import Method, MethodBench, points, require_points
+from attnrx_lab.comparison.record import Unreached, kept_text
 
 SPEED_COLUMNS = (
     "method",

@@ -29,7 +29,6 @@ def add(parser: Parser) -> None:
     option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
     option(parser, "--plan", "FILE", "the plan.json of `attnrx plan`, shown as accuracy against speed")
     option(parser, "--training", "FOLDER", "the folder of `attnrx train`, for its curves")
-    option(parser, "--comparison", "FILE", "the file of `attnrx compare`, shown as curves over MACs")
     option(parser, "--title", "TITLE", "the title of the page")
     add_out(parser, "the page", kind="attnrx report")
     maps = parser.add_argument_group(
@@ -43,8 +42,6 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.nouns.comparison import MethodComparison  # imports torch
-
     name = arguments.candidate
     candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
     from attnrx.verbs.origin import stored_folder  # imports torch
@@ -56,10 +53,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     prescription = _part(rx.Prescription, arguments.prescription, folder, "prescription.json")
     attention, tokens = _samples(arguments, candidate, prescription)
-    subject = name or arguments.comparison or arguments.out
-    named = {
-        option: getattr(arguments, option) for option in ("candidate", "reference", "training", "comparison", "data")
-    }
+    subject = name or arguments.out
+    named = {option: getattr(arguments, option) for option in ("candidate", "reference", "training", "data")}
     about = {option: value for option, value in named.items() if value}
     content = rx.reports.ReportContent(
         title=arguments.title or f"attnrx: {subject}",
@@ -73,7 +68,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         history=_history(arguments.training) if arguments.training else (),
         # The ranks of a prescription are shown by the report itself.
         ranks=() if prescription is not None or candidate is None else _ranks(candidate),
-        comparison=_part(MethodComparison, arguments.comparison),
         plan=_part(rx.planning.Plan, arguments.plan),
     )
     path = rx.write_report(arguments.out, content)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from attnrx.nouns.comparison import MethodComparison
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
@@ -15,14 +15,29 @@ from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
 
 
+@dataclass(frozen=True)
+class Section:
+    """One part of the page; `name` is its anchor and the file name of its template.
+
+    A section with a `summary` is folded: the page shows this line until the reader opens the section. `folder` has the
+    template of a section that another package makes.
+    """
+
+    name: str
+    title: str
+    data: Mapping[str, Any]
+    summary: str = ""
+    folder: Path | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
     `about` is a free record: the model, the data, the versions, the seed, the command. `history` holds the records of a
     training run, one per epoch. Costs and latency are those of the evidence. Missing `ranks` are taken from the
-    prescription. `comparison` is about several candidates, and the front of the `plan` has the plans that were measured
-    on the way to this candidate.
+    prescription. The front of the `plan` has the plans that were measured on the way to this candidate. `sections`
+    are those of other packages, and `statement` is the sentence of the result where there is no evidence.
     """
 
     title: str
@@ -34,8 +49,9 @@ class ReportContent(Displayed):
     tokens: TokenSamples | None = None
     history: tuple[Mapping[str, Any], ...] = ()
     ranks: tuple[PathwayRanks, ...] = ()
-    comparison: MethodComparison | None = None
     plan: Plan | None = None
+    sections: tuple[Section, ...] = ()
+    statement: str = ""
 
     @property
     def measured(self) -> Evidence:
@@ -44,7 +60,7 @@ class ReportContent(Displayed):
 
     def __post_init__(self):
         # By the fields themselves, so that a new part needs no change here.
-        parts = [value for name, value in vars(self).items() if name not in ("title", "about")]
+        parts = [value for name, value in vars(self).items() if name not in ("title", "about", "statement")]
         if all(part is None or part == () for part in parts):
             raise InvalidInput(
                 f"the report {self.title!r} has nothing to show: "
@@ -57,16 +73,3 @@ class ReportContent(Displayed):
                 f"the diagnosis is of the model {self.diagnosis.fingerprint}, the prescription is for the model "
                 f"{self.prescription.fingerprint}; report them with the diagnosis that the prescription was made from."
             )
-
-
-@dataclass(frozen=True)
-class Section:
-    """One part of the page; `name` is its anchor and the file name of its template.
-
-    A section with a `summary` is folded: the page shows this line until the reader opens the section.
-    """
-
-    name: str
-    title: str
-    data: Mapping[str, Any]
-    summary: str = ""

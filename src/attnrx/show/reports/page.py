@@ -11,7 +11,6 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
-from attnrx.show.reports.sections.comparison import comparison
 from attnrx.show.reports.sections.evidence import controls, costs, findings, provenance, robustness
 from attnrx.show.reports.sections.front import front
 from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
@@ -27,7 +26,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 # In the order of the page, after the result; sections with a summary are folded.
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     front,
-    comparison,
     changes,
     tokens,
     attention,
@@ -109,7 +107,7 @@ def render(content: ReportContent) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader([TEMPLATES, *(each.folder for each in content.sections if each.folder)]),
         # By default Jinja escapes nothing, and an unknown name is an empty text; here it raises an error.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -119,7 +117,8 @@ def render(content: ReportContent) -> str:
     for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
     # A section decides by the content whether it is shown.
-    sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
+    built = [section for section in (build(content) for build in SECTIONS) if section is not None]
+    sections = [*content.sections, *built]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
     explorer = {section.name: section.data["explorer"] for section in sections if "explorer" in section.data}
     explorer["spectra"] = explored_spectra(content)

@@ -153,8 +153,7 @@ def provenance(content: ReportContent) -> Section | None:
         # The fields that the prescription shares with the diagnosis are listed once.
         new = {name: value for name, value in record.items() if name not in diagnosed or diagnosed[name] != value}
         parts["the prescription"] = new
-    for name, part in (("the evidence", content.evidence), ("the comparison", content.comparison)):
-        parts[name] = {} if part is None else part.about
+    parts["the evidence"] = content.measured.about
     records = [(name, described(record)) for name, record in parts.items() if record]
     names = ", ".join(name for name, _ in records)
     return Section("provenance", "Provenance", {"records": records}, f"Records of {names}") if records else None

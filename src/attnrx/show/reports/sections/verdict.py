@@ -1,9 +1,8 @@
 """The result: one sentence, the outcomes of the claims, and every measured quantity before and after."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnrx.nouns.comparison import MethodComparison
 from attnrx.nouns.evidence import Evidence
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.headline import (
@@ -54,10 +53,7 @@ class BarPair:
 
 def verdict(content: ReportContent) -> Section:
     evidence = content.measured
-    words = sentence(content.evidence)
-    # A page of a comparison alone has no candidate to verify.
-    if content.evidence is None and content.comparison is not None:
-        words = _compared(content.comparison)
+    words = content.statement if content.evidence is None and content.statement else sentence(content.evidence)
     data = {
         "state": evidence.outcome,
         "statements": statements(evidence),
@@ -82,21 +78,11 @@ def sentence(evidence: Evidence | None) -> str:
     return f"{evidence.counted[0].upper()}{evidence.counted[1:]}."
 
 
-def _compared(comparison: MethodComparison) -> str:
-    names, images = len(comparison.methods), comparison.about.get("images")
-    methods = "method was" if names == 1 else "methods were"
-    where = f" on {number(images)} images" if isinstance(images, int) else ""
-    trials = len(comparison.trials) + len(comparison.unreached)
-    tried = "one trial" if trials == 1 else f"{trials} trials"
-    return f"{names} {methods} compared with the original in {tried}{where}; there are no claims with a limit."
-
-
 def _notes(content: ReportContent) -> list[str]:
     """Returns the notes on the images recorded by the parts of the content, without duplicates."""
-    comparison = {} if content.comparison is None else content.comparison.about
-    parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
-    parts += [each for each in (comparison, comparison.get("diagnosis")) if isinstance(each, Mapping)]
-    return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
+    parts = content, content.diagnosis, content.prescription, content.evidence
+    notes = (note for part in parts if part is not None for note in part.about.get("notes") or ())
+    return list(dict.fromkeys(map(str, notes)))
 
 
 def _bars(content: ReportContent) -> Iterator[BarPair]:

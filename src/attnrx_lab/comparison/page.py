@@ -1,21 +1,40 @@
-"""The comparison of methods over their MACs, as curves and a table."""
+"""The page of a comparison: methods over their MACs, as curves and a table."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from attnrx.nouns.comparison import MethodComparison, MethodTrial
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.figures import STYLES, Chart, Curve, CurvePoint, Figure
-from attnrx.show.reports.numbers import interval, known, percent, plain, quantity, short, with_unit
+from attnrx.show.reports.numbers import interval, known, number, percent, plain, quantity, short, with_unit
+from attnrx.show.reports.page import write_report
+from attnrx_lab.comparison.record import MethodComparison, MethodTrial
 
 MIN_RATIO = 5.0  # values that differ by less than this factor have a linear scale
 ZERO = 1e-6  # nats: smaller divergences are rounding errors of zero
 
 
-def comparison(content: ReportContent) -> Section | None:
+def write_page(path: Path | str, record: MethodComparison) -> Path:
+    """Writes a comparison as one HTML file, and returns its path."""
+    return write_report(path, page_content(record))
+
+
+def page_content(record: MethodComparison, title: str = "attnrx compare") -> ReportContent:
+    """Returns the content of the page of a comparison."""
+    names, images = len(record.methods), record.about.get("images")
+    methods = "method was" if names == 1 else "methods were"
+    where = f" on {number(images)} images" if isinstance(images, int) else ""
+    trials = len(record.trials) + len(record.unreached)
+    tried = "one trial" if trials == 1 else f"{trials} trials"
+    statement = f"{names} {methods} compared with the original in {tried}{where}; there are no claims with a limit."
+    diagnosis = record.about.get("diagnosis")
+    diagnosed = diagnosis.get("notes") if isinstance(diagnosis, Mapping) else None
+    notes = [*(record.about.get("notes") or ()), *(diagnosed or ())]
+    about = {**record.about, "notes": notes}
+    return ReportContent(title, about, sections=(comparison(record),), statement=statement)
+
+
+def comparison(record: MethodComparison) -> Section:
     """Returns one chart per measure over the MACs, one curve per method, and the table of all trials."""
-    record = content.comparison
-    if record is None:
-        return None
     kind = record.outputs
     accuracy, divergence = kind.columns
     in_unit = f"{divergence} in {kind.unit}" if kind.unit else divergence
@@ -36,7 +55,7 @@ def comparison(content: ReportContent) -> Section | None:
         "record": record,
         "measured": _settings(record),
     }
-    return Section("comparison", "Comparison", data)
+    return Section("comparison", "Comparison", data, folder=Path(__file__).parent)
 
 
 def _settings(record: MethodComparison) -> list[tuple[str, str]]:
