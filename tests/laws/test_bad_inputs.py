@@ -451,7 +451,7 @@ LINES = (
     "prescribe {model} --rules total_rank:0.5 --out {out}.json",
     "prescribe {diagnosis} --predictors {model} --out {out}.json",
     "prescribe {diagnosis} --weights {plain} --rules total_rank:0.5 --out {out}.json",
-    "costs {model} --prescription {plain} --removed-share 0.5", "costs {model} --removed-share 0.5 --convention irratt",
+    "costs {model} --prescription {plain} --qk irratt:8",
     "costs {model} --qk cp:3 --prescription {plain}",
     "costs {model} --tokens random:0.5@2 --prescription {prescription}",
     "costs svda:digits --prescription {plain}", "report --evidence {plain} --out {out}",

@@ -174,7 +174,6 @@ def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> No
         ("costs {run} --tokens random:0.7@2,4", "a model that has 3"),
         ("costs {run} --tokens random:0.001@2", "keeps no patch"),
         ("costs {run} --tokens rondom:0.7@2", "did you mean 'random'"),
-        ("costs {run} --tokens random:0.7@2 --removed-share 0.5", "without --qk"),
         ("costs {run} --tokens random:0.7@2 --prescription {rx}", "drop one of them"),
         ("costs {slim} --tokens random:0.7@2", "the original"),
         ("prescribe {diagnosis} --rules tokens=random:0.7@9 --out x.json", "a model that has 3"),

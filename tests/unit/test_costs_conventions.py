@@ -201,8 +201,6 @@ def test_the_command_prices_the_whole_model_by_a_convention() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--qk", "irratt:40", "--removed-share", 0.5), "the same in every layer"),
-        (("--removed-share", 0.5, "--convention", "irratt"), "svda only"),
         (("--qk", "truncatt:17"), "1 to 16"),
         (("--qk", "trunkatt:3"), "truncatt"),
         (("--convention", "ours"), "invalid choice"),

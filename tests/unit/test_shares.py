@@ -10,7 +10,6 @@ from attnrx.decide.planning.target import Target
 from attnrx.decide.rules import parse_rule
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.tokens import parse_policy
-from support.command_line import record
 
 
 @pytest.mark.parametrize("kind", ["latency", "macs", "params"])
@@ -34,7 +33,5 @@ def test_rules_and_policies() -> None:
 def test_options() -> None:
     assert SHARES("90%,0.5") == (0.9, 0.5)
     assert parse_losses(("keep_ratio:20%",), {}, True) == parse_losses(("keep_ratio:0.2",), {}, True)
-    shares = [record("costs", "svda:digits", "--removed-share", text) for text in ("25%", "0.25")]
-    assert shares[0] == shares[1]
     with pytest.raises(ArgumentTypeError, match="numbers with commas"):
         SHARES("90%%")

@@ -26,7 +26,6 @@ NUMBER = Number(float, metavar="X")
 NOT_NEGATIVE = Number(float, lambda kinds: kinds.number(0.0, 1e6, above=False), "A")
 SHARE = Number(float, lambda kinds: kinds.SHARE, "SHARE")
 SHARES = Number(float, lambda kinds: kinds.each(kinds.SHARE, "shares above 0, at most 1, e.g. 0.8,0.6"), "S,S", True)
-SHARE_REMOVED = Number(float, lambda kinds: kinds.number(0.0, 1.0, above=False), "SHARE")
 POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POINTS", unit="pt")
 EFFORTS = ("quick", "normal", "thorough")  # `planning.plan_settings.EFFORTS`, whose import would load torch for --help
 

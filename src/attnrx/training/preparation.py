@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,27 +41,20 @@ STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the
 ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
 
 
-@dataclass
-class Interruption:
-    """Whether a signal to stop was received."""
-
-    wanted: bool = False
-
-
 @contextmanager
-def interruptible() -> Iterator[Interruption]:
-    """Handles Ctrl-C and termination at the end of a step instead of within one: the first SIGINT or SIGTERM is
-    recorded, and raises KeyboardInterrupt at the end of the context if it is still pending.
+def interruptible() -> Iterator[threading.Event]:
+    """Handles Ctrl-C and termination at the end of a step instead of within one: the first SIGINT or SIGTERM sets the
+    event, and raises KeyboardInterrupt at the end of the context if it is still pending.
 
     A second one raises it immediately, without a new checkpoint. Has no effect outside the main thread, where signals
     cannot be handled.
     """
-    interruption = Interruption()
+    interruption = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if interruption.wanted:
+        if interruption.is_set():
             raise KeyboardInterrupt
-        interruption.wanted = True
+        interruption.set()
 
     # Python runs handlers in the main thread, and refuses to install them in another one.
     if threading.current_thread() is not threading.main_thread():
@@ -73,7 +66,7 @@ def interruptible() -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if interruption.wanted:
+    if interruption.is_set():
         raise KeyboardInterrupt
 
 

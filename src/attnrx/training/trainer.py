@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,6 @@ from attnrx.training.config import TrainingConfig
 from attnrx.training.evaluation import Probe, evaluate
 from attnrx.training.losses import load_teachers
 from attnrx.training.preparation import (
-    Interruption,
     adapt_data,
     deterministic,
     interruptible,
@@ -187,7 +187,7 @@ class _Run:
         self.step, self.seconds = record["step"], record["seconds"]
         self.history.restore(self.step // self.steps_per_epoch, write=self.accelerator.is_main_process)
 
-    def complete(self, interruption: Interruption) -> TrainingRun:
+    def complete(self, interruption: Event) -> TrainingRun:
         self.reporter.started(Outline(self.config.epochs, self.steps_per_epoch, self.step))
         try:
             while self.step < self.learner.schedule.steps:
@@ -198,7 +198,7 @@ class _Run:
         finally:
             self.reporter.ended()
 
-    def _run_epoch(self, interruption: Interruption) -> None:
+    def _run_epoch(self, interruption: Event) -> None:
         """Runs the remaining steps of the epoch."""
         # After a resume the epoch continues at its next step.
         epoch, start = divmod(self.step, self.steps_per_epoch)
@@ -222,7 +222,7 @@ class _Run:
                 "are missing. Restore them, or train in a new folder."
             )
 
-    def _check(self, interruption: Interruption) -> None:
+    def _check(self, interruption: Event) -> None:
         """Regularly checks for non-finite values, a signal to stop and a due checkpoint."""
         ended = self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
@@ -247,10 +247,10 @@ class _Run:
             sums = self.learner.meter.named(self.learner.meter.sums)
             self.reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
 
-    def _agree(self, interruption: Interruption) -> tuple[int, bool]:
+    def _agree(self, interruption: Event) -> tuple[int, bool]:
         """Returns the first non-finite step and whether to stop, the same in every process."""
         # Negated, because the maximum over the processes is taken and the first bad step is the smallest.
-        signals = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
+        signals = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.is_set())])
         if self.learner.shard[1] > 1:
             signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
         first_bad, stop = signals.tolist()

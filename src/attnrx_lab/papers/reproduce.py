@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,47 +73,27 @@ def reproduce(
     """
     names = (names,) if isinstance(names, str) else names
     changes = {knob: value for knob, value in knobs.items() if value is not None}
-    tables = []
-    for plan in _plans(names, only, seeds, tiny, changes):
-        keys = plan.recipe.keys
-        runs = [each.run(Path(folder) / each.place, log, keys(each.scenario)) for each in plan.experiments]
-        if runs:
-            # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
-            tables.append(make_table(plan.recipe, runs, plan.deviations, same_shapes="model" not in changes))
-            tables[-1].save(folder)
-    return tuple(tables)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The experiments of a table, and by scenario what is not done as the paper states."""
-
-    recipe: Recipe
-    experiments: tuple[Experiment, ...]
-    deviations: dict[str, list[str]]
-
-
-def _plans(
-    names: Sequence[str],
-    only: str | Sequence[str] | None,
-    seeds: Sequence[int] | None,
-    tiny: bool,
-    changes: Mapping[str, Any],
-) -> list[_Plan]:
-    """Returns the plan of every recipe with the scenarios of `only`, in their order, that it has."""
-    recipes = [load_recipe(name) for name in names]
+    recipes, tables = [load_recipe(name) for name in names], []
     # A scenario may have several runs in a recipe, and several recipes.
     scenarios = list(dict.fromkeys(protocol.scenario for recipe in recipes for protocol in recipe.protocol))
     requested = (only,) if isinstance(only, str) else tuple(dict.fromkeys(only or scenarios))
     for scenario in requested:
         if scenario not in scenarios:
             raise UnknownName(f"scenario of the recipe {', '.join(names)}", scenario, scenarios)
-    return [_plan(recipe, requested, seeds, tiny, changes) for recipe in recipes]
+    for recipe in recipes:
+        experiments, deviations = _planned(recipe, requested, seeds, tiny, changes)
+        runs = [each.run(Path(folder) / each.place, log, recipe.keys(each.scenario)) for each in experiments]
+        if runs:
+            # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
+            tables.append(make_table(recipe, runs, deviations, same_shapes="model" not in changes))
+            tables[-1].save(folder)
+    return tuple(tables)
 
 
-def _plan(
+def _planned(
     recipe: Recipe, requested: Sequence[str], seeds: Sequence[int] | None, tiny: bool, changes: Mapping[str, Any]
-) -> _Plan:
+) -> tuple[list[Experiment], dict[str, list[str]]]:
+    """Returns the experiments of a table in the order of the scenarios, and by scenario what differs from the paper."""
     experiments: list[Experiment] = []
     deviations: dict[str, list[str]] = {}
     drawn = tuple(dict.fromkeys(seeds or recipe.seeds))
@@ -128,4 +108,4 @@ def _plan(
         if scenario in deviations and set(drawn) != set(recipe.seeds):
             texts = [", ".join(map(str, each)) for each in (sorted(drawn), recipe.seeds)]
             deviations[scenario].append(f"{scenario}: seeds {texts[0]} instead of {texts[1]}")
-    return _Plan(recipe, tuple(experiments), deviations)
+    return experiments, deviations

@@ -203,14 +203,6 @@ def outline_for(model: str | None, subject: str) -> nn.Module:
         return ORIGINALS[subject].build()
 
 
-@dataclass(frozen=True)
-class Marks:
-    """The patches of the object in every test image, and the group of the image: images of one object are alike."""
-
-    objects: Bool[Tensor, "images patches"]
-    groups: Int[Tensor, "images"]
-
-
 def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "images"]) -> Finding:
     """Returns the top-1 accuracy with that of every group of images as samples, in the order of the groups' numbers."""
     _, numbers = groups.unique(return_inverse=True)  # 0, 1, ... in the order of the groups' numbers
@@ -375,27 +367,21 @@ class SpotExperiment(Experiment):
         comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
         comparison = replace(comparison, candidate=candidate.to(comparison.device))
         evidence = evidence_by([Accuracy(most_drop=None), Fidelity()], comparison, self)
-        correct, marks = comparison.predictions.correct("candidate"), self._marks()
-        if marks is None:
+        correct = comparison.predictions.correct("candidate")
+        if self.dataset != CLUTTERED:
             findings = [accuracy_by_group(correct, torch.arange(len(correct)))]
         else:
+            if self.tiny:
+                objects = sources.generated_objects("test", TINY.classes, TINY.image_size // 4)
+                digits = torch.arange(len(objects))
+            else:
+                objects, digits = object_patches("test"), canvases("test").digits
             # The images of one digit are alike, so an interval over images would be too narrow: the digits are the
             # groups.
             index = torch.cat([batch.index for batch in adapted.test.batches(BATCH)])
-            findings = [accuracy_by_group(correct, marks.groups[index])]
-            findings += [
-                object_finding(candidate, adapted.test, marks.objects, "object_patches", stage) for stage in STAGES
-            ]
+            findings = [accuracy_by_group(correct, digits[index])]
+            findings += [object_finding(candidate, adapted.test, objects, "object_patches", stage) for stage in STAGES]
         return replace(evidence, findings=(*evidence.findings, *findings))
-
-    def _marks(self) -> "Marks | None":
-        """Returns what is known of the test images: the patches of the objects, and which images show the same one."""
-        if self.dataset != CLUTTERED:
-            return None
-        if self.tiny:
-            objects = sources.generated_objects("test", TINY.classes, TINY.image_size // 4)
-            return Marks(objects, torch.arange(len(objects)))
-        return Marks(object_patches("test"), canvases("test").digits)
 
     def _notes(self) -> list[str]:
         """Returns notes on the protocol, for readers of the numbers."""

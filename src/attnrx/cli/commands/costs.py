@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import outline
-from attnrx.cli.options import POLICY, RANK, SHARE_REMOVED, add_trust, option
+from attnrx.cli.options import POLICY, RANK, add_trust, option
 from attnrx.cli.outcome import Outcome, Table, convention_table, cost_changes, cost_record
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 SUMMARY = "compute the parameters and MACs of a model, before or after a prescription"
 EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --qk irratt:192 --vo 32 --mlp 152 --convention paper --json"
 
-SAVED = "the costs without this share of the directions, 0 to 1, the same in every layer"
 FORMS = (
     "query and key: full, truncatt:R (R directions per head), cp:R (R directions shared by all heads), irratt:R (R "
     "directions in blocks that are mixed for every head)"
@@ -34,9 +33,7 @@ CONVENTIONS = (
 def add(parser: Parser) -> None:
     parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
     add_trust(parser)
-    smaller = parser.add_mutually_exclusive_group()
-    option(smaller, "--prescription", "FILE", "the costs after this prescription")
-    option(smaller, "--removed-share", SHARE_REMOVED, SAVED)
+    option(parser, "--prescription", "FILE", "the costs after this prescription")
     option(parser, "--norms", REALIZED_NORMS, "the kind of compression assumed for --prescription", REALIZED_NORMS[0])
     forms = parser.add_argument_group("compressed forms")
     option(forms, "--qk", "FORM", FORMS)
@@ -49,7 +46,12 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Computes the costs in closed form; a model given by name is built without weights."""
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
-    _require_one_plan(arguments)
+    forms = any(form is not None for form in (arguments.qk, arguments.vo, arguments.mlp))
+    if arguments.prescription is not None and forms:
+        raise InvalidInput(
+            "--qk, --vo and --mlp define a compression, and so does --prescription; give one of them. "
+            "(--tokens can be combined with either.)"
+        )
     # Invalid forms raise before the model is built, which may be slow.
     compression = rx.costs.Compression(arguments.qk or "full", arguments.vo, arguments.mlp)
     model = outline(arguments.model, arguments.trust)
@@ -66,29 +68,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         record |= {**_record(costs, price), **cost_changes(price, smaller), "compressed": _record(after, smaller)}
         shown = (_parts_table(price), convention_table(price, smaller), *_token_lines(after))
         return Outcome({**record, "norms": arguments.norms}, shown)
-    if _given_forms(arguments) or policy is not None:
+    if forms or policy is not None:
         return _priced_forms(model, compression, policy, convention, record)
-    record |= _record(costs, price)
-    if arguments.removed_share is not None:
-        return _priced_share(costs, price, record, arguments.removed_share)
-    return Outcome(record, (_parts_table(price), *_token_lines(costs)))
-
-
-def _given_forms(arguments: Namespace) -> bool:
-    return any(form is not None for form in (arguments.qk, arguments.vo, arguments.mlp))
-
-
-def _require_one_plan(arguments: Namespace) -> None:
-    forms = _given_forms(arguments)
-    if arguments.removed_share is not None and (forms or arguments.tokens is not None):
-        raise InvalidInput(
-            "--removed-share is the same in every layer; give it without --qk, --vo, --mlp and --tokens."
-        )
-    if arguments.prescription is not None and forms:
-        raise InvalidInput(
-            "--qk, --vo and --mlp define a compression, and so does --prescription; give one of them. "
-            "(--tokens can be combined with either.)"
-        )
+    return Outcome({**record, **_record(costs, price)}, (_parts_table(price), *_token_lines(costs)))
 
 
 def _priced_forms(
@@ -113,17 +95,6 @@ def _priced_forms(
         "original": cost_record(original),
     }
     return Outcome(record, (_parts_table(price), _percent_table(original, price), *_token_lines(after)))
-
-
-def _priced_share(
-    costs: "rx.costs.ModelCosts", price: "rx.costs.Price", record: dict[str, Any], share: float
-) -> Outcome:
-    if record["convention"] != "svda":
-        raise InvalidInput("--removed-share supports the convention svda only; drop --convention.")
-    saving = costs.saving_without(share)
-    params, macs = 100 * saving.params_share, 100 * saving.macs_share
-    record |= {"removed_share": share, "params_down_percent": params, "macs_down_percent": macs}
-    return Outcome(record, (_parts_table(price), f"saved: {params:.3f} % of the parameters, {macs:.3f} % of the MACs"))
 
 
 def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":

@@ -28,7 +28,6 @@ CHECKS = (
     "names with knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or transfer(per_class=50); "
     "promises for a plan (all but controls, promises and transfer)"
 )
-CORRUPTED = ("corruption", "reference", "candidate", "change", "95 % interval")
 
 
 def add(parser: Parser) -> None:
@@ -94,7 +93,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # By way of JSON text, which has null for NaN.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
-    shown = (_findings_table(evidence), *_robustness_tables(evidence), written, evidence.summary)
+    shown = (_findings_table(evidence), written, evidence.summary)
     return Outcome(record, shown, code=1 if evidence.failures else 0)
 
 
@@ -126,8 +125,8 @@ def _checks(arguments: Namespace) -> "tuple[list[rx.checks.RequestedCheck] | Non
 
 
 def _findings_table(evidence: "rx.Evidence") -> Table:
-    """Returns the findings, claims first; reported findings on corrupted images are in `_robustness_tables`."""
-    reported = [finding for finding in evidence.findings if not finding.is_claim and finding.check != "robustness"]
+    """Returns the findings, claims first."""
+    reported = [finding for finding in evidence.findings if not finding.is_claim]
     rows = tuple(
         (
             finding.claim,
@@ -139,26 +138,3 @@ def _findings_table(evidence: "rx.Evidence") -> Table:
         for finding in (*evidence.claims, *reported)
     )
     return Table(("finding", "value", "95 % interval", "limit", ""), rows)
-
-
-def _robustness_tables(evidence: "rx.Evidence") -> list[Table]:
-    """Returns one table per severity: both accuracies for each corruption, and their means."""
-    findings = [finding for finding in evidence.of("robustness") if "reference_accuracy" in finding.details]
-    severities = sorted({finding.details["severity"] for finding in findings if "severity" in finding.details})
-    # Title, severity (None for the table of all), and the severities that its means are over.
-    parts = [(f"accuracy on images corrupted at severity {each}, in %", each, [each]) for each in severities]
-    if len(severities) > 1:
-        parts.append(("over all severities", None, severities))
-    tables = []
-    for title, severity, averaged in parts:
-        single = [one for one in findings if severity is not None and one.details.get("severity") == severity]
-        means = [one for one in findings if one.details.get("severities") == averaged]
-        tables.append(Table(CORRUPTED, tuple(map(_corrupted, (*single, *means))), title))
-    return tables
-
-
-def _corrupted(finding: "rx.Finding") -> tuple[str, ...]:
-    details = finding.details
-    name = details["corruption"] if "severity" in details else f"mean of {len(details['corruptions'])}"
-    accuracies = (f"{details[role]:.1f}" for role in ("reference_accuracy", "candidate_accuracy"))
-    return (name, *accuracies, f"{finding.value:+.1f}", f"[{finding.low or 0.0:+.1f}, {finding.high or 0.0:+.1f}]")
