@@ -25,7 +25,6 @@ from attnrx_lab.papers.spot import (
     outline_for,
     token_price,
 )
-from attnrx_lab.papers.spot_speed import SpeedExperiment
 from attnrx_lab.papers.spot_tables import METR, SUBJECTS, at, projected
 
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -175,16 +174,6 @@ def test_prices_follow_the_policy():
     assert (spot["patches_1"], spot["patches_2"], spot["patches_3"]) == (44, 31, 21)
     assert dense["gmacs"] > spot["gmacs"] > small["gmacs"] and spot["predictors"] > small["predictors"] > 0
     assert spot["tokens"] == (65 + 45 + 32 + 22) / 4
-
-
-def test_speeds_are_timed_beside_the_original(tmp_path: Path):
-    experiment = SpeedExperiment("cifar10_small", None, (SPOT, ORIGINAL)).as_tiny()
-    run = experiment.run(tmp_path)
-    for name in ("spot", "all"):
-        ratio, images = run.measure(name, "speed", "ratio"), run.measure(name, "speed", "images")
-        assert ratio is not None and 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
-        assert images is not None and images["value"] > 0
-    assert experiment.run(tmp_path).record == run.record
 
 
 def test_the_oracle_keeps_the_digit_first_and_the_share_is_measured() -> None:

@@ -8,7 +8,6 @@ from attnrx.training.losses import HaltingPrior, MultiExit, PolicyGradient, Pond
 from attnrx_lab.clutter import CLUTTERED, STAGES
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod
-from attnrx_lab.papers.spot_speed import SpeedExperiment
 from attnrx_lab.papers.spot_transfer import BASELINE, SpotTransferExperiment
 
 PAPER = "SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers"
@@ -149,8 +148,6 @@ OBJECTS = tuple(
     for stage in STAGES
 )
 COLUMNS = (ACCURACY, CHANGE, OVER_RANDOM, PREDICTORS, GFLOPS, *OWN_COLUMNS)
-IMAGES = Column("images", "images / s", "speed", "images", decimals=0)
-SPEEDUP = Column("ratio", "of the original's", "speed", "ratio", "x")
 TRANSFER_COLUMNS = (
     Column("accuracy", "Accuracy", "measured", "accuracy", "%", decimals=1),
     Column("change", "Δ accuracy", "measured", "accuracy_change", "pp", decimals=1),
@@ -168,16 +165,6 @@ def spot_recipe(
     )
     protocol = (replace(SUBJECTS[subject], method=method) for subject, _, method in lines if method)
     return Recipe(title, tuple(rows), tuple(columns), tuple(protocol), table, not_stated)
-
-
-def speed_recipe(title: str, table: str, not_stated: str, parts: Mapping[str, Sequence[Line]]) -> Recipe:
-    """Makes a table of throughputs of some lines for every subject; each subject is timed in one run."""
-    experiments = (
-        SpeedExperiment(subject, SUBJECTS[subject].model, tuple(method for _, method in lines if method))
-        for subject, lines in parts.items()
-    )
-    recipe = spot_recipe(title, table, not_stated, parts, (IMAGES, SPEEDUP, GFLOPS, PREDICTORS))
-    return replace(recipe, protocol=tuple(experiments), seeds=(0,))  # the latency does not depend on the seed
 
 
 # Untrained methods are measured with SPOT if a trained SPOT is given (--candidates spot=spot:0.7@4,7,10=FOLDER).
@@ -235,7 +222,7 @@ OWN = (
     *LAST,
 )
 
-# SPOT, Figures 4, 5 and 7.
+# SPOT, Figures 4 and 5.
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9)
 OVER_RATIOS: tuple[Line, ...] = (
     ("original", ORIGINAL),
@@ -248,12 +235,6 @@ MOMENTS: tuple[Line, ...] = (
     ("without the mean over layers", NO_MEAN),
     ("without the variance over layers", NO_VARIANCE),
     ("without both", ONE_LAYER),
-)
-TIMED = (
-    *MOMENTS,
-    ("without token features", projected(0)),
-    ("class attention", CLASS_ATTENTION),
-    ("random", RANDOM),
 )
 SOFT: tuple[Line, ...] = (
     ("SPViT", TokenMethod("spvit", "spvit")),
@@ -409,18 +390,5 @@ RECIPES = {
             subject: lines_by_subject(projections(width), (subject,))[subject]
             for subject, width in zip(ABLATED, (384, 192, 64, 32), strict=True)
         },
-    ),
-    "figure7": speed_recipe(
-        "Images a second with SPOT",
-        "Figure 7",
-        "batch size, precision and software of the measurement, and the numbers behind the drawn curves",
-        dict.fromkeys(
-            ABLATED[:3],
-            tuple(
-                (f"{title}, {ratio:g}", method and at(method, ratio))
-                for title, method in TIMED
-                for ratio in (0.5, 0.7, 0.9)
-            ),
-        ),
     ),
 }
