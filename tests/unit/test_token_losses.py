@@ -221,14 +221,14 @@ def test_a_head_scores_its_own_share_of_the_features() -> None:
     ("make", "named"),
     [
         (lambda: Ponder(epsilon=0.0), "between 0 and 1"),
-        (lambda: PolicyGradient(credit="token"), "choose credit"),
-        (lambda: PolicyGradient(baseline="none"), "choose baseline"),
-        (lambda: PolicyGradient(saving=-1.0), "negative"),
-        (lambda: PolicyGradient(penalty=float("nan")), "finite"),
+        (lambda: PolicyGradient(credit="token"), "one of stage, patch"),
+        (lambda: PolicyGradient(baseline="none"), "one of greedy, mean"),
+        (lambda: PolicyGradient(saving=-1.0), "0 or more"),
+        (lambda: PolicyGradient(penalty=float("nan")), "penalty=nan"),
         (lambda: HaltingPrior(depth=float("nan")), "depth=nan"),
-        (lambda: HaltingPrior(depth=0.0), "number of layers"),
+        (lambda: HaltingPrior(depth=0.0), "1 or more, or None"),
         (lambda: HaltingPrior(depth=3.5)(context_of(reducing(HaltingScores()))), "3 layers at most"),
-        (lambda: MultiExit(distilled=1.5), "a share"),
+        (lambda: MultiExit(distilled=1.5), "at most 1"),
     ],
 )
 def test_impossible_options_of_losses_are_refused(make, named: str) -> None:

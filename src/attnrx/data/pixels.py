@@ -39,10 +39,6 @@ class CorruptImages:
     policy: Policy = "raise"
     found: list[str] = field(default_factory=list)
 
-    def __post_init__(self):
-        if self.policy not in ("raise", "skip"):
-            raise InvalidInput(f"on_corrupt={self.policy!r}: choose 'raise' or 'skip'.")
-
     def report(self, error: DataError) -> None:
         """Records the message of an image that cannot be decoded.
 

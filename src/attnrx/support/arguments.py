@@ -137,6 +137,7 @@ SEED = whole(0, 2**63 - 1)
 BATCH = whole(1, 65_536)
 THREADS = whole(1, 1024)
 RATE = Kind("a number between 0 and 1, without both ends", lambda value: _is_real(value) and 0 < value < 1)
+BELOW_ONE = Kind("a number of 0 or more, below 1", lambda value: _is_real(value) and 0 <= value < 1)
 FASTER = number(1.0, 1000.0, "a number above 1, e.g. 1.6 for 1.6 times the speed")
 POSITIVE, NOT_NEGATIVE = number(0.0), number(0.0, above=False)
 SIDE = whole(1, 65_536)  # of an image in pixels

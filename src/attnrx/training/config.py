@@ -10,6 +10,7 @@ import torch
 
 from attnrx.data import Augmentation, Batch
 from attnrx.support.arguments import (
+    BELOW_ONE,
     COUNT,
     FLAG,
     NOT_NEGATIVE,
@@ -20,7 +21,6 @@ from attnrx.support.arguments import (
     TEXT,
     each,
     instance,
-    number,
     one_of,
     optional,
     require_fields,
@@ -200,7 +200,7 @@ class TrainingConfig:
             mixing=optional(instance("a Mixing, e.g. attnrx.training.Mixing()", Mixing)),
             frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
             layer_decay=SHARE,
-            joining=number(0.0, 1.0, "a share of the run, at least 0 and below 1", above=False),
+            joining=BELOW_ONE,
             **dict.fromkeys(("nonnegative_fusion", "compile", "cuda_graph"), FLAG),
             temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),
@@ -210,7 +210,6 @@ class TrainingConfig:
         )
         for name in ("min_learning_rate", "warmup_learning_rate"):
             self._require(name, 0 <= getattr(self, name) <= self.learning_rate, "lies between 0 and learning_rate")
-        self._require("joining", self.joining < 1, "is a share of the run, at least 0 and below 1")
         self._require(
             "accumulate", self.batch_size % max(1, self.accumulate) == 0, f"must divide batch_size={self.batch_size}"
         )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ from attnrx.nouns.prescription import (
     Prescription,
     ScoreDecision,
 )
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.arguments import SHARE, Kind
+from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.training.losses import Loss, LossContext
 from attnrx.vit.models import family_of, model_fingerprint
@@ -167,13 +169,9 @@ class GateBudget(Loss):
     The weights of the terms are ours.
     """
 
+    kinds: ClassVar[Mapping[str, Kind]] = {"macs": SHARE}
     macs: float
     weight: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.macs <= 1:
-            raise InvalidInput(f"{self}: macs is a share of the model's MACs in (0, 1].")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         gated = context.model

@@ -1,12 +1,14 @@
 """Multi-exit training: the class token answers after early layers too."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.arguments import Kind, number
+from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses.loss import Loss, LossContext, Task
 from attnrx.vit.models import family_of, reduction_of
@@ -25,13 +27,9 @@ class MultiExit(Loss):
 
     reads_labels: ClassVar[bool] = True
     reads_features: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {"distilled": number(0.0, 1.0, above=False)}
     distilled: float = 0.5
     weight: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 <= self.distilled <= 1:
-            raise InvalidInput(f"{self}: distilled is a share from 0 to 1.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         model, family = context.model, family_of(context.model)

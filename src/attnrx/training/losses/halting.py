@@ -1,11 +1,12 @@
 """The losses that train the halting scores of A-ViT (Yin et al., CVPR 2022)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from attnrx.support.arguments import RATE, Kind, number, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses.loss import Loss, LossContext
@@ -25,13 +26,9 @@ class Ponder(Loss):
     """
 
     reads_features: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {"epsilon": RATE}
     epsilon: float = 0.01
     weight: float = 5e-4
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.epsilon < 1:
-            raise InvalidInput(f"{self}: a patch halts at a sum of 1 - epsilon; give a number between 0 and 1.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         return ponder([*_halting(context)], self.epsilon)
@@ -47,13 +44,9 @@ class HaltingPrior(Loss):
     """
 
     reads_features: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {"depth": optional(number(1.0, above=False))}
     depth: float | None = None
     weight: float = 0.1
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.depth is not None and not 1 <= self.depth < float("inf"):
-            raise InvalidInput(f"{self}: depth is a number of layers; give 1 or more, or None for the policy's.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         scores, present = zip(*_halting(context), strict=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.support.arguments import require_fields
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.arguments import BELOW_ONE, POSITIVE, Kind, require_fields
+from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.models import TokenReduction, TokenRun, reduction_of
 
@@ -69,12 +69,12 @@ class Loss(ABC):
     reads_labels: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
     reinforces: ClassVar[bool] = False
+    kinds: ClassVar[Mapping[str, Kind]] = {}
+    """The ranges of options, beside their types."""
     weight: float
 
     def __post_init__(self):
-        require_fields(self)
-        if not 0 < self.weight < float("inf"):
-            raise InvalidInput(f"{self}: weight must be positive and finite; omit the loss to disable it.")
+        require_fields(self, weight=POSITIVE, **self.kinds)
 
     @abstractmethod
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
@@ -107,13 +107,9 @@ class Task(Loss):
     """Cross-entropy against the labels; `label_smoothing` is spread evenly over all classes."""
 
     reads_labels: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {"label_smoothing": BELOW_ONE}
     label_smoothing: float = 0.1
     weight: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 <= self.label_smoothing < 1:
-            raise InvalidInput(f"{self}: label_smoothing is a share of the label and must lie in [0, 1).")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         loss = F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)

@@ -1,11 +1,14 @@
 """Penalties on the attention, the strengths and the tokens of the model in training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from attnrx.change.decompositions import ownership_penalty
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.support.arguments import POSITIVE, Kind, number
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses.loss import Loss, LossContext, sampling_run
@@ -22,14 +25,10 @@ class TargetRank(Loss):
     the layers that a diagnosis singled out, the first is 1; none are all.
     """
 
+    kinds: ClassVar[Mapping[str, Kind]] = {"rank": number(1.0, above=False)}
     rank: float
     weight: float = 0.01
     layers: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 1 <= self.rank < float("inf"):
-            raise InvalidInput(f"{self}: an effective rank is at least 1, and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         layers = family_of(context.model).attention(context.model)
@@ -56,14 +55,10 @@ class PerturbationRobustness(Loss):
     first stage, because after it an image and its noisy copy may have different patches.
     """
 
+    kinds: ClassVar[Mapping[str, Kind]] = {"scale": POSITIVE}
     scale: float = 0.05
     weight: float = 1.0
     layers: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.scale < float("inf"):
-            raise InvalidInput(f"{self}: scale is the deviation of the noise and must be positive and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         changes: list[Tensor] = []

@@ -1,18 +1,16 @@
 """Policy-gradient training of the predictors of learned token reducers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from attnrx.support.errors import InvalidInput
+from attnrx.support.arguments import NOT_NEGATIVE, Kind, one_of
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.training.losses.loss import Loss, LossContext, sampling_run
 from attnrx.vit.models import evaluating
 from attnrx.vit.tokens.reducer import KeepDrop, PerPatch
-
-CREDITS, BASELINES = ("stage", "patch"), ("greedy", "mean")
 
 
 @dataclass(frozen=True)
@@ -38,19 +36,17 @@ class PolicyGradient(Loss):
 
     reinforces: ClassVar[bool] = True
     reads_labels: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "credit": one_of("stage", "patch"),
+        "baseline": one_of("greedy", "mean"),
+        "penalty": NOT_NEGATIVE,
+        "saving": NOT_NEGATIVE,
+    }
     credit: str = "stage"
     baseline: str = "greedy"
     penalty: float = 1.0
     saving: float = 0.1
     weight: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name, choices in (("credit", CREDITS), ("baseline", BASELINES)):
-            if getattr(self, name) not in choices:
-                raise InvalidInput(f"{self}: choose {name} from {', '.join(choices)}.")
-        if not (0 <= self.penalty < float("inf") and 0 <= self.saving < float("inf")):
-            raise InvalidInput(f"{self}: penalty and saving must be finite and may not be negative.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         reduction, run = sampling_run(self, context)

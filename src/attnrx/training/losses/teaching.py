@@ -1,7 +1,7 @@
 """Learning from a teacher: another, frozen model that runs on the images of a step."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.data.model_data import normalization_of
+from attnrx.support.arguments import COUNT, POSITIVE, Kind, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses.loss import Loss, LossContext, TeacherSource
@@ -49,15 +50,11 @@ class Distillation(TeacherLoss):
     timm:NAME, then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
     """
 
+    kinds: ClassVar[Mapping[str, Kind]] = {"temperature": POSITIVE}
     teacher: str
     temperature: float = 1.0
     weight: float = 0.5
     weights: str | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.temperature < float("inf"):
-            raise InvalidInput(f"{self}: temperature must be positive and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         teacher_logits, _ = teacher_outputs(context, self.source)
@@ -84,15 +81,11 @@ class FeatureDistillation(TeacherLoss):
     """
 
     reads_features: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {"last": optional(COUNT)}
     teacher: str
     last: int | None = None
     weight: float = 1.0
     weights: str | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.last is not None and self.last < 1:
-            raise InvalidInput(f"{self}: last counts blocks from the last one; give 1 or more, or None for all.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         (_, teacher_features), features = teacher_outputs(context, self.source), context.features
