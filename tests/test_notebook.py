@@ -2,6 +2,7 @@
 
 import ast
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "how-to" / "first_model.ipynb"
+MOST_SECONDS = 180  # of one processor, for all cells
 
 
 @pytest.mark.slow
@@ -18,6 +20,7 @@ def test_every_cell_runs_and_shows_at_most_a_screen(tmp_path: Path, monkeypatch:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     names: dict[str, Any] = {}
+    began = time.process_time()
     shown: list[object] = []
     try:
         for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
@@ -29,6 +32,7 @@ def test_every_cell_runs_and_shows_at_most_a_screen(tmp_path: Path, monkeypatch:
                     shown.append(eval(compile(ast.Expression(last.value), "cell", "eval"), names))
     finally:
         torch.set_default_dtype(before)
+    assert time.process_time() - began < MOST_SECONDS
     assert [type(value).__name__ for value in shown] == [
         "Shrunk", "NoneType", "Prescription", "Evidence", "Diagnosis", "str",
     ]  # fmt: skip

@@ -153,7 +153,7 @@ def test_how_tos_show_their_code_and_their_file(site: Path, pages: dict[str, Pag
         assert (site / "how-to" / path.name).read_text() == path.read_text()
 
 
-SHOWN = ["index", "idea", "how-to/compare", "api/rules", "results/spot", "command-line"]
+SHOWN = ["index", "gallery", "idea", "how-to/compare", "api/rules", "results/spot", "command-line"]
 
 
 @pytest.mark.browser

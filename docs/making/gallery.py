@@ -1,0 +1,56 @@
+"""Pictures of reports for docs/gallery.md, light and dark; Chromium takes them. In the root of a checkout:
+
+make demo && .venv/bin/python docs/making/gallery.py
+"""
+
+import shutil
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+import attnrx as rx
+
+ASSETS = Path(__file__).parents[1] / "assets" / "gallery"
+MODEL, OUT = "runs/demo/train/cluttered-digits", Path("runs/gallery")
+WIDTH = 860  # of the page in pixels
+# The page, and the element that a picture shows.
+PICTURES = {
+    "front": ("report.html", "#front .figures"),
+    "tokens": ("tokens.html", "#tokens .sample-stages .patches"),
+    "heads": ("heads.html", "#attention .sample"),
+    "maps": ("report.html", "#maps .figures"),
+}
+
+
+def make_pages() -> None:
+    """Makes the demonstration's model smaller, and shows a test image in it: tokens, and heads with half the ranks."""
+    model = rx.load(MODEL)
+    splits = rx.adapt_preprocessing(rx.load_data("cluttered-digits"), model)
+    rx.shrink(model, splits, macs=0.4, folder=OUT).save(OUT, onnx=False)
+    diagnosis = rx.diagnose(model, splits.train.take(256))
+    images = next(iter(splits.test.take(1).batches(1))).images
+    merged = rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2,3,4,5"))
+    halved = rx.realize(model, rx.prescribe(diagnosis, "qk=total_rank:0.5"))
+    tokens = rx.reports.sample_tokens(merged, images)
+    heads = rx.reports.sample_attention({"original": model, "half of the ranks": halved}, images)
+    rx.write_report(OUT / "tokens.html", rx.reports.ReportContent("Tokens", tokens=tokens))
+    rx.write_report(OUT / "heads.html", rx.reports.ReportContent("Heads", attention=heads))
+
+
+def take_pictures() -> None:
+    """Writes one picture per part and colour scheme."""
+    ASSETS.mkdir(exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme=scheme)
+            for name, (file, element) in PICTURES.items():
+                page.goto((OUT / file).resolve().as_uri())
+                page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+                page.locator(element).first.screenshot(path=ASSETS / f"{name}-{scheme}.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    make_pages()
+    take_pictures()
