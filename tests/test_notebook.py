@@ -34,6 +34,6 @@ def test_every_cell_runs_and_shows_at_most_a_screen(tmp_path: Path, monkeypatch:
         torch.set_default_dtype(before)
     assert time.process_time() - began < MOST_SECONDS
     assert [type(value).__name__ for value in shown] == [
-        "Shrunk", "NoneType", "Prescription", "Evidence", "Diagnosis", "str",
+        "Shrunk", "NoneType", "Prescription", "Evidence", "Diagnosis", "Sentence",
     ]  # fmt: skip
     assert all(len(repr(value)) <= 2000 for value in shown)
