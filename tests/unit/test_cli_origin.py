@@ -1,4 +1,4 @@
-"""Files that do not belong together are refused: prescriptions, masks, outputs; and options without an effect."""
+"""Files that do not belong together are refused: prescriptions, outputs; and options without an effect."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from support.pictures import rows, write_folder, write_parquet
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A model realized once and twice, a mask of it, another prescription, and another model of the same shape."""
+    """A model realized once and twice, another prescription, and another model of the same shape."""
     root = tmp_path_factory.mktemp("origin")
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -34,11 +34,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for name, (diagnosis, rule) in {**rules, "foreign_rx": ("foreign", "qk=total_rank:0.5")}.items():
         record("prescribe", root / f"{diagnosis}.json", "--rules", rule, "--out", root / f"{name}.json")
         setattr(paths, name, root / f"{name}.json")
-    realized = {"slim": ("rx", ()), "mask": ("rx", ("--by", "mask")), "other_mask": ("other", ("--by", "mask"))}
-    for name, (prescription, words) in realized.items():
-        folder, file = root / name, root / f"{prescription}.json"
-        record("realize", paths.model, "--prescription", file, *words, "--out", folder)
-        setattr(paths, name, folder)
+    paths.slim = root / "slim"
+    record("realize", paths.model, "--prescription", paths.rx, "--out", paths.slim)
     record("prescribe", paths.slim, "--rules", "tokens=random:0.5@2", "--out", root / "second.json")
     paths.twice = root / "twice"
     record("realize", paths.slim, "--prescription", root / "second.json", "--out", paths.twice)
@@ -70,15 +67,11 @@ def test_a_model_realized_twice_is_verified_against_the_first_original(made: Sim
     assert "tokens" in second["about"]["rules"] and not second["about"]["notes"]
 
 
-def test_an_unrelated_prescription_or_mask_is_refused(made: SimpleNamespace) -> None:
+def test_an_unrelated_prescription_is_refused(made: SimpleNamespace) -> None:
     assert record(*verify(made, made.slim, "--prescription", made.rx))["about"]["rules"]
-    assert record(*verify(made, made.slim, "--masked", made.mask))["findings"]
     for words, message in (
         (("--prescription", made.foreign_rx), "the reference is"),
         (("--prescription", made.other), "is not the one that"),
-        (("--masked", made.stranger), "its weights are not those"),
-        (("--masked", made.slim), "by compression"),
-        (("--masked", made.other_mask), "it was made by qk=total_rank:0.75"),
     ):
         done = call(*verify(made, made.slim, *words))
         assert done.code == 2 and message in done.err, done.err

@@ -15,7 +15,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.maps import FITS
-from attnrx.vit.models import described_tokens, family_of, model_fingerprint
+from attnrx.vit.models import described_tokens, model_fingerprint
 
 
 @dataclass(frozen=True)
@@ -79,30 +79,6 @@ def masked_model(candidate: nn.Module, reference: nn.Module, origin: CandidateOr
     return None if origin.prescription is None else realize(reference, origin.prescription, by="mask")
 
 
-def require_mask(masked: nn.Module, source: str | Path, reference: nn.Module, origin: CandidateOrigin) -> None:
-    """Raises InvalidInput for a masked model, loaded from `source`, that is not the reference with zeros.
-
-    By the prescription in its folder, or, without one, by the shapes of its weights and by the patch embedding, which
-    no mask changes.
-    """
-    stored = stored_prescription(source, masked)
-    if stored is None:
-        problem = None if _has_same_patches(masked, reference) else "its weights are not those of the reference"
-    elif stored.fingerprint != model_fingerprint(reference):
-        problem = "it was made of another model than the reference"
-    elif stored.about.get("realized", {}).get("by") != "mask":
-        problem = "it was made by compression"
-    elif origin.prescription is not None and not _decides_alike(stored, origin.prescription):
-        problem = f"it was made by {stored}, and the candidate by {origin.prescription}"
-    else:
-        problem = None
-    if problem is not None:
-        raise InvalidInput(
-            f"the masked model {source}: {problem}. Give the model that `attnrx realize --by mask` made of the "
-            "reference by the candidate's prescription, or omit it."
-        )
-
-
 def stored_folder(source: str | Path, model: nn.Module) -> Path:
     """Returns the folder with the prescription and the evidence of a model: its source, or that of an elastic size.
 
@@ -143,11 +119,3 @@ def _decided(prescription: Prescription) -> list[Any]:
         )
         for layer in prescription.layers
     ]
-
-
-def _has_same_patches(masked: nn.Module, reference: nn.Module) -> bool:
-    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (masked, reference)]
-    if shapes[0] != shapes[1]:
-        return False
-    first, second = (family_of(each).patch_embedding(each).state_dict() for each in (masked, reference))
-    return all(bool((tensor == second[name].to(tensor)).all()) for name, tensor in first.items())

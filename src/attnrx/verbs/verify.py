@@ -37,12 +37,13 @@ from attnrx.support.arguments import ANY, BATCH, COUNT, DEVICE, FLAG, FUNCTION, 
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
-from attnrx.verbs.origin import CandidateOrigin, masked_model, origin_of, require_mask
+from attnrx.verbs.origin import CandidateOrigin, masked_model, origin_of
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged, most_images
 
 PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
+MASKED = instance("a model, e.g. attnrx.realize(model, prescription, by='mask')", nn.Module)
 DIAGNOSIS = instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)
 CHECK_LIST = instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)], or their text", str, Iterable, Check, type)
 RANDOM_CONTROLS = 10
@@ -57,7 +58,7 @@ RANDOM_CONTROLS = 10
     if_possible=CHECK_LIST,
     origin=optional(PATH),
     prescription=PRESCRIPTION,
-    masked=optional(SOURCE),
+    masked=optional(MASKED),
     diagnosis=optional(DIAGNOSIS),
     splits=optional(instance("Splits, e.g. attnrx.load_data(NAME)", Splits)),
     draws=COUNT,
@@ -80,7 +81,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     if_possible: str | Iterable[Check | RequestedCheck] = (),
     origin: str | Path | None = None,
     prescription: Prescription | None = None,
-    masked: nn.Module | str | Path | None = None,
+    masked: nn.Module | None = None,
     diagnosis: Diagnosis | None = None,
     splits: Splits | None = None,
     draws: int = RANDOM_CONTROLS,
@@ -106,7 +107,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         origin: The folder that the candidate was loaded from, by default that of a candidate given by name: its
             prescription is used if it is one for the reference, and the masked model is made by it.
         prescription: The prescription that the candidate was made by.
-        masked: The reference with the pruned directions set to zero, for checks that compare with it.
+        masked: The reference with the pruned directions set to zero, for checks that compare with it; by default
+            made by the prescription of a candidate from a folder.
         diagnosis: The diagnosis of the reference, for "controls" by name.
         splits: The data with their training images, which "controls" and "transfer" by name are fitted on.
         draws: Random controls.
@@ -146,10 +148,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     for model in (candidate, reference):
         require_ordinary_weights(model)
     found = CandidateOrigin(prescription) if origin is None else origin_of(candidate, origin, reference, prescription)
-    if isinstance(masked, str | Path):
-        source, masked = masked, _loaded(masked, device)
-        require_mask(masked, source, reference, found)
-    elif masked is None and origin is not None:
+    if masked is None and origin is not None:
         masked = masked_model(candidate, reference, found)
     images, most, limited = images_for(reference, data, seed=seed), most_images(reference), list[str]()
     if len(images) > most:

@@ -41,7 +41,6 @@ def add(parser: Parser) -> None:
     origin = parser.add_argument_group("origin of the candidate")
     option(origin, "--prescription", "FILE", "(the one in the candidate's folder)")
     option(origin, "--diagnosis", "FILE", "needed for controls")
-    option(origin, "--masked", "MODEL", "the masked model (realized from the prescription)")
     checks = parser.add_argument_group("checks")
     option(checks, "--checks", "CHECKS", CHECKS)
     option(checks, "--controls", bool, "also compare with rank-matched controls")
@@ -79,7 +78,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         if_possible=if_possible,
         origin=arguments.candidate,
         prescription=prescription,
-        masked=arguments.masked,
         diagnosis=diagnosis,
         splits=splits,
         **given_arguments(arguments, "draws", "seed", "batch_size"),

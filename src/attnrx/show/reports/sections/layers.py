@@ -171,17 +171,16 @@ def maps(content: ReportContent) -> Section | None:
     if not figures:
         return None
     names = [name for name in MAIN if name in figures]
-    telling = [name for name in names if not _is_constant(content.diagnosis, name)]
+    telling = []
+    for name in names:
+        values = torch.cat([layer.readings[name].double() for layer in content.diagnosis.layers])
+        if bool((values.amax() - values.amin()) > 1e-6 * values.abs().amax()):
+            telling.append(name)
     main = [figures.pop(name) for name in (telling or names)[:OPEN_FIGURES]]
     dense = any(max(layer.spectrum.heads, default=0) >= DENSE - 1 for layer in content.diagnosis.layers)
     data = {"main": main, "rest": list(figures.values()), "steps": range(LEVELS), "dense": dense}
     titles = ", ".join(figure.title for figure in (*main, *figures.values()))
     return Section("maps", "Layers and heads", data, titles)
-
-
-def _is_constant(diagnosis: Diagnosis, name: str) -> bool:
-    values = torch.cat([layer.readings[name].double() for layer in diagnosis.layers])
-    return bool((values.amax() - values.amin()) <= 1e-6 * values.abs().amax())
 
 
 def _reading_figures(diagnosis: Diagnosis, spectra: Collection[str]) -> dict[str, Figure]:
