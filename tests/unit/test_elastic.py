@@ -240,15 +240,14 @@ def test_an_index_without_fingerprints_is_read(made: Elastic, tmp_path: Path, ol
         assert model_fingerprint(rx.load(folder, macs=most)) == model_fingerprint(rx.load(made.folder, macs=most))
 
 
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("change", ["swapped", "another model", "exchanged names", "another policy"])
-def test_a_size_that_is_another_model_is_refused(made: Elastic, tmp_path: Path, change: str, old: bool) -> None:
+def test_a_size_that_is_another_model_is_refused(made: Elastic, tmp_path: Path, change: str) -> None:
     def edit(record: dict[str, Any]) -> None:
         if change == "exchanged names":
             first, second = record["sizes"][1:]
             first["name"], second["name"] = second["name"], first["name"]
 
-    folder = edited_copy(made, tmp_path / "copy", edit, old)
+    folder = edited_copy(made, tmp_path / "copy", edit)
     first, second = folder / "macs-0.85", folder / "macs-0.6"
     if change == "swapped":
         first.rename(folder / "x")

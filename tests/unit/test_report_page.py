@@ -429,19 +429,9 @@ def test_parts_of_two_models_are_refused():
         replace(content, diagnosis=replace(content.diagnosis, fingerprint="another"))
 
 
-@pytest.mark.parametrize(
-    ("images", "maps", "labels", "complaint"),
-    [
-        ((2, 1, 4, 4), {}, (), "without images or maps"),
-        ((2, 1, 4, 4), {"original": (1, 1, 1, 4)}, (), "for 2 images"),
-        ((2, 1, 4, 4), {"original": (2, 1, 1, 4), "masked": (2, 2, 1, 4)}, (), "all of the same shape"),
-        ((2, 1, 4, 4), {"original": (2, 1, 1, 5)}, (), "square grid"),
-        ((2, 1, 4, 4), {"original": (2, 1, 1, 4)}, ("one",), "1 labels for 2 images"),
-    ],
-)
-def test_wrong_attention_samples_are_refused(images, maps, labels, complaint):
-    with pytest.raises(InvalidInput, match=complaint):
-        AttentionSamples(torch.zeros(images), {name: torch.ones(shape) for name, shape in maps.items()}, labels)
+def test_patches_that_are_no_square_are_refused():
+    with pytest.raises(InvalidInput, match="square grid"):
+        AttentionSamples(torch.zeros(2, 1, 4, 4), {"original": torch.ones(2, 1, 1, 5)})
 
 
 def test_uniform_attention_is_not_amplified():

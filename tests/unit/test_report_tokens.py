@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.show.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
+from attnrx.show.reports import ReportContent, sample_attention, sample_tokens
 from attnrx.show.reports.drawing import AxisScale
 from attnrx.show.reports.figures import patch_picture
 from attnrx.show.reports.page import render
@@ -194,14 +194,6 @@ def test_the_page_says_in_words_where_patches_are_left() -> None:
     assert page.count("data:image/png") > 2 and page.count('id="tokens-0"') == 1
 
 
-@pytest.mark.parametrize("change", [{"labels": ("one",)}, {"grid": (3, 5)}])
-def test_parts_that_disagree_are_refused(change: dict) -> None:
-    samples = report_content.example().tokens
-    assert isinstance(samples, TokenSamples)
-    with pytest.raises(InvalidInput, match=r"give one each|must agree"):
-        replace(samples, **change)
-
-
 def test_models_that_cannot_be_sampled_are_refused() -> None:
     model = model_of("vit")
     with pytest.raises(InvalidInput, match="has no token policy"):
@@ -211,6 +203,10 @@ def test_models_that_cannot_be_sampled_are_refused() -> None:
         sample_attention({"original": model, "compressed": small}, images(model))
     with pytest.raises(InvalidInput, match="no image"):
         sample_tokens(small, images(model, 0))
+    with pytest.raises(InvalidInput, match="1 labels for 2 images"):
+        sample_tokens(small, images(model, 2), ("one",))
+    with pytest.raises(InvalidInput, match="1 labels for 2 images"):
+        sample_attention({"original": model}, images(model, 2), ("one",))
 
 
 @pytest.mark.parametrize("name", ["vit", "deit, distilled"])
@@ -235,10 +231,8 @@ def test_the_command_shows_tokens(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     words = ("report", "--candidate", tmp_path / "small", "--data", data, "--samples", 3, "--out", page)
     record(*words)
-    assert "Tokens in every layer" in page.read_text() and "Relevance by each layer" not in page.read_text()
-    assert "Query and key" not in page.read_text()
-    record(*words, "--reference", tmp_path / "whole")
-    assert "Relevance by each layer" in page.read_text()
+    assert "Tokens in every layer" in page.read_text() and "Query and key" not in page.read_text()
+    assert "reduces tokens; omit it" in call(*words, "--reference", tmp_path / "whole").err
     whole = ("report", "--candidate", tmp_path / "whole", "--data", data, "--out", page)
     assert "add --reference" in call(*whole).err
     assert "add it" in call("report", "--candidate", tmp_path / "whole", "--weights", "w", "--out", page).err

@@ -14,7 +14,7 @@ from attnrx.change.realization.elastic import Elastic, is_elastic
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.maps import FITS
+from attnrx.vit.maps import FITS, TOKENS
 from attnrx.vit.models import described_tokens, model_fingerprint
 
 
@@ -104,18 +104,7 @@ def stored_prescription(source: str | Path, model: nn.Module) -> Prescription | 
 
 
 def _decides_alike(first: Prescription, second: Prescription) -> bool:
-    """Whether two prescriptions keep as much of every map and head, and both or none have a token policy."""
+    """Whether two prescriptions have the same rules and ranks, and both or none a token policy."""
     # Not equal tensors: refits and calibrated thresholds are written into the prescription of a realized model.
-    return _decided(first) == _decided(second) and (first.tokens is None) == (second.tokens is None)
-
-
-def _decided(prescription: Prescription) -> list[Any]:
-    return [
-        (
-            layer.qk.ranks,
-            layer.heads.tolist(),
-            {name: output.ranks for name, output in layer.outputs.items()},
-            None if layer.hidden is None else layer.hidden.keep.tolist(),
-        )
-        for layer in prescription.layers
-    ]
+    rules = [{name: rule for name, rule in each.rules.items() if name != TOKENS} for each in (first, second)]
+    return rules[0] == rules[1] and first.ranks == second.ranks and (first.tokens is None) == (second.tokens is None)

@@ -177,13 +177,12 @@ class Elastic:
         path = self.folder / size.name
         model = load_model(path, **given)
         fingerprint, costs = model_fingerprint(model), family_of(model).costs(model)
-        pairs = [("fingerprint", fingerprint, size.fingerprint)]
+        pairs: list[tuple[str, Any, Any]] = [("fingerprint", fingerprint, size.fingerprint)]
         if size.name == ORIGINAL:
             pairs.append(("fingerprint", fingerprint, self.about.get("fingerprint")))
-        # The token policy is no weight, but changes the MACs.
-        if (original := self._original_costs(**given)) is not None:
-            stated = [round(share * whole) for share, whole in zip((size.macs, size.params), original, strict=True)]
-            pairs += [("MACs", costs.macs, stated[0]), ("parameters", costs.params, stated[1])]
+        # The token policy is no weight, but changes the MACs; an index of an earlier version lacks the original's.
+        if "macs" in self.about:
+            pairs.append(("MACs", costs.macs, round(size.macs * self.about["macs"])))
         for name, found, expected in pairs:
             if expected is not None and found != expected:
                 raise CheckpointError(
@@ -191,16 +190,6 @@ class Elastic:
                     "or renamed. Put it back, or make the sizes again with attnrx.elastic."
                 )
         return model
-
-    def _original_costs(self, **given: Any) -> tuple[int, int] | None:
-        """Returns MACs and parameters of the original, which folders of earlier versions do not state."""
-        if "macs" in self.about and "params" in self.about:
-            return self.about["macs"], self.about["params"]
-        if not (self.folder / ORIGINAL).is_dir():
-            return None
-        model = load_model(self.folder / ORIGINAL, **given)
-        costs = family_of(model).costs(model)
-        return costs.macs, costs.params
 
     def _fastest(self) -> tuple[Size, ...]:
         """Returns the timed sizes, each of which is faster than all with more MACs."""

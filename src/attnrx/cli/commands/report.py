@@ -113,8 +113,11 @@ def _samples(arguments: Namespace, candidate: "nn.Module | None", prescription: 
     reference = None
     if arguments.reference is not None:
         reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
+    has_tokens = rx.models.reduction_of(candidate) is not None
+    if has_tokens and reference is not None:
+        raise InvalidInput(f"--reference is for attention maps, and {arguments.candidate} reduces tokens; omit it.")
     images, labels = _shown(candidate, arguments)
-    if rx.models.reduction_of(candidate) is not None:
+    if has_tokens:
         return None, rx.reports.sample_tokens(candidate, images, labels)
     if reference is None:
         raise InvalidInput(

@@ -42,19 +42,8 @@ class AttentionSamples:
     labels: tuple[str, ...] = ()
 
     def __post_init__(self):
-        count = self.images.shape[0]
-        shapes = {name: tuple(maps.shape) for name, maps in self.maps.items()}
-        if not shapes or count == 0:
-            raise InvalidInput("attention samples without images or maps: omit the part from the report instead.")
-        if len(set(shapes.values())) != 1 or next(iter(shapes.values()))[0] != count:
-            raise InvalidInput(
-                f"maps of shapes {shapes} for {count} images: "
-                f"every model needs [{count}, layers, heads, tokens], all of the same shape."
-            )
         if math.isqrt(self.tokens) ** 2 != self.tokens:
             raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; remove class tokens.")
-        if self.labels and len(self.labels) != count:
-            raise InvalidInput(f"{len(self.labels)} labels for {count} images: give one each, or none.")
 
     @property
     def tokens(self) -> int:
@@ -84,19 +73,6 @@ class TokenSamples:
     labels: tuple[str, ...] = ()
     groups: Int[Tensor, "images stages patches"] | None = None
 
-    def __post_init__(self):
-        count, stages, patches = self.left.shape
-        rows, columns = self.grid
-        if not count or len(self.images) != count or (self.labels and len(self.labels) != count):
-            raise InvalidInput(
-                f"{len(self.images)} images, patches of {count} and {len(self.labels)} labels: give one each."
-            )
-        if stages != len(self.policy.layers) or rows * columns != patches:
-            raise InvalidInput(
-                f"{stages} stages and {patches} patches for a policy of {len(self.policy.layers)} stages and a grid "
-                f"of {rows} x {columns}: they must agree."
-            )
-
 
 def sample_attention(
     models: Mapping[str, nn.Module],
@@ -118,6 +94,7 @@ def sample_attention(
     """
     if not models or not len(images):
         raise InvalidInput(f"{len(models)} models and {len(images)} images: give at least one of each.")
+    _require_labels(labels, images)
     reduced = [name for name, model in models.items() if reduction_of(model) is not None]
     if reduced:
         raise InvalidInput(
@@ -130,6 +107,11 @@ def sample_attention(
     heads = max(max(layer.spec.heads, default=0) for layer in family.attention(original)) + 1
     maps = {name: _received(model, images, heads) for name, model in models.items()}
     return AttentionSamples(_in_unit_range(images, family, original), maps, labels)
+
+
+def _require_labels(labels: tuple[str, ...], images: Tensor) -> None:
+    if labels and len(labels) != len(images):
+        raise InvalidInput(f"{len(labels)} labels for {len(images)} images: give one each, or none.")
 
 
 def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "images layers heads tokens"]:
@@ -185,6 +167,7 @@ def sample_tokens(
         raise InvalidInput("this model has no token policy, so there are no token samples.")
     if not len(images):
         raise InvalidInput("no image to show tokens on: give at least one.")
+    _require_labels(labels, images)
     family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
     records = _StageRecords()
     with _recording(reduction, records):
