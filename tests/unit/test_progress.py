@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import attnrx as rx
-from attnrx.change.realization.repair import Repair
 from attnrx.support import progress
 from attnrx.support.progress import begin, passed_on, phases, track
 from support import cases
@@ -160,15 +159,3 @@ def test_the_log_of_a_call_has_its_phases_in_their_order() -> None:
     assert numbers == sorted(numbers) == list(range(1, numbers[-1] + 1)), lines
     assert {match[2] for match in found if match} == {str(numbers[-1])}
     assert result.evidence.findings
-
-
-def test_repair_shows_that_it_runs_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = cases.CONFIGS["svda-deep"]
-    model, images = cases.model(config), cases.pixels(config, 24)
-    small = rx.realize(model, rx.prescribe(rx.diagnose(model, images), "qk=top_rank:2"))
-    calls: list[float] = []
-    monkeypatch.setattr(progress.Phases, "advance", lambda self, done: calls.append(done))
-    with phases({"repairing": 1.0}, [].append):
-        begin("repairing")
-        rx.repair(small, model, images, Repair(steps=5))
-    assert len(calls) > 3 * 2 * 5  # the steps of attention and MLP in every block

@@ -173,13 +173,6 @@ def begin(name: str) -> None:
         current.begin(name)
 
 
-def running() -> None:
-    """Shows, in a call with phases, that it runs; for work inside a step of a loop that takes long."""
-    current = _current.get()
-    if current is not None and current.position >= 0:
-        current.advance(current.done)
-
-
 def passed_on(line: str) -> bool:
     """Takes a line of another process that states how far its loop is; returns whether it was one."""
     if not line.startswith(PASSED_ON):

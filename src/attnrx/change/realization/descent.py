@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from attnrx.support.progress import running
 from attnrx.support.shapes import Float, Tensor
 
 # One image in so many is not fitted to: it decides whether a fit is kept.
@@ -46,7 +45,6 @@ def descend_(
                 error(generator).backward()
                 optimizer.step()
                 schedule.step()
-                running()
     finally:
         for parameter, flag in zip(parameters, flags, strict=True):
             parameter.grad = None

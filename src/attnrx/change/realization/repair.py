@@ -30,7 +30,7 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.modules import copy_module
-from attnrx.support.progress import running, track
+from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.trees import rows_of
 from attnrx.vit.models import (
@@ -245,7 +245,6 @@ class _Block:
         outputs = []
         for part in tokens.split(CHUNK):
             outputs.append(self.run(part))
-            running()
         return torch.cat(outputs)
 
     def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
@@ -257,7 +256,6 @@ class _Block:
             for part in tokens.split(CHUNK):
                 outputs.append(self.run(part))
                 without_mlp.append(outputs[-1] - added.pop() * scale)
-                running()
         return torch.cat(without_mlp), torch.cat(outputs)
 
     @contextmanager
@@ -379,7 +377,6 @@ def _first_tokens(model: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]
         for batch in images.batches(CHUNK, device=_weight(model).device):
             with suppress(_Reached):
                 model(validation.take(batch.images))
-            running()
         return torch.cat(tokens), validation.notes()
 
 
@@ -406,7 +403,6 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
             answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
             drawn = kind.drawn(answers, generator)
             slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
-        running()
         squares = [slope.square().sum((0, -1)) for slope in slopes]
         sums = squares if not sums else [total + square for total, square in zip(sums, squares, strict=True)]
     weights = []
@@ -509,7 +505,6 @@ class _BlockFit:
             outputs = []
             for part in images.split(CHUNK):
                 outputs.append(stream[part] + scale * mlp(inputs[part]))
-                running()
             return torch.cat(outputs)
 
         def mlp_error() -> float:
