@@ -1,18 +1,24 @@
 """Writes docs/models.md: which models of timm, transformers, torchvision and open_clip attnrx adopts, on which axes.
 
-python benchmarks/models.py [PAGE]
+python benchmarks/models.py [PAGE [OUTCOMES]]
 
 Every architecture is created on the meta device, without weights, and read by its family. The proof on random images,
-which `attnrx.load` makes of every model, is not made here. A library that is not installed is left out.
+which `attnrx.load` makes of every model, is not made for these. Of those that no family reads, one of every kind (its
+class, and its name up to the first digit) is loaded with fresh weights and with the proof, the smallest; the others of
+its kind count as this one. A library that is not installed is left out. What was found is kept in the file OUTCOMES,
+one line of JSON for every kind, which another call continues.
 """
 
 import importlib
 import inspect
+import json
+import re
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +27,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import AttnrxError
-from attnrx.vit.models import LIBRARIES
+from attnrx.vit.models import LIBRARIES, family_of, load_model
 from attnrx.vit.models.adopted_family import AdoptedFamily
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -34,14 +40,33 @@ OTHER_CLASSES = (
     "PvtForImageClassification",
     "LevitForImageClassification",
     "MobileViTForImageClassification",
+    "Swinv2ForImageClassification",
+    "HieraForImageClassification",
+    "SamVisionModel",
+    "PvtV2ForImageClassification",
+    "CvtForImageClassification",
+    "ConvNextForImageClassification",
+    "DonutSwinModel",
+    "FocalNetForImageClassification",
+    "GLPNForDepthEstimation",
+    "PoolFormerForImageClassification",
+    "SwiftFormerForImageClassification",
+    "EfficientFormerForImageClassification",
+    "MobileViTV2ForImageClassification",
+    "DinatForImageClassification",
+    "ViTMAEForPreTraining",
+    "VivitForVideoClassification",
+    "Sam2VisionModel",
+    "Swin2SRModel",
 )
 INTRODUCTION = """# Supported models
 
 `python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it.
-`attnrx.load` proves in addition that the copy returns the outputs of the model on random images. The axes are those of
-a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1`
-and `fc2`) and `tokens`. A model of any other library is read by a `Reader`
-([Use a model of your own](how-to/own_model.md)).
+`attnrx.load` proves in addition that the copy returns the outputs of the model on random images. Of models that have
+no reader, but MLPs whose hidden units are separate, the smallest of every kind was loaded with that proof; a
+library's own attention then stays as it is, and only `hidden` is an axis. The axes are those of a prescription: `qk`
+(score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1` and `fc2`) and
+`tokens`. A model of any other library is read by a `Reader` ([Use a model of your own](how-to/own_model.md)).
 
 A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
 saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a
@@ -74,15 +99,26 @@ class Outcome:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of a library: the number of its weight files, its family, its kind, and what creates it."""
+
+    count: int
+    family: AdoptedFamily
+    kind: str
+    make: Callable[[], nn.Module]
+    where: str = ""
+
+
 def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
     """Returns the axes of a model on the meta device, or the refusal of its family."""
     kind = type(model).__name__
     try:
-        adopted = family.outline(model)
+        family.require_supported(model)
+        adopted = family.model_type(model, family.origin_inside(model, {}))
+        family._install_(adopted, family._converted_attention(model))
     except AttnrxError as error:
-        # Only the reason: the page has a column for the class.
-        message = str(error).partition(" is not supported: ")[2] or str(error)
-        return Outcome(kind, (), message.partition(". ")[0].removesuffix("."))  # without the remedies
+        return Outcome(kind, (), reason_of(error))
     # An axis works if it does in every layer.
     specs = [layer.spec for layer in family.attention(adopted)]
     works = {
@@ -94,7 +130,54 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
     return Outcome(kind, tuple(axis for axis in AXES if works[axis]))
 
 
-def of_timm() -> Iterator[tuple[int, Outcome]]:
+def reason_of(error: AttnrxError) -> str:
+    """Returns the reason of a refusal alone: the page has a column for the class, and none for remedies."""
+    message = str(error).partition(" is not supported: ")[2] or str(error)
+    return message.partition(". ")[0].removesuffix(".")
+
+
+def proven(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
+    """Loads a model with fresh weights, with the proof; returns its axes, or why it is refused."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = load_model(make().eval())
+        except Exception as error:  # the code of a library raises errors of any type
+            return (), reason_of(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"
+    return (("hidden",) if family_of(model).mlp(model) else ()), ""
+
+
+def outcomes_of(architectures: Iterable[Architecture], state: Path | None) -> list[tuple[int, Outcome]]:
+    """Returns the outcome of every architecture; of those without a reader by the smallest of their kind."""
+    found: list[tuple[int, Outcome]] = []
+    unread: dict[str, list[tuple[int, Architecture, Outcome]]] = defaultdict(list)
+    for each in architectures:
+        model = each.make()
+        outcome = outcome_of(each.family, model)
+        outcome = replace(outcome, kind=outcome.kind + each.where)
+        if not outcome.reason:
+            found.append((each.count, outcome))
+            continue
+        unread[f"{outcome.kind} {each.kind}"].append((sum(p.numel() for p in model.parameters()), each, outcome))
+    known = {} if state is None or not state.exists() else dict(map(json.loads, state.read_text().splitlines()))
+    for kind, members in unread.items():
+        if kind not in known:
+            known[kind] = proven(min(members, key=lambda member: member[0])[1].make)
+            print(kind, *known[kind], flush=True)
+            if state is not None:
+                with state.open("a") as file:
+                    file.write(json.dumps([kind, known[kind]]) + "\n")
+        axes, reason = known[kind]
+        found += [(each.count, Outcome(outcome.kind, tuple(axes), reason)) for _, each, outcome in members]
+    return found
+
+
+def kind_of(name: str) -> str:
+    """Returns the name of an architecture up to its first digit."""
+    return re.split(r"\d", name)[0].strip("_")
+
+
+def of_timm() -> Iterator[Architecture]:
     """Yields every architecture with pretrained weights that has attention, with the number of its weight files."""
     timm: Any = importlib.import_module("timm")
     # Names are ARCHITECTURE.TAG, one for each file of weights.
@@ -103,47 +186,45 @@ def of_timm() -> Iterator[tuple[int, Outcome]]:
         # By the source first, so that the many architectures of timm without attention are not created.
         if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
             continue
-        for name in set(timm.list_models(module=module)) & tags.keys():
-            model = timm.create_model(name)
-            if any("Att" in type(part).__name__ for part in model.modules()):
-                yield tags[name], outcome_of(LIBRARIES["timm"], model)
+        for name in sorted(set(timm.list_models(module=module)) & tags.keys()):
+            if any("Att" in type(part).__name__ for part in timm.create_model(name).modules()):
+                yield Architecture(tags[name], LIBRARIES["timm"], kind_of(name), partial(timm.create_model, name))
 
 
-def of_transformers() -> Iterator[tuple[int, Outcome]]:
+def of_transformers() -> Iterator[Architecture]:
     """Yields the classes with a reader, in their default configuration, and OTHER_CLASSES."""
     transformers: Any = importlib.import_module("transformers")
     readers = importlib.import_module("attnrx.vit.models.huggingface_readers").READERS
-    for name in (*readers, *OTHER_CLASSES):
+    for name in (*readers, *(other for other in OTHER_CLASSES if hasattr(transformers, other))):
         kind = getattr(transformers, name)
         # The masking of MAE removes patches at random, and a hybrid DPT has a convolutional backbone.
-        changes = {"mask_ratio": 0.0} if name == "ViTMAEModel" else {}
-        config = kind.config_class(**changes)
+        config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
         if name == "DPTForDepthEstimation":
             config.is_hybrid = False
-        yield 1, outcome_of(LIBRARIES["hf"], kind(config))
+        yield Architecture(1, LIBRARIES["hf"], name, partial(kind, config))
 
 
-def of_torchvision() -> Iterator[tuple[int, Outcome]]:
+def of_torchvision() -> Iterator[Architecture]:
     """Yields the image classifiers with attention."""
     models: Any = importlib.import_module("torchvision.models")
     for name in models.list_models(module=models, include=["vit_*", "swin_*", "maxvit_*"]):
-        yield 1, outcome_of(LIBRARIES["torchvision"], models.get_model(name))
+        yield Architecture(1, LIBRARIES["torchvision"], kind_of(name), partial(models.get_model, name))
 
 
-def of_open_clip() -> Iterator[tuple[int, Outcome]]:
+def of_open_clip() -> Iterator[Architecture]:
     """Yields the image towers; one that wraps a model of timm is read as that model."""
     open_clip: Any = importlib.import_module("open_clip")
     for name in open_clip.list_models():
         tower = LIBRARIES["open_clip"].initialized(name)
-        trunk = getattr(tower, "trunk", None)
-        if trunk is None:
-            yield 1, outcome_of(LIBRARIES["open_clip"], tower)
+        if not hasattr(tower, "trunk"):
+            make = partial(LIBRARIES["open_clip"].initialized, name)
+            yield Architecture(1, LIBRARIES["open_clip"], kind_of(name), make)
         else:
-            outcome = outcome_of(LIBRARIES["timm"], trunk)
-            yield 1, Outcome(f"{outcome.kind} of timm (visual.trunk)", outcome.axes, outcome.reason)
+            make = partial(lambda name: LIBRARIES["open_clip"].initialized(name).trunk, name)
+            yield Architecture(1, LIBRARIES["timm"], kind_of(name), make, " of timm (visual.trunk)")
 
 
-SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[tuple[int, Outcome]]]]] = {
+SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[Architecture]]]] = {
     "timm": ("timm", "weight files", of_timm),
     "transformers": ("transformers", "classes", of_transformers),
     "torchvision": ("torchvision", "architectures", of_torchvision),
@@ -173,7 +254,7 @@ def section(library: str, package: str, unit: str, outcomes: list[tuple[int, Out
     return "\n".join(lines) + "\n"
 
 
-def main(page: Path) -> None:
+def main(page: Path, state: Path | None = None) -> None:
     parts = [INTRODUCTION]
     for library, (package, unit, read) in SOURCES.items():
         try:
@@ -183,9 +264,9 @@ def main(page: Path) -> None:
             continue
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            parts.append(section(library, package, unit, list(read())))
+            parts.append(section(library, package, unit, outcomes_of(read(), state)))
     page.write_text("\n".join(parts))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE)
+    main(*map(Path, sys.argv[1:])) if len(sys.argv) > 1 else main(PAGE)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attnrx as rx
@@ -35,7 +36,7 @@ def hf_swin() -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """A convolutional module of a user's, with one MLP of 1 x 1 convolutions and a batch norm, and a gated one."""
+    """A convolutional module of a user's: an MLP of 1 x 1 convolutions, one with a wider kernel, and a gated one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +44,14 @@ class Decoder(nn.Module):
         self.mlp = nn.Sequential(
             nn.Conv2d(12, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(32, 12, 1)
         )
+        self.bottleneck = nn.Sequential(nn.Conv2d(12, 20, 3, 2, 2, 2), nn.ReLU(), nn.Conv2d(20, 12, 1))
         self.gate, self.value, self.out = nn.Conv2d(12, 24, 1), nn.Conv2d(12, 24, 1), nn.Conv2d(24, 12, 1)
         self.up = nn.ConvTranspose2d(12, 1, 4, 4)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.stem(images)
         features = features + self.mlp(features)
+        features = F.interpolate(self.bottleneck(features), size=features.shape[2:]) + features
         return self.up(features + self.out(self.gate(features).sigmoid() * self.value(features)))
 
 
@@ -79,7 +82,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
         2,
     ),
     "swin of transformers": (hf_swin, 3),
-    "decoder": (Decoder, 1),
+    "decoder": (Decoder, 2),
 }  # fmt: skip
 
 

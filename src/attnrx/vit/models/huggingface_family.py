@@ -94,7 +94,7 @@ class HuggingFaceModel(Adopted):
 
     @property
     def takes_any_size(self) -> bool:
-        return reader_of(self.source).resizes
+        return reader_of(self.source).takes_any_size
 
     def _with_hidden_states(self, options: dict[str, Any]) -> Any:
         """Returns the output of transformers with the tokens of all patches after every block."""
@@ -285,7 +285,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 "Fine-tune it as a classifier first, and save the result."
             )
         reader = READERS.get(type(model).__name__)
-        return self.adopt(model, **_processor(name, reader is not None and reader.resizes)).eval()
+        return self.adopt(model, **_processor(name, reader is not None and reader.takes_any_size)).eval()
 
     def knows_normalization(self, model: nn.Module) -> bool:
         return bool(self._adopted(model).origin.preprocessing)  # the statistics are those of an image processor
@@ -353,12 +353,12 @@ class HuggingFaceFamily(AdoptedFamily):
         reader, source = reader_of(model), getattr(config, "_name_or_path", "")
         model_shape = image_shape(reader.input.shape(reader.body_of(model).config))
         if source and not stated.get("preprocessing"):
-            saved = _processor(source, reader.resizes, local_files_only=True)
+            saved = _processor(source, reader.takes_any_size, local_files_only=True)
             if len(saved.get("mean", ())) == model_shape[0]:
                 stated = saved | {field: value for field, value in stated.items() if value is not None}
         shape = image_shape(stated.get("input_shape") or model_shape)
-        takes_any = reader.resizes or interpolates(model)
-        if shape != model_shape and not (takes_any and shape[0] == model_shape[0]):
+        takes_another = reader.takes_any_size or interpolates(model)
+        if shape != model_shape and not (takes_another and shape[0] == model_shape[0]):
             raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
         half = (0.5,) * model_shape[0]
         mean, std = (tuple(stated.get(field) or half) for field in ("mean", "std"))
@@ -366,7 +366,7 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source, origin = adopted.source, adopted.origin
-        if not (reader_of(source).resizes or interpolates(source)):
+        if not (reader_of(source).takes_any_size or interpolates(source)):
             return super()._resized(adopted, height, width)
         # Pictures are resized and cropped in the proportion of the size that the processor was made for.
         settings = dict(origin.preprocessing)
@@ -585,7 +585,7 @@ PROCESSOR_SETTINGS = (
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
 
 
-def _processor(source: Path | str, resizes: bool, **options: Any) -> dict[str, Any]:
+def _processor(source: Path | str, takes_any_size: bool, **options: Any) -> dict[str, Any]:
     """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none."""
     processor = _image_processor(source, **options)
     if processor is None:
@@ -605,7 +605,7 @@ def _processor(source: Path | str, resizes: bool, **options: Any) -> dict[str, A
     facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
     # What enters the model: the crop where the processor crops, else the resized image.
     size = settings.get("crop_size" if settings.get("do_center_crop") else "size", {})
-    if resizes and {"height", "width"} <= size.keys():
+    if takes_any_size and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(mean), size["height"], size["width"])
     return facts
 

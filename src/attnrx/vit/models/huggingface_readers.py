@@ -61,7 +61,7 @@ class ModelReader:
     answer: str = "logits"
     heads: tuple[str, ...] = ()
     head_tokens: str = ""
-    resizes: bool = False
+    takes_any_size: bool = False
     input: ImageInput = field(default_factory=ImageInput)
 
     def answer_of(self, output: Any) -> Tensor:
@@ -111,7 +111,7 @@ class ModelReader:
 
 
 # Fields that the classes of several families share.
-DINO: dict[str, Any] = {"layers": "encoder.layer", "resizes": True}
+DINO: dict[str, Any] = {"layers": "encoder.layer", "takes_any_size": True}
 TOWER: dict[str, Any] = {
     "layers": "encoder.layers",
     "attention": "self_attn",
@@ -158,7 +158,7 @@ READERS: Mapping[str, ModelReader] = {
         norm="norm",
         maps=("mlp.up_proj", "mlp.down_proj"),
         answer=CLASS_TOKEN,
-        resizes=True,
+        takes_any_size=True,
     ),
     "CLIPVisionModel": ModelReader("CLIP", answer="pooler_output", **TOWER),
     "CLIPVisionModelWithProjection": ModelReader("CLIP", "vision_model", answer="image_embeds", **TOWER),

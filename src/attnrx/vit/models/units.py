@@ -1,8 +1,8 @@
 """Models that no reader reads: the hidden units of their MLPs, found by structure and proved on random images.
 
 Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer: two linear
-maps, or 1 x 1 convolutions, between which every unit is computed from itself. Units can be removed from any of them;
-the attention around them is not read.
+maps, or convolutions of which the second is 1 x 1, between which every unit is computed from itself. Units can be
+removed from any of them; the attention around them is not read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,21 +58,27 @@ class Pair:
     unit_macs: int = 0
 
 
-class Pointwise(nn.Module):
-    """A linear map of the channels of [batch, channels, height, width], in the place of a 1 x 1 convolution."""
+class Convolution(nn.Module):
+    """A convolution of [batch, channels, height, width] by a linear map of patches of channels * kernel features."""
 
-    def __init__(self, linear: nn.Module):
+    def __init__(self, linear: nn.Module, kernel: tuple[int, int], **geometry: Any):
+        """`geometry` are stride, padding and dilation."""
         super().__init__()
-        self.linear = linear
+        self.linear, self.kernel, self.geometry = linear, kernel, geometry
 
-    def forward(self, maps: Float[Tensor, "batch inputs height width"]) -> Float[Tensor, "batch outputs height width"]:
+    def forward(self, maps: Float[Tensor, "batch inputs height width"]) -> Float[Tensor, "batch outputs rows columns"]:
         linear: Any = self.linear
         # Who observes or replaces the linear map gets the features of a position last, as everywhere; a convolution
         # needs no copy of them in that order.
         is_watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
-        if is_watched or type(linear) is not PackedLinear or not linear.weight.numel():
+        if not is_watched and type(linear) is PackedLinear and linear.weight.numel():
+            weight = linear.weight.unflatten(1, (maps.shape[1], *self.kernel))
+            return F.conv2d(maps, weight, linear.bias, **self.geometry)
+        if self.kernel == (1, 1):
             return linear(maps.movedim(1, -1)).movedim(-1, 1)
-        return F.conv2d(maps, linear.weight[:, :, None, None], linear.bias)
+        sizes = zip(maps.shape[2:], self.kernel, *self.geometry.values(), strict=True)
+        rows, _ = ((size + 2 * pad - step * (wide - 1) - 1) // stride + 1 for size, wide, stride, pad, step in sizes)
+        return linear(F.unfold(maps, self.kernel, **self.geometry).mT).mT.unflatten(2, (rows, -1))
 
 
 class UnitsModel(Adopted):
@@ -185,11 +191,13 @@ class UnitsFamily(AdoptedFamily):
                 if isinstance(part, nn.Linear):
                     packed_(part)
                     continue
-                with torch.device("meta"):
-                    linear = PackedLinear(part.in_channels, part.out_channels, part.bias is not None)
                 weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
+                with torch.device("meta"):
+                    linear = PackedLinear(*reversed(weight.shape), part.bias is not None)
                 linear.weight, linear.bias = weight, part.bias
-                found.source.set_submodule(path, Pointwise(linear).train(part.training))
+                geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
+                convolution = Convolution(linear, part.kernel_size, **geometry)
+                found.source.set_submodule(path, convolution.train(part.training))
         if not next(found.source.parameters()).is_meta and not found.pairs[0].positions:
             self._measure_(found, found.origin.input_shape)
 
@@ -233,7 +241,7 @@ class UnitsFamily(AdoptedFamily):
         found = self._units(model)
         for pair in found.pairs:
             first, second = (found.source.get_submodule(path) for path in (pair.first, pair.second))
-            yield tuple(part.linear if isinstance(part, Pointwise) else part for part in (first, second))  # type: ignore[misc]
+            yield tuple(part.linear if isinstance(part, Convolution) else part for part in (first, second))  # type: ignore[misc]
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         return tuple(self._maps_of(model))
@@ -245,7 +253,7 @@ class UnitsFamily(AdoptedFamily):
         found = self._units(model)
         pair = found.pairs[layer]
         path = (pair.first, pair.second)[which]
-        if isinstance(found.source.get_submodule(path), Pointwise):
+        if isinstance(found.source.get_submodule(path), Convolution):
             path = f"{path}.linear"
         found.source.set_submodule(path, linear.train(found.source.get_submodule(path).training))
 
@@ -380,11 +388,17 @@ def _random_images(model: nn.Module, shape: tuple[int, ...], count: int) -> Tens
 
 
 def _is_map(part: nn.Module) -> bool:
-    """Whether a part is a linear map of the features of every position."""
+    """Whether a part is a linear map of the features of every position, or of the patch around it."""
     if type(part) is nn.Conv2d:
-        ones, zeros = (1, 1), (0, 0)
-        return part.kernel_size == part.stride == ones and part.padding == zeros and part.groups == 1
+        return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)
     return type(part) in (nn.Linear, PackedLinear)
+
+
+def _is_second(part: nn.Module) -> bool:
+    """Whether a map is one of the features of every position, so that it has one column for each of them."""
+    if not isinstance(part, nn.Conv2d):
+        return True
+    return part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
 
 
 def _units_last(part: nn.Module, features: Tensor) -> Tensor:
@@ -470,9 +484,9 @@ def _candidates(model: nn.Module, order: Sequence[str], calls: Mapping[str, _Cal
     """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
     part with weights is between them than such with weights per unit.
     """
-    named, used = dict(model.named_modules()), set()
+    named = dict(model.named_modules())
     for start, first in enumerate(order):
-        if first not in calls or first in used or calls[first].count > 1:
+        if first not in calls or calls[first].count > 1:
             continue
         units, between = _sides(named[first])[1], []
         for path in order[start + 1 :]:
@@ -484,8 +498,8 @@ def _candidates(model: nn.Module, order: Sequence[str], calls: Mapping[str, _Cal
                 )
                 common = [one for one, other in zip(calls[first].around, calls[path].around) if one == other]  # noqa: B905
                 block = next((one for one in reversed(common) if one in blocks), None)
-                if calls[path].count == 1 and _sides(part)[0] == units and shapes[0] == shapes[1] and block is not None:
-                    used |= {first, path}
+                fits = _is_second(part) and _sides(part)[0] == units and shapes[0] == shapes[1]
+                if calls[path].count == 1 and fits and block is not None:
                     yield Pair(first, path, tuple(between), block)
                 break
             if _is_per_unit(part, units):
@@ -517,13 +531,20 @@ def separate_pairs(model: nn.Module, shape: tuple[int, int, int]) -> tuple[tuple
         made = [path for path, call in calls.items() if call.returned.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and calls[made[-1]].outputs.numel() == tensor.numel() else ""
     pairs = [pair for pair in _candidates(model, order, calls, blocks) if pair.second != head]
-    macs = [calls[pair.first].outputs.numel() * sum(_sides(named[pair.first])) for pair in pairs]
-    pairs = [pair for pair, work in zip(pairs, macs, strict=True) if work >= LEAST_SHARE * max(macs)]
+    work = {pair: _work(calls, named, pair) for pair in pairs}
     del calls, output
     with evaluating((model,)):
         if not images.is_meta:
             pairs = _unmixed(model, pairs, images)
-        return tuple(_cuttable(model, pairs, images)), head
+        pairs = _cuttable(model, pairs, images)
+    least = LEAST_SHARE * max((work[pair] for pair in pairs), default=0)
+    return tuple(pair for pair in pairs if work[pair] >= least), head
+
+
+def _work(calls: Mapping[str, _Call], named: Mapping[str, nn.Module], pair: Pair) -> int:
+    """Returns the MACs of both maps of a pair."""
+    weights: list[Any] = [named[path].weight for path in (pair.first, pair.second)]
+    return _positions(named[pair.first], calls[pair.first].outputs) * sum(weight.numel() for weight in weights)
 
 
 def _unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
@@ -587,9 +608,22 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
     recorded: dict[str, tuple[Tensor, Tensor]] = {}
     with _recording_maps(model, pairs, recorded):
         expected = tensors_of(model(images))
-    good = _cut(model, pairs, images, recorded, expected)
-    # One pair that raises an error, or is read by another part too, hides the others: each is then tried alone.
-    return good if good is not None else [pair for pair in pairs if _cut(model, [pair], images, recorded, expected)]
+    cut = partial(_cut, model, images=images, recorded=recorded, expected=expected)
+    accepted: set[Pair] = set()
+    left = list(pairs)
+    while left:
+        # Every map in one pair only: others with it are tried where this one fails.
+        together, taken = [], {path for pair in accepted for path in (pair.first, pair.second)}
+        left = [pair for pair in left if not taken & {pair.first, pair.second}]
+        for pair in left:
+            if not taken & {pair.first, pair.second}:
+                together.append(pair)
+                taken |= {pair.first, pair.second}
+        good = cut(together)
+        # One pair that raises an error, or is read by another part too, hides the others: each is then tried alone.
+        accepted |= set(good if good is not None else (pair for pair in together if cut([pair])))
+        left = [pair for pair in left if pair not in together]
+    return [pair for pair in pairs if pair in accepted]
 
 
 def _cut(
