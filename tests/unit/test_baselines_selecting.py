@@ -98,7 +98,8 @@ def test_importance_of_snapvit_is_half_the_squared_gradient_times_the_squared_we
     assert isinstance(model, VisionTransformer)
     heads, units = torch.zeros(len(own.attention[0].spec.rows)), torch.zeros(len(own.importance[0][1]))
     images = own.calibration.take(len(own.calibration))  # in the order of the baseline
-    for views in own.views_of(images.batches(1), torch.float64):
+    for number, batch in enumerate(images.batches(1)):
+        views = own.views_of(batch.images.double(), number)
         model.zero_grad()
         self_supervised_loss(model(views)).backward()
         losses = {}

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ from attnrx.change.decompositions import LowRank, break_even_rank, plain_svd
 from attnrx.data import ImageSet
 from attnrx.decide.planning.budget import GRID, largest_share
 from attnrx.support.errors import NotSupported
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.costs import ModelCosts, PartCosts
@@ -229,20 +229,34 @@ class MapStatistics:
 
     @cached_property
     def _fisher(self) -> dict[MapAddress, Tensor]:
-        # A copy, in which only the weights of the maps have gradients.
-        model = copy.deepcopy(self.model).eval().requires_grad_(False)
-        weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in self.map_addresses]
-        sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
-        count = 0
-        # One image at a time: the square of a gradient summed over a batch is not the sum of squares.
-        for batch in self.images.batches(1, device=weights[0].device):
-            logits = model(batch.images.to(weights[0].dtype))
+        def loss(model: nn.Module, image: ImageBatch, _: int) -> Tensor:
             # The empirical Fisher information, as of FWSVD, with predicted classes for labels.
-            loss = F.cross_entropy(logits, logits.argmax(-1))
-            for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
-                total += gradient.double().square()
-            count += 1
-        return {address: total.cpu() / count for address, total in zip(self.map_addresses, sums, strict=True)}
+            logits = model(image)
+            return F.cross_entropy(logits, logits.argmax(-1))
+
+        return mean_squared_gradients(self.model, self.map_addresses, self.images, loss)
+
+
+def mean_squared_gradients(
+    model: nn.Module,
+    addresses: Sequence[MapAddress],
+    images: ImageSet,
+    loss: Callable[[nn.Module, ImageBatch, int], Float[Tensor, ""]],
+) -> dict[MapAddress, Float[Tensor, "outputs inputs"]]:
+    """Returns the mean over images of the squared gradient of the weights of some maps, in float64 on the CPU.
+
+    `loss` receives a copy of the model, one image [1, channels, height, width] and its position.
+    """
+    # A copy, in which only the weights of the maps have gradients.
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in addresses]
+    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
+    # One image at a time: the square of a gradient summed over a batch is not the sum of squares.
+    for number, batch in enumerate(images.batches(1, device=weights[0].device)):
+        gradients = torch.autograd.grad(loss(model, batch.images.to(weights[0].dtype), number), weights)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total += gradient.double().square()
+    return {address: total.cpu() / len(images) for address, total in zip(addresses, sums, strict=True)}
 
 
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]

@@ -1,19 +1,18 @@
 """SnapViT as a baseline: heads and hidden units ranked once by label-free sensitivities, for any budget."""
 
-import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from attnrx.data.images import generator
 from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.outputs import limited_to_heads
 from attnrx.nouns.prescription import HeadDecision, HiddenDecision, LayerPrescription
 from attnrx.support.shapes import Float, ImageBatch, Tensor
-from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at
+from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at, mean_squared_gradients
 from attnrx_lab.baselines.prescribed import PrescribedBaseline
 
 GRADIENT_IMAGES = 64
@@ -129,31 +128,23 @@ class SnapVitBaseline(PrescribedBaseline):
     @cached_property
     def _curvature(self) -> dict[tuple[int, str], Tensor]:
         """The mean over images of the squared gradient of every weight."""
-        model = copy.deepcopy(self.model).eval().requires_grad_(False)
         places = [(layer, name) for layer in range(len(self.attention)) for name in (*ATTENTION_MAPS, *MLP_MAPS)]
-        weights = [linear_at(model, place).get_parameter("weight").requires_grad_() for place in places]
-        sums = [torch.zeros_like(weight) for weight in weights]
         images = self.calibration.take(min(GRADIENT_IMAGES, len(self.calibration)))
-        count = 0
-        # One image at a time: H is the mean of squared gradients, not the square of the mean gradient.
-        for views in self.views_of(images.batches(1, device=weights[0].device), weights[0].dtype):
-            gradients = torch.autograd.grad(self_supervised_loss(model(views)), weights)
-            for total, gradient in zip(sums, gradients, strict=True):
-                total += gradient.square()
-            count += 1
-        return {place: total.cpu().double() / count for place, total in zip(places, sums, strict=True)}
 
-    def views_of(self, batches: Iterator, dtype: torch.dtype) -> Iterator[ImageBatch]:
-        """Yields every image with a random crop of it, resized to its size."""
-        for number, batch in enumerate(batches):
-            image = batch.images.to(dtype)
-            # A generator for each image, so that its crop does not depend on the images before.
-            draws = torch.rand(3, generator=generator(self.seed, number)).tolist()
-            side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * draws[0]) ** 0.5
-            height, width = (round(side * length) for length in image.shape[2:])
-            top, left = round(draws[1] * (image.shape[2] - height)), round(draws[2] * (image.shape[3] - width))
-            crop = image[:, :, top : top + height, left : left + width]
-            yield torch.cat([image, F.interpolate(crop, image.shape[2:], mode="bilinear", antialias=True)])
+        def loss(model: nn.Module, image: ImageBatch, number: int) -> Tensor:
+            return self_supervised_loss(model(self.views_of(image, number)))
+
+        return mean_squared_gradients(self.model, places, images, loss)
+
+    def views_of(self, image: ImageBatch, number: int) -> ImageBatch:
+        """Returns an image and a random crop of it, resized to its size."""
+        # A generator for each image, so that its crop does not depend on the images before.
+        draws = torch.rand(3, generator=generator(self.seed, number)).tolist()
+        side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * draws[0]) ** 0.5
+        height, width = (round(side * length) for length in image.shape[2:])
+        top, left = round(draws[1] * (image.shape[2] - height)), round(draws[2] * (image.shape[3] - width))
+        crop = image[:, :, top : top + height, left : left + width]
+        return torch.cat([image, F.interpolate(crop, image.shape[2:], mode="bilinear", antialias=True)])
 
     def _linear(self, layer: int, name: str) -> Tensor:
         return linear_at(self.model, (layer, name)).get_parameter("weight")
