@@ -29,7 +29,6 @@ from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
     MODEL_KNOBS,
-    Experiment,
     MeasureKey,
     comparison_with,
     evidence_at,
@@ -126,16 +125,14 @@ def _part(share: float, whole: int) -> int:
 
 
 @dataclass(frozen=True)
-class IrrattExperiment(Experiment):
+class IrrattExperiment(sources.DatasetExperiment):
     """One pre-trained model: every method prescribes for it, and its model is fine-tuned for `epochs` and measured.
 
-    `subject` is the name of the model, `model` and `weights` the arguments of `load`, `dataset` and the columns those
-    of `load_data`. Values and MLP are prescribed on the first `calibration_images` of the training images, which the
+    Values and MLP are prescribed on the first `calibration_images` of the training images, which the
     seed divides from the validation images; the scores by the weights, with the seed for every start. Nothing is
     fine-tuned by default: if the data has few of a model's classes, training on it would let every method gain by
-    forgetting the others. A constrained CP is trained for `epochs` before its fine-tuning. Without a `model` the
-    original is one of `ORIGINALS`, which is trained here once. `ema` is the decay of the mean of the weights. `tiny`
-    measures a tiny model on generated images; the costs are always those of the model itself.
+    forgetting the others. A constrained CP is trained for `epochs` before its fine-tuning. `ema` is the decay of the
+    mean of the weights. The costs are always those of the model itself, also if a `tiny` one is measured.
     """
 
     kind: ClassVar[str] = "irratt"
@@ -145,21 +142,12 @@ class IrrattExperiment(Experiment):
         *("epochs", "batch_size", "calibration_images", "test_images"),
     )
 
-    subject: str
-    model: str | None
-    dataset: str
     methods: tuple[IrrattMethod, ...]
-    seed: int = 0
-    weights: str | None = None
-    label_column: str | None = None
-    test_column: str | None = None
     epochs: int = 0
     batch_size: int = 256
     calibration_images: int = 96
-    test_images: int | None = None
     learning_rate: float = 5e-5
     ema: float | None = EMA
-    tiny: bool = False
 
     def as_tiny(self) -> "IrrattExperiment":
         """The same methods on a tiny model, in seconds, without fine-tuning."""
@@ -170,9 +158,8 @@ class IrrattExperiment(Experiment):
         if self.tiny:
             return sources.tiny_twin(self._outline(), self.seed)
         if self.model is not None:
-            return load(self.model, weights=self.weights).eval()
-        columns = self.label_column, self.test_column
-        splits = sources.data_for(self._outline(), self.dataset, columns)  # divided by seed 0, as the original is
+            return self.pretrained()
+        splits = self.data_for(self._outline())  # divided by seed 0, as the original is
         return ORIGINALS[self.subject].trained(splits, folder.parents[1] / "originals" / self.subject, log)
 
     def _outline(self) -> nn.Module:
@@ -183,7 +170,7 @@ class IrrattExperiment(Experiment):
         if self.tiny:
             splits = sources.generated_splits(self.subject, 3, sources.TINY_CLASSES, sources.TINY_SIDE)
         else:
-            splits = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+            splits = self.data_for(model, self.seed)
         return adapt_preprocessing(splits, model)
 
     def training(self) -> TrainingConfig:

@@ -1,5 +1,6 @@
 """What experiments load from their settings: the shapes of a model, data, and tiny replacements of both."""
 
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from attnrx.data import Augmentation, Columns, Normalization, Splits, from_tenso
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.verbs.load import load
 from attnrx.vit.models import build_model, family_of
+from attnrx_lab.papers.experiment import Experiment
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 SIZES = {"train": 96, "validation": 32, "test": 64}
@@ -41,12 +43,37 @@ def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
     ).eval()
 
 
-def data_for(model: nn.Module, dataset: str, columns: tuple[str | None, str | None], seed: int = 0) -> Splits:
-    """Loads data at the size of the model; `columns` name those of the labels and of the test rows, if not None."""
-    _, size, _ = family_of(model).input_shape(model)
-    label, test = columns
-    named = Columns(label_column=label or Columns.label_column, test_column=test) if label or test else None
-    return load_data(dataset, image_size=size, seed=seed, columns=named)
+@dataclass(frozen=True)
+class DatasetExperiment(Experiment):
+    """An experiment with one original and one dataset.
+
+    `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model the original
+    is one of `spot.ORIGINALS`, which is trained first. `dataset` and the columns, those of the labels and of the test
+    rows, are the arguments of `load_data`. `tiny` uses a tiny model and generated images.
+    """
+
+    subject: str
+    model: str | None
+    dataset: str
+    _: KW_ONLY
+    seed: int = 0
+    weights: str | None = None
+    label_column: str | None = None
+    test_column: str | None = None
+    test_images: int | None = None
+    tiny: bool = False
+
+    def pretrained(self) -> nn.Module:
+        assert self.model is not None
+        return load(self.model, weights=self.weights).eval()
+
+    def data_for(self, model: nn.Module, seed: int = 0) -> Splits:
+        """Loads the data at the size of a model."""
+        _, size, _ = family_of(model).input_shape(model)
+        columns = Columns(label_column=self.label_column, test_column=self.test_column)
+        # None lets the reader try the columns of the catalogue too.
+        columns = None if columns == Columns() else columns
+        return load_data(self.dataset, image_size=size, seed=seed, columns=columns)
 
 
 def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -31,7 +31,6 @@ from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
     MODEL_KNOBS,
-    Experiment,
     comparison_with,
     evidence_at,
     evidence_by,
@@ -234,34 +233,24 @@ class FineTuning:
 
 
 @dataclass(frozen=True)
-class SpotExperiment(Experiment):
+class SpotExperiment(sources.DatasetExperiment):
     """One original, one method, one seed: new predictors, fine-tuning of trained methods, measuring.
 
-    `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model, a small one
-    is trained first, once for all methods and seeds of the subject. `dataset` and the columns are the arguments of
-    `load_data`. The seed draws the predictors, the order of the images and the masks in training; the images are the
-    same for all seeds. Everything is measured on the first `test_images`, paired with the original; where the patches
-    of the objects are known, the share that remains too. `tiny` trains and measures a tiny model on generated images;
-    the costs are always those of the model itself.
+    A small original is trained once for all methods and seeds of the subject. The seed draws the predictors, the order
+    of the images and the masks in training; the images are the same for all seeds. Everything is measured on the first
+    `test_images`, paired with the original; where the patches of the objects are known, the share that remains too. The
+    costs are always those of the model itself, also if a `tiny` one is measured.
     """
 
     kind: ClassVar[str] = "spot"
     knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "epochs", "batch_size", "test_images")
 
-    subject: str
-    model: str | None
-    dataset: str
     method: TokenMethod
-    seed: int = 42
-    weights: str | None = None
-    label_column: str | None = None
-    test_column: str | None = None
+    seed: int = field(default=42, kw_only=True)
     tuning: FineTuning = FineTuning()
     epochs: int = 80
     batch_size: int = 512
-    test_images: int | None = None
     validation_images: int | None = None
-    tiny: bool = False
 
     @property
     def name(self) -> str:
@@ -290,9 +279,7 @@ class SpotExperiment(Experiment):
         """Loads the data at the size of the model, or generates it."""
         if self.tiny:
             return sources.generated_splits(self.subject, 3, TINY.classes, TINY.image_size)
-        splits = sources.data_for(
-            outline_for(self.model, self.subject), self.dataset, (self.label_column, self.test_column)
-        )
+        splits = self.data_for(outline_for(self.model, self.subject))
         return replace(
             splits,
             validation=first_images(splits.validation, self.validation_images),
@@ -350,7 +337,7 @@ class SpotExperiment(Experiment):
                     f"{self.model} has no weights of its own, and {self.name} needs a trained original; give the "
                     "published file with --weights."
                 )
-            return load(self.model, weights=self.weights).eval(), self.model
+            return self.pretrained(), self.model
         # All runs of a subject share it: runs/spot/SUBJECT/METHOD/seed-SEED -> runs/spot/originals/SUBJECT.
         place = folder.parents[2] / "originals" / self.place.parts[1]
         return self.made.trained(splits, place, log), str(place)

@@ -22,7 +22,6 @@ from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
     MODEL_KNOBS,
-    Experiment,
     Measure,
     comparison_with,
     evidence_at,
@@ -30,7 +29,7 @@ from attnrx_lab.papers.experiment import (
     measure_of,
     plain_measures,
 )
-from attnrx_lab.papers.spot import attach_policy_
+from attnrx_lab.papers.spot import attach_policy_, outline_for
 
 BATCH = 50  # images at a time, for measuring
 BASELINE = "original"
@@ -40,7 +39,7 @@ TINY_TRANSFER = {"per_class": 8, "seeds": (0,), "epochs": 2}
 
 
 @dataclass(frozen=True)
-class SpotTransferExperiment(Experiment):
+class SpotTransferExperiment(sources.DatasetExperiment):
     """One model and its candidates by one check, `transfer` or `robustness`, all in one pass over one dataset.
 
     `check` is the text of the check with its options. A candidate is NAME=POLICY, or NAME=POLICY=FOLDER of its trained
@@ -51,17 +50,8 @@ class SpotTransferExperiment(Experiment):
     kind: ClassVar[str] = "spot-transfer"
     knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "check", "candidates", "test_images")
 
-    subject: str
-    model: str
-    dataset: str
     check: str
     candidates: tuple[str, ...]
-    seed: int = 0
-    weights: str | None = None
-    label_column: str | None = None
-    test_column: str | None = None
-    test_images: int | None = None
-    tiny: bool = False
 
     def __post_init__(self):
         names = [BASELINE, *(name for name, _, _ in map(candidate_parts, self.candidates))]
@@ -80,13 +70,13 @@ class SpotTransferExperiment(Experiment):
     def original(self) -> nn.Module:
         if self.tiny:
             return build_model("lvvit:t", seed=self.seed, classifies_patches=False, **TINY).eval()
-        return load(self.model, weights=self.weights).eval()
+        return self.pretrained()
 
     def splits(self, model: nn.Module) -> Splits:
         if self.tiny:
             splits = sources.generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"])
         else:
-            splits = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+            splits = self.data_for(model, self.seed)
         return adapt_preprocessing(splits, model)
 
     def made(self) -> dict[str, nn.Module]:
@@ -129,7 +119,7 @@ class SpotTransferExperiment(Experiment):
 
     def _priced(self) -> dict[str, dict[str, Any]]:
         """Returns the GFLOPS of the original and of every policy in it, in the paper's unit of 10^9 MACs."""
-        outline = sources.outline_of(self.model)
+        outline = outline_for(self.model, self.subject)
         policies: dict[str, TokenPolicy | None] = {BASELINE: None}
         policies |= {name: policy for name, policy, _ in map(candidate_parts, self.candidates)}
         costs = {name: family_of(outline).costs(outline, tokens=policy) for name, policy in policies.items()}
