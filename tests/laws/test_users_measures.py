@@ -14,7 +14,7 @@ from attnrx.change.realization.repair import token_importance
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.show.checks import Fidelity
-from attnrx.show.reports import summary_of
+from attnrx.show.reports import ReportContent, render, sample_maps, summary_of
 from attnrx.support.errors import InvalidInput, UserCodeError
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import KINDS, judging, output_kind_of
@@ -187,3 +187,17 @@ def test_large_outputs_are_compared_on_as_many_images_as_memory_allows(monkeypat
     monkeypatch.setattr("attnrx.vit.outputs.MOST_NUMBERS", 5 * CLASSES * SIZE * SIZE)
     evidence = rx.verify(changed(whole), whole, IMAGES, [Fidelity()])
     assert evidence.about["images"] == 5 and "5 of 24 images" in " ".join(evidence.about["notes"])
+
+
+@pytest.mark.parametrize("is_several", [False, True])
+def test_a_report_shows_the_maps_of_both_models(is_several: bool) -> None:
+    whole: Any = rx.load(made(is_several))
+    samples = sample_maps({"original": whole, "this model": changed(whole)}, IMAGES[:2])
+    assert samples is not None
+    with torch.no_grad():
+        found = whole(IMAGES[:2])
+    expected = (found["classes"] if is_several else found).argmax(1)
+    torch.testing.assert_close(samples.maps["original"], expected.float())
+    assert not torch.equal(samples.maps["this model"], expected.float())
+    page = render(ReportContent("maps", outputs=samples))
+    assert page.count("mean absolute difference") == 2 and "map of this model for image 1" in page

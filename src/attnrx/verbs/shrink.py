@@ -41,6 +41,7 @@ from attnrx.decide.planning.target import DROP, target_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
+from attnrx.show.reports import sample_maps
 from attnrx.support.arguments import (
     ANY,
     BATCH,
@@ -72,13 +73,13 @@ from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
 from attnrx.vit.models import family_of, model_fingerprint, resized
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Divergence, Logits, Metric, judged, most_images, output_kind_of
+from attnrx.vit.outputs import Divergence, Logits, Map, Metric, judged, most_images, output_kind_of
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 MAX_VERIFICATION_IMAGES = 10_000
-REPORT_IMAGES = 8  # test images in the report
+REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
 
 # By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
@@ -417,8 +418,12 @@ class ShrinkRun:
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
-        samples = _samples(tested, names)
-        return Shrunk(model, prescription, evidence, plan, target, self.diagnosis, samples, names, self.images)
+        samples, maps = _samples(tested, names), None
+        if isinstance(output_kind_of(self.original), Map):
+            shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
+            maps = sample_maps({"original": self.original, "this model": model}, shown, labels)
+        parts = self.diagnosis, samples, names, self.images, maps
+        return Shrunk(model, prescription, evidence, plan, target, *parts)
 
     @cached_property
     def fitted_classes(self) -> dict[str, list[int]]:

@@ -39,7 +39,7 @@ from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
-from attnrx.show.reports import ReportContent, sample_tokens, summary_of, write_report
+from attnrx.show.reports import MapSamples, ReportContent, sample_tokens, summary_of, write_report
 from attnrx.support.arguments import ANY, BATCH, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
 from attnrx.support.atomic_writes import Parts as ReplacedFiles
 from attnrx.support.atomic_writes import require_absent
@@ -71,6 +71,8 @@ class Shrunk:
         samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
         class_names: The classes of the data, for exported files.
         images: The images that it was planned and verified on.
+        maps: The maps that the original and the smaller model return for some samples, for the report; None for other
+            outputs.
     """
 
     model: nn.Module
@@ -82,6 +84,7 @@ class Shrunk:
     samples: tuple[ImageBatch, tuple[str, ...]] | None = None
     class_names: tuple[str, ...] = ()
     images: Parts | None = None
+    maps: MapSamples | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
@@ -215,6 +218,7 @@ class Shrunk:
             self.diagnosis,
             self.evidence,
             tokens=tokens,
+            outputs=self.maps,
             plan=self.plan,
         )
 

@@ -6,10 +6,18 @@ from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
 from attnrx.show.reports.page import render, write_report
 from attnrx.show.reports.ranks import PathwayRanks, model_ranks
-from attnrx.show.reports.sampling import AttentionSamples, TokenSamples, sample_attention, sample_tokens
+from attnrx.show.reports.sampling import (
+    AttentionSamples,
+    MapSamples,
+    TokenSamples,
+    sample_attention,
+    sample_maps,
+    sample_tokens,
+)
 
 __all__ = [
     "AttentionSamples",
+    "MapSamples",
     "PathwayRanks",
     "ReportContent",
     "TokenSamples",
@@ -20,6 +28,7 @@ __all__ = [
     "model_ranks",
     "render",
     "sample_attention",
+    "sample_maps",
     "sample_tokens",
     "summary_of",
     "write_report",

@@ -10,7 +10,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.ranks import PathwayRanks
-from attnrx.show.reports.sampling import AttentionSamples, TokenSamples
+from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
 
@@ -47,6 +47,7 @@ class ReportContent(Displayed):
     evidence: Evidence | None = None
     attention: AttentionSamples | None = None
     tokens: TokenSamples | None = None
+    outputs: MapSamples | None = None
     history: tuple[Mapping[str, Any], ...] = ()
     ranks: tuple[PathwayRanks, ...] = ()
     plan: Plan | None = None

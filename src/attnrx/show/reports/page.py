@@ -14,7 +14,7 @@ from attnrx.show.reports.numbers import fixed, interval, number, percent, quanti
 from attnrx.show.reports.sections.evidence import controls, costs, findings, provenance, robustness
 from attnrx.show.reports.sections.front import front
 from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
-from attnrx.show.reports.sections.samples import attention, tokens
+from attnrx.show.reports.sections.samples import attention, outputs, tokens
 from attnrx.show.reports.sections.training import training
 from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.arguments import PATH, checked, instance, optional
@@ -27,6 +27,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     front,
     changes,
+    outputs,
     tokens,
     attention,
     treatment,

@@ -13,6 +13,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.trees import tensors_of
 from attnrx.vit.models import (
     Family,
     TokenReduction,
@@ -142,6 +143,46 @@ def _in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Te
     # [channels, 1, 1]
     mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
     return (images.cpu().float() * std + mean).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class MapSamples:
+    """Sample images in the unit range and the map that every model returns for them, [images, height, width], by name;
+    the original is the first. Of several numbers per position it is the index of the largest. `labels` are the classes
+    of the images.
+    """
+
+    images: Float[Tensor, "images channels height width"]
+    maps: Mapping[str, Tensor]
+    labels: tuple[str, ...] = ()
+
+
+def sample_maps(
+    models: Mapping[str, nn.Module],
+    images: Float[Tensor, "images channels height width"],
+    labels: tuple[str, ...] = (),
+) -> MapSamples | None:
+    """Returns the first maps among the outputs of models for a few images; None for outputs without any.
+
+    Args:
+        models: The models by name, the original first.
+        images: Normalized images.
+        labels: The classes of the images.
+    """
+    maps, original = {}, next(iter(models.values()))
+    for name, model in models.items():
+        weight = next(model.parameters())
+        with torch.no_grad(), evaluating([model]):
+            outputs = tensors_of(model(images.to(weight.device, weight.dtype)))
+        # [images, height, width] or [images, channels, height, width], and not the tokens of patches.
+        found = [each for each in outputs.values() if each.ndim in (3, 4) and min(each.shape[-2:]) > 1]
+        if not found:
+            return None
+        values = found[0].float().cpu()
+        if values.ndim == 4:
+            values = values[:, 0] if values.shape[1] == 1 else values.argmax(1).float()
+        maps[name] = values
+    return MapSamples(_in_unit_range(images, family_of(original), original), maps, labels)
 
 
 def sample_tokens(

@@ -168,7 +168,7 @@ class WholeFamily(Family):
     the `factory`.
     """
 
-    name = "whole"
+    name, library = "whole", "module"
     exposes_tokens = True
 
     def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):

@@ -8,7 +8,7 @@ from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
 from attnrx.show.reports.figures import Chart, Curve, CurvePoint, Figure, patch_picture
 from attnrx.show.reports.numbers import TIMES, number, percent, short
-from attnrx.show.reports.sampling import AttentionSamples, TokenSamples
+from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
 from attnrx.support.shapes import Float, Int, Tensor
 
 # In powers of two: the colour scale of attention ends between 1.04 and 8 times uniform attention. The lower limit
@@ -73,8 +73,29 @@ def _enlarged(pixels: Float[Tensor, "*more height width"], factor: int) -> Float
     return pixels.repeat_interleave(max(1, factor), -1).repeat_interleave(max(1, factor), -2)
 
 
-def _label(samples: AttentionSamples | TokenSamples, index: int) -> str:
+def _label(samples: AttentionSamples | MapSamples | TokenSamples, index: int) -> str:
     return samples.labels[index] if samples.labels else f"image {index}"
+
+
+def outputs(content: ReportContent) -> Section | None:
+    """Returns, per image, the map that every model returns, all on the scale of the original's."""
+    samples = content.outputs
+    if samples is None:
+        return None
+    first = next(iter(samples.maps.values()))
+    images = []
+    for index, picture in enumerate(samples.images):
+        low, high = float(first[index].min()), float(first[index].max())
+        maps = [
+            {
+                "name": name,
+                "picture": as_uri(colour(values[index], low, high)),
+                "error": "" if values is first else number(float((values[index] - first[index]).abs().mean()), 3),
+            }
+            for name, values in samples.maps.items()
+        ]
+        images.append({"label": _label(samples, index), "picture": as_uri(picture), "maps": maps})
+    return Section("outputs", "Outputs", {"images": images, "ramp": colour_ramp()})
 
 
 def tokens(content: ReportContent) -> Section | None:
