@@ -101,11 +101,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of a library: the number of its weight files, its family, its kind, and what creates it."""
+    """An architecture of a library: the number of its weight files, its family, its kind, the model on the meta device,
+    and what creates it.
+    """
 
     count: int
     family: AdoptedFamily
     kind: str
+    outline: nn.Module
     make: Callable[[], nn.Module]
     where: str = ""
 
@@ -152,13 +155,13 @@ def outcomes_of(architectures: Iterable[Architecture], state: Path | None) -> li
     found: list[tuple[int, Outcome]] = []
     unread: dict[str, list[tuple[int, Architecture, Outcome]]] = defaultdict(list)
     for each in architectures:
-        model = each.make()
-        outcome = outcome_of(each.family, model)
+        outcome = outcome_of(each.family, each.outline)
         outcome = replace(outcome, kind=outcome.kind + each.where)
         if not outcome.reason:
             found.append((each.count, outcome))
             continue
-        unread[f"{outcome.kind} {each.kind}"].append((sum(p.numel() for p in model.parameters()), each, outcome))
+        size = sum(parameter.numel() for parameter in each.outline.parameters())
+        unread[f"{outcome.kind} {each.kind}"].append((size, replace(each, outline=nn.Identity()), outcome))
     known = {} if state is None or not state.exists() else dict(map(json.loads, state.read_text().splitlines()))
     for kind, members in unread.items():
         if kind not in known:
@@ -187,8 +190,10 @@ def of_timm() -> Iterator[Architecture]:
         if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
             continue
         for name in sorted(set(timm.list_models(module=module)) & tags.keys()):
-            if any("Att" in type(part).__name__ for part in timm.create_model(name).modules()):
-                yield Architecture(tags[name], LIBRARIES["timm"], kind_of(name), partial(timm.create_model, name))
+            make = partial(timm.create_model, name)
+            model = make()
+            if any("Att" in type(part).__name__ for part in model.modules()):
+                yield Architecture(tags[name], LIBRARIES["timm"], kind_of(name), model, make)
 
 
 def of_transformers() -> Iterator[Architecture]:
@@ -201,14 +206,15 @@ def of_transformers() -> Iterator[Architecture]:
         config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
         if name == "DPTForDepthEstimation":
             config.is_hybrid = False
-        yield Architecture(1, LIBRARIES["hf"], name, partial(kind, config))
+        yield Architecture(1, LIBRARIES["hf"], name, kind(config), partial(kind, config))
 
 
 def of_torchvision() -> Iterator[Architecture]:
     """Yields the image classifiers with attention."""
     models: Any = importlib.import_module("torchvision.models")
     for name in models.list_models(module=models, include=["vit_*", "swin_*", "maxvit_*"]):
-        yield Architecture(1, LIBRARIES["torchvision"], kind_of(name), partial(models.get_model, name))
+        make: Callable[[], Any] = partial(models.get_model, name)
+        yield Architecture(1, LIBRARIES["torchvision"], kind_of(name), make(), make)
 
 
 def of_open_clip() -> Iterator[Architecture]:
@@ -216,12 +222,13 @@ def of_open_clip() -> Iterator[Architecture]:
     open_clip: Any = importlib.import_module("open_clip")
     for name in open_clip.list_models():
         tower = LIBRARIES["open_clip"].initialized(name)
+        make = partial(LIBRARIES["open_clip"].initialized, name)
         if not hasattr(tower, "trunk"):
-            make = partial(LIBRARIES["open_clip"].initialized, name)
-            yield Architecture(1, LIBRARIES["open_clip"], kind_of(name), make)
-        else:
-            make = partial(lambda name: LIBRARIES["open_clip"].initialized(name).trunk, name)
-            yield Architecture(1, LIBRARIES["timm"], kind_of(name), make, " of timm (visual.trunk)")
+            yield Architecture(1, LIBRARIES["open_clip"], kind_of(name), tower, make)
+            continue
+        trunk: Any = tower.trunk
+        inside = partial(lambda make: make().trunk, make)
+        yield Architecture(1, LIBRARIES["timm"], kind_of(name), trunk, inside, " of timm (visual.trunk)")
 
 
 SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[Architecture]]]] = {

@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError
+from attnrx.support.trees import rows_of, tensors_of
 from support.pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 from support.time_limits import time_limit
 
@@ -430,7 +431,9 @@ def outputs(model: Any) -> Tensor | None:
     except Exception:
         return None
     found = getattr(found, "logits", found)
-    return found.double() if isinstance(found, Tensor) and not found.is_meta else None
+    if any(not isinstance(tensor, Tensor) or tensor.is_meta for tensor in tensors_of(found).values() or [None]):
+        return None
+    return rows_of(found).double()  # a list of tensors is an output as well
 
 
 FEATURES = ("block", "attention", "patch embedding", "projection", "channels", "added keys")

@@ -193,7 +193,7 @@ class UnitsFamily(AdoptedFamily):
                     continue
                 weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
                 with torch.device("meta"):
-                    linear = PackedLinear(*reversed(weight.shape), part.bias is not None)
+                    linear = PackedLinear(weight.shape[1], weight.shape[0], part.bias is not None)
                 linear.weight, linear.bias = weight, part.bias
                 geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
                 convolution = Convolution(linear, part.kernel_size, **geometry)
