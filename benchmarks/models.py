@@ -4,7 +4,7 @@ python benchmarks/models.py [PAGE [OUTCOMES]]
 
 Every architecture is created on the meta device, without weights, and read by its family. The proof on random images,
 which `attnrx.load` makes of every model, is not made for these. Of those that no family reads, one of every kind (its
-class, and its name up to the first digit) is loaded with fresh weights and with the proof, the smallest; the others of
+class, and the first letters of its name) is loaded with fresh weights and with the proof, the smallest; the others of
 its kind count as this one. A library that is not installed is left out. What was found is kept in the file OUTCOMES,
 one line of JSON for every kind, which another call continues.
 """
@@ -176,8 +176,9 @@ def outcomes_of(architectures: Iterable[Architecture], state: Path | None) -> li
 
 
 def kind_of(name: str) -> str:
-    """Returns the name of an architecture up to its first digit."""
-    return re.split(r"\d", name)[0].strip("_")
+    """Returns the first letters of the name of an architecture."""
+    found = re.match(r"(eca_)?[a-z]+", name.lower())
+    return name if found is None else found[0]
 
 
 def of_timm() -> Iterator[Architecture]:
