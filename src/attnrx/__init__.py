@@ -39,6 +39,7 @@ HOMES = {
     "load_data": "attnrx.data",
     "adapt_preprocessing": "attnrx.data.model_data",
     "measure_divergence": "attnrx.decide.diagnosing",
+    "measure_sublayers": "attnrx.decide.sublayers",
     "plan": "attnrx.decide.planning",
     "prescribe": "attnrx.verbs.prescribe",
     "prescribe_within": "attnrx.decide.planning.budget",
@@ -97,6 +98,7 @@ __all__ = [
     "load",
     "load_data",
     "measure_divergence",
+    "measure_sublayers",
     "plan",
     "prescribe",
     "prescribe_within",
@@ -131,6 +133,7 @@ if TYPE_CHECKING:
     from attnrx.decide.planning import plan
     from attnrx.decide.planning.budget import Budget, prescribe_within
     from attnrx.decide.rules import control_prescriptions
+    from attnrx.decide.sublayers import measure_sublayers
     from attnrx.nouns.diagnosis import Diagnosis
     from attnrx.nouns.evidence import Evidence, Finding
     from attnrx.nouns.prescription import Prescription

@@ -52,7 +52,9 @@ class AttentionSpec:
     that are rotated, with `pairs[h]` their indices among the frequencies of the original head (default: all of them);
     the rows before them are ordinary directions. `pair_bias`: whether a bias per pair of tokens is added to the scores.
     `inner_norms` are the modules of the original library that the layer applies: to the query and the key of every
-    head, and to the concatenated outputs of the heads before the output projection.
+    head, and to the concatenated outputs of the heads before the output projection. `direct`: no token attends to
+    another; the output is a linear map of the token itself, the output projection of its values or, without heads, of
+    its features.
     """
 
     form: str
@@ -69,6 +71,7 @@ class AttentionSpec:
     pairs: tuple[tuple[int, ...], ...] | None = None
     pair_bias: bool = False
     inner_norms: tuple[str, ...] = ()
+    direct: bool = False
 
     def __post_init__(self):
         # Defaults that depend on other fields; the class is frozen.
@@ -209,6 +212,16 @@ class AttentionSpec:
     def keeps_original_norms(self) -> bool:
         """Whether the norms are those over all original directions."""
         return self.norms == "original"
+
+    @property
+    def attends(self) -> bool:
+        """Whether any token attends to another one."""
+        return bool(self.heads) and not self.direct
+
+    @property
+    def read_dims(self) -> tuple[int, ...]:
+        """The features that the output projection reads, by head."""
+        return (self.width,) if self.direct and not self.heads else self.value_dims
 
     @property
     def value_dims(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,18 @@ from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescri
 from attnrx.support.arguments import IMAGES, MODEL, checked, instance, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
+from attnrx.support.shapes import Tensor
 from attnrx.vit.kernels.packed_linear import PackedLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
-from attnrx.vit.models import Family, LowRankLinear, family_of, model_fingerprint, require_all_tokens, shape_of
+from attnrx.vit.models import (
+    Family,
+    LowRankLinear,
+    family_of,
+    linear_units,
+    model_fingerprint,
+    require_all_tokens,
+    shape_of,
+)
 from attnrx.vit.models.verbs import verb
 
 
@@ -113,13 +123,17 @@ def _realized(
     with torch.no_grad():
         for index, (attention, layer) in enumerate(zip(family.attention(model), layers, strict=True)):
             if by == "mask":
-                mask_attention_(family.attention(changed)[index], layer)
+                masked = family.attention(changed)[index]
+                mask_attention_(masked, layer)
+                family.set_attention_(changed, index, masked)  # which describes the layers
             else:
                 family.set_attention_(changed, index, compressed_attention(attention, layer, norms))
             # Hidden units or ranks of the MLP maps: a prescription has one of them (`prescribe_maps`).
             if layer.hidden is not None:
                 _realize_hidden_(family, changed, index, layer.hidden, by)
             _realize_linear_maps_(family, changed, index, layer, by)
+            if (linear := layer.in_place_of("MLP")) is not None:
+                _replace_mlp_(family, changed, index, *linear, by)
         if prescription.tokens is not None:
             heads = shape_of(model, family).heads
             # Last, on the realized model: thresholds are calibrated to its tokens. The heads are those of the original.
@@ -182,6 +196,26 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
         factors.second.weight.copy_(decode)
         factors.second.bias.copy_(constant)
         family.set_mlp_(model, index, which, factors)
+
+
+def _replace_mlp_(family: Family, model: nn.Module, index: int, weight: Tensor, bias: Tensor, by: str) -> None:
+    """Replaces one MLP by a linear map of every token, as two factors without an activation between them."""
+    if not family.mlps(model):
+        raise NotSupported(
+            "the MLPs of this model are not two linear maps with only an activation between them, so none can be "
+            "replaced by a linear map; prescribe other maps than depth."
+        )
+    units: Any = family.mlp(model)[index][0]
+    rank = linear_units(units.out_features, len(weight))
+    left, strength, right = torch.linalg.svd(weight)
+    root, keep = strength[:rank].sqrt(), torch.arange(units.out_features) < rank
+    second = HiddenDecision(keep, keep.double(), left[:, :rank] * root, bias, ("linear",))
+    _realize_hidden_(family, model, index, second, by)
+    first: Any = family.mlp(model)[index][0]
+    first.weight[:rank].copy_(root[:, None] * right[:rank])
+    if first.bias is not None:
+        first.bias.zero_()
+    family.linearize_mlp_(model, index)
 
 
 def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:

@@ -14,13 +14,13 @@ from attnrx.change.realization import compressed_spec
 from attnrx.decide.diagnosing import diagnosis_or_spectra
 from attnrx.decide.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps, require_remainder
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.prescription import Prescription, TokenPrescription
+from attnrx.nouns.prescription import LayerPrescription, Prescription, TokenPrescription
 from attnrx.support.arguments import MODEL, checked, instance, number, one_of, require_fields
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NoOpPrescription, NotSupported
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.costs.conventions import ATTENTION
 from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS, TOKENS
-from attnrx.vit.models import family_of, hidden_units, model_fingerprint, rank_of, require_all_tokens
+from attnrx.vit.models import family_of, hidden_units, linear_units, model_fingerprint, rank_of, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.tokens import parse_policy
 
@@ -102,11 +102,17 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
     hidden = tuple(
-        units if layer.hidden is None else int(layer.hidden.keep.sum())
+        _kept_units(units, specs[0].width, layer)
         for units, layer in zip(hidden_units(family.mlp(model)), prescription.layers, strict=False)
     )
     policy = None if prescription.tokens is None else prescription.tokens.policy
     return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
+
+
+def _kept_units(units: int, width: int, layer: LayerPrescription) -> int:
+    if layer.in_place_of("MLP") is not None:
+        return linear_units(units, width)
+    return units if layer.hidden is None else int(layer.hidden.keep.sum())
 
 
 @checked(

@@ -22,7 +22,7 @@ from attnrx.vit.models.family import (
 )
 from attnrx.vit.models.input_validation import InputValidation
 from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTConfig, lvvit_config
-from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.mlp import LowRankLinear, hidden_units, linear_units, rank_of
 from attnrx.vit.models.observation_hooks import (
     ModuleCall,
     block_names,
@@ -88,6 +88,7 @@ __all__ = [
     "hidden_units",
     "initialize_",
     "is_model_file",
+    "linear_units",
     "load_model",
     "lvvit_config",
     "model_fingerprint",

@@ -34,7 +34,7 @@ from attnrx.vit.models.foreign_code import (
     require_uncompiled,
 )
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, linear_mlps, rank_of
 from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
 from attnrx.vit.models.token_hooks import costs_of_tokens, reduction_of, resize_tokens_
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
@@ -409,6 +409,12 @@ class AdoptedFamily(Family):
         maps = zip(self.blocks(source), self._maps(source), strict=False)  # no maps where a block has another MLP
         return tuple((block.get_submodule(first), block.get_submodule(second)) for block, (first, second) in maps)
 
+    def mlps(self, model: nn.Module) -> tuple[FusedMLP, ...]:
+        source = self._adopted(model).source
+        found = [block.get_submodule(self.parts(source).mlp[0]) for block in self.blocks(source)]
+        fused = tuple(mlp for mlp in found if isinstance(mlp, FusedMLP))
+        return fused if len(fused) == len(found) else ()
+
     def has_plain_units(self, model: nn.Module) -> bool:
         source = self._adopted(model).source
         for block, pair in zip(self.blocks(source), self.mlp(model), strict=False):
@@ -455,6 +461,7 @@ class AdoptedFamily(Family):
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
+            **({"linear_mlps": list(linear)} if (linear := linear_mlps(self.mlps(model))) else {}),
             "buffer_dtypes": _unsaved_dtypes(model),
         }
 
@@ -517,6 +524,8 @@ class AdoptedFamily(Family):
                 elif hidden != created_units[layer]:
                     # The second map has a bias after units were removed: the mean of what they gave.
                     self.set_mlp_(adopted, layer, which, PackedLinear(inputs, outputs, bias=has_bias or which == 1))
+        for layer in description.get("linear_mlps", ()):  # absent in files of earlier versions
+            self.linearize_mlp_(adopted, layer)
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._adopted(model).origin.input_shape

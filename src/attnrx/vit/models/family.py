@@ -14,6 +14,7 @@ from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts
+from attnrx.vit.models.mlp import FusedMLP
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout, TokenPolicy
 
@@ -71,6 +72,15 @@ class Family(ABC):
     @abstractmethod
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""
+
+    def mlps(self, model: nn.Module) -> tuple[FusedMLP, ...]:
+        """Returns the MLP of every layer as one module; () where they are not two maps with an activation between."""
+        return ()
+
+    def linearize_mlp_(self, model: nn.Module, layer: int) -> None:
+        """Removes the activation between the two maps of one layer's MLP, and updates the description."""
+        mlp = self.mlps(model)[layer]
+        mlp.act = nn.Identity().train(mlp.act.training)
 
     @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:

@@ -93,6 +93,8 @@ def observing(model: nn.Module, family: Family, observe: Callable[[int, Observat
 
 def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim width"]:
     heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.value_dims, 1))
+    if not heads:
+        return layer.output.weight.new_zeros(0, v_head_dim, layer.spec.width)
     # The columns of the output projection by head, padded as `Observed` pads the values.
     return layer.output.spread((v_head_dim,) * heads).detach().T.unflatten(0, (heads, v_head_dim))
 

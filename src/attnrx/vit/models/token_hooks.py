@@ -162,9 +162,10 @@ def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     # Before the first stage all sizes are 1, and any backend computes the layer.
     uses_sizes = reduction.counts_sizes or policy.reducer.learned
     if statistics or (uses_sizes and index >= policy.layers[0]):
-        receive = partial(reduction.add_capture, layer.spec.heads, decides=index + 1 in policy.layers)
+        heads = layer.spec.heads if layer.spec.attends else ()
+        receive = partial(reduction.add_capture, heads, decides=index + 1 in policy.layers)
         layer.backend = AttentionCapture(reduction.sizes, receive, statistics, reduction.clamps)
-        if statistics and not layer.spec.heads:
+        if statistics and not heads:
             layer.register_forward_hook(partial(_capture_no_heads, layer.backend))
 
 
