@@ -162,3 +162,10 @@ def test_what_cannot_be_prescribed_is_refused(subjects: Subjects) -> None:
     with pytest.raises(NotSupported, match="activation between them"):
         rx.measure_sublayers(gated, rx.diagnose(gated, others), others)
     assert str(parse_rules("depth=total_rank:0.5")[0]["depth"]) == "total_rank:0.5"
+
+
+def test_the_report_shows_what_was_replaced(subjects: Subjects, tmp_path: Path) -> None:
+    _, diagnosis, _ = subjects["timm"]
+    given = rx.prescribe(diagnosis, "depth=total_rank:3")
+    page = rx.write_report(tmp_path / "report.html", diagnosis=diagnosis, prescription=given).read_text()
+    assert "Sublayers" in page and "3 of 6 kept" in page
