@@ -67,9 +67,8 @@ def main() -> None:
                 rx.realize(model, given),
                 realize_and_fit(model, given, calibration, (fit,)),
             )
-            kl = [
-                mean_estimate(output_kind_of(model).divergence(base, outputs(each, images)), seed=0) for each in models
-            ]
+            kind = output_kind_of(model)
+            kl = [mean_estimate(kind.divergence(base, outputs(each, images)), seed=0) for each in models]
             cells = (f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in kl)
             share = 100 * family_of(models[1]).costs(models[1]).macs / before
             names = ", ".join(str(index + 1) for index in gone)
