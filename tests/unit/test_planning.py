@@ -26,7 +26,7 @@ from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import MemoryStudy, Proposals, Trial, refine_plan, varied, weights_of
 from attnrx.decide.planning.plan_settings import EFFORTS
-from attnrx.decide.planning.planner import Planner
+from attnrx.decide.planning.planner import HOPELESS, Planner, PlansAtCost
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.decide.planning.sensitivity import Sensitivities, measure_sensitivities, removed_energies, resumed
 from attnrx.decide.planning.space import RANKS, Choices, Space
@@ -372,6 +372,23 @@ def test_an_interrupted_search_has_the_trials_of_an_uninterrupted_one(
         with pytest.raises(KeyboardInterrupt):
             found(storage, count)
     assert found(storage) == found(None) == found(storage)
+
+
+def test_a_plan_that_is_far_worse_on_one_batch_is_measured_no_further(space: Space, images: ImageSet) -> None:
+    settings = PlanSettings(batch_size=5, trial_images=10)
+    planner = Planner(PlanMeasurements(space, settings, "macs", images), settings, Target.parse("macs=0.6x"))
+    found, builder = planner.measurements, PlansAtCost(planner, 0.6)
+    knobs = planner.initial_knobs
+    first = builder.tried(knobs, builder.step(knobs))
+    assert first == found.trial(knobs, first.step, found.trial_answers)
+    worst = Choices((5,) * space.depth, (5,) * space.depth, (5,) * space.depth, (0,) * space.depth)
+    for choices in (worst, first.step.choices):
+        trial = builder.tried(knobs, Step(choices, 0.5, 1.0))
+        few = (found.trial(knobs, step, found.answers.first(1)) for step in (Step(choices, 0.5, 1.0), first.step))
+        ratio = next(few).softened / next(few).softened
+        assert (ratio > HOPELESS) == (choices == worst)
+        assert trial.softened == pytest.approx(ratio * first.softened)
+        assert len(found._outputs[choices]) == (1 if choices == worst else 2)  # batches
 
 
 @pytest.mark.slow

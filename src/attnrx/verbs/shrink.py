@@ -32,6 +32,8 @@ from attnrx.data import (
     three_parts,
     without_second_dataset,
 )
+from attnrx.data.division import read_images
+from attnrx.data.mixing import MixedImages
 from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
@@ -73,10 +75,12 @@ from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
 from attnrx.vit.models import family_of, model_fingerprint, resized
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Divergence, Logits, Map, Metric, judged, most_images, output_kind_of
+from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
+# A quick call for a model of more multiply-accumulates per image diagnoses and measures sensitivities on half of them.
+LARGE = 2.5e9
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 MAX_VERIFICATION_IMAGES = 10_000
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
@@ -85,9 +89,10 @@ STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after
 # By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
 # multiply-accumulates a repair takes fewer images and steps.
 FITS_BY_EFFORT: Mapping[str, tuple[int, tuple[Fit, ...]]] = {
-    # A ViT-S needs 7e12 for all images, a ViT-B would need 2.6e13. 512 images and steps on four of them take 1.6 times
-    # the CPU time for the same divergence (docs/results/plan.md, "How many images does a repair need?").
-    "quick": (256, (Repair(100, images=2, macs=1.6e13),)),
+    # A ViT-Tiny needs 2e12 for all images. A ViT-S would need 7e12 and a ViT-B 2.6e13; they have LEAST_IMAGES, and a
+    # ViT-B half of the steps. 512 images and steps on four of them take 1.6 times the CPU time for the same divergence
+    # (docs/results/plan.md, "How many images does a repair need?").
+    "quick": (256, (Repair(100, images=2, macs=5e12),)),
     "normal": (1024, (Repair(300, macs=1e14),)),
     # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens of
     # the images that the budget leaves of a ViT-L are in memory seven times, in 12 GB.
@@ -331,7 +336,12 @@ class ShrinkRun:
             log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
             images = images._replace(verified=images.verified.take(most))
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
-        diagnosis = _diagnosis(original, planned, state, log)
+        is_halved = effort == "quick" and family_of(original).costs(original).macs > LARGE
+        if is_halved:
+            settings = replace(settings, sensitivity_images=settings.sensitivity_images // 2)
+        wanted = round(DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // (1 + is_halved)
+        diagnosed = planned.take(min(wanted, len(planned)))
+        diagnosis = _diagnosis(original, diagnosed, state, log)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         return cls(original, diagnosis, planned, images, splits.class_names, settings, about)
 
@@ -364,7 +374,7 @@ class ShrinkRun:
                 continue
             # `attnrx realize` and the matched controls read this record, and repeat it.
             how = {"by": "compress", "norms": REALIZED_NORMS[0], "refine": 0}
-            how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self.fitted_classes}
+            how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self._fitted_classes(plan)}
             # The thresholds of tokens by image are known only now.
             prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
             rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)
@@ -425,14 +435,22 @@ class ShrinkRun:
         parts = self.diagnosis, samples, names, self.images, maps
         return Shrunk(model, prescription, evidence, plan, target, *parts)
 
-    @cached_property
-    def fitted_classes(self) -> dict[str, list[int]]:
-        """The classes of the images of the repair, as the prescriptions record them; none for embeddings."""
+    def _fitted_classes(self, plan: Plan) -> dict[str, list[int]]:
+        """Returns the classes of the images of the repair, as the prescriptions record them; none for embeddings."""
         # By prediction and not by label, as the check `shift` does: data without labels have classes, too.
-        if not isinstance(output_kind_of(self.original), Logits):
+        if "classes" not in plan.about:
             return {}
-        images = without_second_dataset(self.images.planned)
-        return {"classes": predicted_classes(self.original, images)}
+        seen = () if isinstance(self.images.planned, MixedImages) else plan.about["classes"]
+        return {"classes": sorted({*seen, *self._other_classes})}
+
+    @cached_property
+    def _other_classes(self) -> list[int]:
+        """The classes of those images of the repair that the plan was not made on; of all that are not composed."""
+        images = self.images.planned
+        if isinstance(images, MixedImages):
+            return predicted_classes(self.original, without_second_dataset(images))
+        others = read_images(images).at(slice(len(self.planned), len(images)))
+        return predicted_classes(self.original, others) if len(others) else []
 
 
 def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
@@ -464,10 +482,8 @@ def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, 
     return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
 
 
-def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:
+def _diagnosis(model: nn.Module, diagnosed: ImageSet, state: Path | None, log: Log) -> Diagnosis:
     path = None if state is None else state / "diagnosis.json"
-    wanted = round(DIAGNOSIS_IMAGES * output_kind_of(model).needed_images ** 0.5)
-    diagnosed = images.take(min(wanted, len(images)))
     if path is not None and path.exists():
         # A damaged file, or one of another version, is made again.
         with suppress(AttnrxError, KeyError, TypeError):

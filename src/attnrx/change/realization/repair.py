@@ -47,14 +47,15 @@ from attnrx.vit.models import (
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 
-# The importance of tokens is measured on so many images, and this share of it is the same for all tokens, because the
-# outputs of a class-token model do not depend on the patches of its last block, while its dense features do.
+# The importance of tokens is measured on so many images, or on a quarter of those of a budget; a share of it is
+# the same for all tokens, because the outputs of a class-token model do not depend on the patches of its last block,
+# while its dense features do.
 IMPORTANCE_IMAGES, EVEN = 64, 0.1
 # At most so many images of a user's data are read.
 MOST_REPAIRED = 4096
 # Images of a forward pass of one block.
 CHUNK = 32
-# A budget leaves at least so many images; below that there are fewer steps.
+# A budget leaves at least so many images; below that there are fewer steps, half of them at least.
 LEAST_IMAGES = 128
 
 
@@ -66,7 +67,7 @@ class Repair:
     images in proportion to their importance.
 
     `macs` is the most multiply-accumulates of the whole repair, estimated beforehand: large models are repaired on
-    fewer images, and, from LEAST_IMAGES on, with fewer steps. None sets no limit.
+    fewer images, and, from LEAST_IMAGES on, with fewer steps, but at least half of them. None sets no limit.
 
     `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
@@ -162,11 +163,12 @@ def repair(
             f"repair: {count} of {len(images)} images and {knobs.steps} steps, within {knobs.macs:.3g} "
             "multiply-accumulates"
         )
-        images = images.take(count)
+    importance = images.take(min(IMPORTANCE_IMAGES, count // 4 if count < len(images) else count))
+    images = images.take(count)
     with evaluating((reference, result.model)):
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
-        weights = token_importance(reference, images)
+        weights = token_importance(reference, importance)
         base, notes = _first_tokens(reference, images)
         result.notes = [*result.notes, *images.notes, *notes]
         tokens, _ = _first_tokens(result.model, images)
@@ -217,7 +219,7 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
     left = knobs.macs - 3 * whole * min(IMPORTANCE_IMAGES, images)
     count = min(images, max(int((left - knobs.steps * per_step) / per_image), LEAST_IMAGES))
     steps = max(int((left - count * per_image) / per_step), 0)
-    return replace(knobs, steps=min(knobs.steps, steps)), count
+    return replace(knobs, steps=min(knobs.steps, max(steps, knobs.steps // 2))), count
 
 
 Tokens = Float[Tensor, "images tokens width"]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, phases, track
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import OutputKind, current_judgement
+from attnrx.vit.outputs import Logits, OutputKind, current_judgement
 
 # The phases of a plan and their usual shares of the time (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
@@ -42,6 +42,8 @@ RETRY_FACTOR, FIRST_FACTOR = 0.993, 0.98
 MISSED, TOLERATED = 1.05, 0.01
 # The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
 LARGEST = 0.99
+# A plan is measured on one batch first, and no further if its divergence there is so many times that of the first plan.
+HOPELESS = 1.1
 # Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
 HALVINGS = 6
 
@@ -238,7 +240,7 @@ class Planner:
     def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials."""
         # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
-        plans, order = _PlansAtCost(self, limit), sorted(self.trials, key=lambda trial: trial.softened)
+        plans, order = PlansAtCost(self, limit), sorted(self.trials, key=lambda trial: trial.softened)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys(starts):  # without repetitions, in order
@@ -250,11 +252,11 @@ class Planner:
         return self._best([plans.tried(last.knobs, step) for step in steps.values()])
 
     def _first(self, limit: float) -> Trial:
-        plans = _PlansAtCost(self, limit)
+        plans = PlansAtCost(self, limit)
         return plans.tried(self.initial_knobs, plans.step(self.initial_knobs))
 
     def _searched(self, limit: float) -> Trial:
-        plans = _PlansAtCost(self, limit)
+        plans = PlansAtCost(self, limit)
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
         self.trials = refine_plan(self.space, self.settings, self._key(limit), plans, self._first(limit))
@@ -359,6 +361,8 @@ class Planner:
             ],
             "torch": torch.__version__,
         }
+        if isinstance(found.answers.kind, Logits):
+            about["classes"] = found.answers.kind.decisions(found.answers.outputs).unique().tolist()
         return Plan(
             space.prescription(choices),
             str(self.target),
@@ -372,7 +376,7 @@ class Planner:
         )
 
     def _front(self, best: Trial, limit: float) -> tuple[PlanPoint, ...]:
-        """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
+        """Returns plans between the original and the target with the knobs of the best one, on the images of trials."""
         frontier = self.measurements.frontier(best.knobs)
         plans = self.settings.num_front
         shares = [1 - (1 - limit) * part / plans for part in range(1, plans)]
@@ -382,7 +386,7 @@ class Planner:
 
     def _point(self, step: Step) -> PlanPoint:
         space, choices, found = self.space, step.choices, self.measurements
-        deviation, before = found.deviation(choices), family_of(space.model).costs(space.model)
+        deviation, before = found.deviation(choices, found.trial_answers), family_of(space.model).costs(space.model)
         after = prescribed_costs(space.model, space.prescription(choices))
         return PlanPoint(
             step.cost,
@@ -397,21 +401,36 @@ class Planner:
         )
 
 
-class _PlansAtCost:
-    """Builds plans at one cost, and measures them on the images of the trials (`plan_search.PlanBuilder`)."""
+class PlansAtCost:
+    """Builds plans at one cost, and measures them (`plan_search.PlanBuilder`): on one batch, and if it is not far worse
+    there than the first plan, on the images of the trials.
+    """
 
     def __init__(self, planner: Planner, limit: float):
         self.planner, self.limit = planner, limit
+        self.first: tuple[Trial, Trial] | None = None  # on one batch, and on the images of the trials
 
     def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
         return self.planner.step(self.limit, knobs, start)
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        found = self.planner.measurements
-        trial = found.trial(knobs, step, found.trial_answers)
+        found, about = self.planner.measurements, ""
+        few = found.answers.first(1)  # one batch
+        trial = found.trial(knobs, step, few)
+        # In a search the first plan is that of the closed form.
+        if self.first is None:
+            self.first = trial, found.trial(knobs, step, found.trial_answers)
+        start, whole = self.first
+        if min(start.softened, start.divergence) > 0 and trial.softened > HOPELESS * start.softened:
+            # Few images have easier or harder ones among them, as they have for the first plan.
+            factors = whole.divergence / start.divergence, whole.softened / start.softened
+            trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
+            about = f", by {len(few)} images"
+        else:
+            trial = found.trial(knobs, step, found.trial_answers)
         unit = f" {found.answers.kind.unit}".rstrip()
         cost = f"{100 * step.cost:.1f} % of the {self.planner.target.minimized}"
-        self.planner.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}")
+        self.planner.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}{about}")
         return trial
 
 
