@@ -340,7 +340,7 @@ class AddedUp:
     def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
         return self.planner.step(0.6, knobs, start)
 
-    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
         self.count -= 1
         if self.count == 0 and self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -379,15 +379,16 @@ def test_a_plan_that_is_far_worse_on_one_batch_is_measured_no_further(space: Spa
     planner = Planner(PlanMeasurements(space, settings, "macs", images), settings, Target.parse("macs=0.6x"))
     found, builder = planner.measurements, PlansAtCost(planner, 0.6)
     knobs = planner.initial_knobs
-    first = builder.tried(knobs, builder.step(knobs))
-    assert first == found.trial(knobs, first.step, found.trial_answers)
+    best = builder.tried(knobs, builder.step(knobs))
+    assert best == found.trial(knobs, best.step, found.trial_answers)
     worst = Choices((5,) * space.depth, (5,) * space.depth, (5,) * space.depth, (0,) * space.depth)
-    for choices in (worst, first.step.choices):
-        trial = builder.tried(knobs, Step(choices, 0.5, 1.0))
-        few = (found.trial(knobs, step, found.answers.first(1)) for step in (Step(choices, 0.5, 1.0), first.step))
-        ratio = next(few).softened / next(few).softened
+    for choices in (worst, best.step.choices):
+        step = Step(choices, 0.5, 1.0)
+        trial = builder.tried(knobs, step, best)
+        few = found.trial(knobs, step, found.answers.first(1)), found.trial(knobs, best.step, found.answers.first(1))
+        ratio = few[0].softened / few[1].softened
         assert (ratio > HOPELESS) == (choices == worst)
-        assert trial.softened == pytest.approx(ratio * first.softened)
+        assert trial.softened == pytest.approx(ratio * best.softened)
         assert len(found._outputs[choices]) == (1 if choices == worst else 2)  # batches
 
 
@@ -426,7 +427,7 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
             self.made.append(Step(start, own, own))
             return self.made[-1]
 
-        def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+        def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
             return Trial(knobs, step, step.sensitivity, step.sensitivity)
 
     budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))

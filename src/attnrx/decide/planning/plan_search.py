@@ -92,8 +92,8 @@ class PlanBuilder(Protocol):
         """Returns the plan for the knobs, optimal or reached greedily from the plan `start`."""
         ...
 
-    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        """Measures a plan; results are cached."""
+    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
+        """Measures a plan, one that is far worse than the best known one on fewer images; results are cached."""
         ...
 
 
@@ -121,7 +121,8 @@ def refine_plan(
         knobs, step = proposals.next(trial)
         trial.set_user_attr(KNOBS, knobs)
         trial.set_user_attr(CHOICES, asdict(step.choices))
-        measured = builder.tried(knobs, step)
+        finished = [_trial_of(past) for past in trial.study.get_trials(deepcopy=False) if past.value is not None]
+        measured = builder.tried(knobs, step, min((first, *finished), key=lambda known: known.softened))
         values = {"cost": step.cost, "sensitivity": step.sensitivity, "divergence": measured.divergence}
         trial.set_user_attr(MEASURED, values)
         return measured.softened

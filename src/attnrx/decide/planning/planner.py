@@ -42,8 +42,8 @@ RETRY_FACTOR, FIRST_FACTOR = 0.993, 0.98
 MISSED, TOLERATED = 1.05, 0.01
 # The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
 LARGEST = 0.99
-# A plan is measured on one batch first, and no further if its divergence there is so many times that of the first plan.
-HOPELESS = 1.1
+# A plan is measured on one batch first, and no further if its divergence there is so many times that of the best plan.
+HOPELESS = 1.2
 # Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
 HALVINGS = 6
 
@@ -403,27 +403,23 @@ class Planner:
 
 class PlansAtCost:
     """Builds plans at one cost, and measures them (`plan_search.PlanBuilder`): on one batch, and if it is not far worse
-    there than the first plan, on the images of the trials.
+    there than the best known plan, on the images of the trials.
     """
 
     def __init__(self, planner: Planner, limit: float):
         self.planner, self.limit = planner, limit
-        self.first: tuple[Trial, Trial] | None = None  # on one batch, and on the images of the trials
 
     def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
         return self.planner.step(self.limit, knobs, start)
 
-    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
         found, about = self.planner.measurements, ""
         few = found.answers.first(1)  # one batch
         trial = found.trial(knobs, step, few)
-        # In a search the first plan is that of the closed form.
-        if self.first is None:
-            self.first = trial, found.trial(knobs, step, found.trial_answers)
-        start, whole = self.first
-        if min(start.softened, start.divergence) > 0 and trial.softened > HOPELESS * start.softened:
-            # Few images have easier or harder ones among them, as they have for the first plan.
-            factors = whole.divergence / start.divergence, whole.softened / start.softened
+        least = trial if best is None else found.trial(best.knobs, best.step, few)
+        if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
+            # Few images have easier or harder ones among them, as they have for the best plan.
+            factors = best.divergence / least.divergence, best.softened / least.softened
             trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
             about = f", by {len(few)} images"
         else:
