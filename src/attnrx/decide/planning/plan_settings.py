@@ -66,9 +66,10 @@ class PlanSettings:
 
     How divergence is measured. Sensitivities of single choices: on `sensitivity_images`, at `probed_levels` and at the
     shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between they are interpolated. The
-    search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (far worse ones on
-    the first batch), the best `finalists` of them on all; `num_images` are as many as `shrink` and `attnrx plan` take
-    for it. `num_front` is the number of plans from the original to the target that are measured for comparison.
+    search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
+    far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
+    as many as `shrink` and `attnrx plan` take for it. `num_front` is the number of plans from the original to the
+    target that are measured for comparison, on `trial_images`.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
     `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
