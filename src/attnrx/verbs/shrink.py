@@ -103,13 +103,13 @@ FITS_BY_EFFORT: Mapping[str, tuple[int, tuple[Fit, ...]]] = {
 # the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
 PHASE_SHARES = {
     "loading the model": 3.0,
-    "reading the images": 24.0,
-    "diagnosing": 17.0,
+    "reading the images": 8.0,
+    "diagnosing": 16.0,
     "measuring costs": 1.0,
-    "measuring sensitivities": 18.0,
-    "searching plans": 32.0,
-    "predicting on other images": 9.0,
-    "realizing and repairing": 75.0,
+    "measuring sensitivities": 19.0,
+    "searching plans": 30.0,
+    "predicting on other images": 7.0,
+    "realizing and repairing": 54.0,
     "distilling": 0.0,
     "verifying": 20.0,
 }
