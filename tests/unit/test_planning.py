@@ -392,6 +392,15 @@ def test_a_plan_that_is_far_worse_on_one_batch_is_measured_no_further(space: Spa
         assert len(found._outputs[choices]) == (1 if choices == worst else 2)  # batches
 
 
+def test_a_part_of_the_images_has_the_outputs_of_its_own(model: VisionTransformer, images: ImageSet) -> None:
+    answers = Answers.of(model, images, 4)
+    for count in (3, 4, 6, len(answers)):
+        some = answers.exactly(count)
+        assert len(some) == count == sum(map(len, some.batches))
+        assert_close(some.outputs, torch.cat(answers.outputs_of(model))[:count])
+        assert_close(torch.cat(some.batches), torch.cat(answers.batches)[:count])
+
+
 @pytest.mark.slow
 def test_a_search_varies_the_best_that_it_knows(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, space: Space

@@ -55,7 +55,7 @@ class PlanMeasurements:
     @cached_property
     def _single_choices(self) -> dict[str, Sensitivities]:
         begin("measuring sensitivities")
-        answers = self.answers.first(self.settings.sensitivity_images)
+        answers = self.answers.exactly(self.settings.sensitivity_images)
         return measure_sensitivities(self.space, answers, self.settings)
 
     @property

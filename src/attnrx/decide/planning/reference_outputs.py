@@ -97,6 +97,13 @@ class Answers:
         labels = None if self.labels is None else self.labels[:images]
         return Answers(tuple(batches), labels, self.outputs[:images], self.kind)
 
+    def exactly(self, count: int) -> "Answers":
+        """Returns the first `count` images, of the last batch a part."""
+        some = self.first(count)
+        last = some.batches[-1][: len(some.batches[-1]) - max(len(some) - count, 0)]
+        labels = None if some.labels is None else some.labels[:count]
+        return Answers((*some.batches[:-1], last), labels, some.outputs[:count], some.kind)
+
     def measure(self, candidate: nn.Module) -> Deviation:
         """Runs a candidate on the images and returns its deviation."""
         return self.deviation(self.outputs_of(candidate))
