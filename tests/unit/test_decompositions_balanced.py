@@ -300,3 +300,18 @@ def test_gradients_of_the_tables_do_not_get_in_the_way():
     balanced = svd_directions(rows, rows)
     assert not balanced.left.requires_grad and not factor_directions(rows, rows).left.requires_grad
     assert balance(rows @ rows.mT, rows @ rows.mT).rank == balanced.rank
+
+
+def test_small_factorizations_run_on_one_thread_whatever_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that share a matrix of 64 x 64 wait for each other; on a busy machine a hundred times as long."""
+    used, svd, before = [], torch.linalg.svd, torch.get_num_threads()
+    monkeypatch.setattr(torch.linalg, "svd", lambda *a, **k: used.append(torch.get_num_threads()) or svd(*a, **k))
+    torch.set_num_threads(2)
+    try:
+        grams = torch.eye(5).expand(2, 5, 5)
+        balance(grams, grams)
+        with pytest.raises(InvalidInput):
+            balance(grams * torch.nan, grams)
+        assert set(used) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

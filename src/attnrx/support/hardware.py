@@ -1,7 +1,9 @@
-"""The name of a device, the user's cache folder, and whether measurements are allowed."""
+"""The name of a device, the user's cache folder, whether measurements are allowed, and work on one thread."""
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,3 +33,18 @@ def cache_folder() -> Path:
 def may_measure() -> bool:
     """Whether measurements are allowed: false if ATTNRX_MEASURE is 0."""
     return os.environ.get(MEASURE, "1") != "0"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs small factorizations on one thread, as `with one_thread():` or as a decorator.
+
+    Threads share them in parts of microseconds, and wait for each other after every part. Where another process has
+    the processor of one of them, that takes up to a hundred times as long as one thread takes.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

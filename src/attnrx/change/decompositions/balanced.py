@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attnrx.support.errors import InvalidInput
+from attnrx.support.hardware import one_thread
 from attnrx.support.shapes import Bool, Float, Tensor
 
 # Asymmetries up to this share of a Gram's size are rounding (float32 sums).
@@ -37,6 +38,7 @@ class Balanced:
     rank: tuple[int, ...]
 
 
+@one_thread()
 def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "heads d d"]) -> Balanced:
     """Balances the form left . right of two vectors whose second moments are the given Grams (float64 inside).
 
@@ -63,6 +65,7 @@ def svd_directions(
     return factor_directions(left, right)
 
 
+@one_thread()
 def factor_directions(
     left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
 ) -> Balanced:
