@@ -2,11 +2,11 @@
 
 python benchmarks/models.py [PAGE [OUTCOMES]]
 
-Every architecture is created on the meta device, without weights, and read by its family. The proof on random images,
-which `attnrx.load` makes of every model, is not made for these. Of those that no family reads, one of every kind (its
-class, and the first letters of its name) is loaded with fresh weights and with the proof, the smallest; the others of
-its kind count as this one. A library that is not installed is left out. What was found is kept in the file OUTCOMES,
-one line of JSON for every kind, which another call continues.
+Every architecture is created on the meta device, without weights, and read by its family. Of those that no family
+reads, the MLPs of one of every kind (its class, and the first letters of its name) are found, the smallest; the
+others of its kind count as this one. The proof on random images, which `attnrx.load` makes of every model, is not
+made here. A library that is not installed is left out. What was found is kept in the file OUTCOMES, one line of JSON
+for every kind, which another call continues.
 """
 
 import importlib
@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import AttnrxError
-from attnrx.vit.models import LIBRARIES, family_of, load_model
+from attnrx.vit.models import LIBRARIES
 from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.units import UnitsFamily, separate_pairs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 AXES = ("qk", "vo", "hidden", "tokens")
@@ -62,11 +63,12 @@ OTHER_CLASSES = (
 INTRODUCTION = """# Supported models
 
 `python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it.
-`attnrx.load` proves in addition that the copy returns the outputs of the model on random images. Of models that have
-no reader, but MLPs whose hidden units are separate, the smallest of every kind was loaded with that proof; a
-library's own attention then stays as it is, and only `hidden` is an axis. The axes are those of a prescription: `qk`
-(score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1` and `fc2`) and
-`tokens`. A model of any other library is read by a `Reader` ([Use a model of your own](how-to/own_model.md)).
+`attnrx.load` proves in addition that the copy returns the outputs of the model on random images. Models that have no
+reader, but MLPs whose hidden units are separate, have the axis `hidden` alone, and the library's own attention stays
+as it is; these MLPs were found in the smallest of every kind, and `attnrx.load` proves them too. The axes are those
+of a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also
+`fc1` and `fc2`) and `tokens`. A model of any other library is read by a `Reader` ([Use a model of your
+own](how-to/own_model.md)).
 
 A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
 saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a
@@ -139,15 +141,15 @@ def reason_of(error: AttnrxError) -> str:
     return message.partition(". ")[0].removesuffix(".")
 
 
-def proven(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
-    """Loads a model with fresh weights, with the proof; returns its axes, or why it is refused."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
+    """Finds the MLPs of a model on the meta device, by shapes alone; returns its axes, or why it has none."""
+    with torch.device("meta"):
+        model = make().eval()
         try:
-            model = load_model(make().eval())
+            pairs, _ = separate_pairs(model, UnitsFamily().origin_inside(model, {}).input_shape)
         except Exception as error:  # the code of a library raises errors of any type
             return (), reason_of(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"
-    return (("hidden",) if family_of(model).mlp(model) else ()), ""
+    return (("hidden",), "") if pairs else ((), "it has no MLP whose units are separate")
 
 
 def outcomes_of(architectures: Iterable[Architecture], state: Path | None) -> list[tuple[int, Outcome]]:
@@ -165,7 +167,7 @@ def outcomes_of(architectures: Iterable[Architecture], state: Path | None) -> li
     known = {} if state is None or not state.exists() else dict(map(json.loads, state.read_text().splitlines()))
     for kind, members in unread.items():
         if kind not in known:
-            known[kind] = proven(min(members, key=lambda member: member[0])[1].make)
+            known[kind] = by_structure(min(members, key=lambda member: member[0])[1].make)
             print(kind, *known[kind], flush=True)
             if state is not None:
                 with state.open("a") as file:

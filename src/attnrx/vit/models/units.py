@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import from_dict, to_dict
@@ -450,9 +452,32 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
-def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Call], set[str], Any]:
+class _Uses(TorchFunctionMode):
+    """Counts the operations that take a tensor and return one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def of(self, tensor: Tensor) -> list[int]:
+        """Returns the count of a tensor, in a list that later uses change."""
+        return self.counts.setdefault(tensor, [0])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        returned = output[0] if isinstance(output, tuple) and output else output  # a shape is a tuple of numbers
+        if isinstance(returned, Tensor):
+            for value in args:
+                # A dropout returns its input itself in evaluation.
+                if isinstance(value, Tensor) and value is not returned and not isinstance(value, nn.Parameter):
+                    self.of(value)[0] += 1
+        return output
+
+
+def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Call], set[str], set[str], Any]:
     """Runs the model; returns its parts without parts in the order of their calls, the calls of its maps, the parts
-    whose first argument is a tensor and that are called once, and the output.
+    whose input other operations take too, as that of a residual branch, those whose first argument is a tensor and that
+    are called once, and the output.
     """
     order: list[str] = []
     calls: dict[str, _Call] = {}
@@ -465,6 +490,8 @@ def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Cal
         numbers[path] = numbers.get(path, 0) + (1 if takes_tensor else 2)
         if isinstance(part, _BatchNorm) or not list(part.children()):
             order.append(path)
+            if (tensor := _first_tensor(args, kwargs)) is not None:
+                inputs.append((path, uses.of(tensor)))
 
     def leave(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         around.pop()
@@ -472,15 +499,20 @@ def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Cal
             count = 1 + (calls[path].count if path in calls else 0)
             calls[path] = _Call(count, tuple(around), _first_tensor(args, kwargs).shape, output.shape, output)
 
-    with evaluating((model,)), ExitStack() as hooks:
+    uses = _Uses()
+    inputs: list[tuple[str, list[int]]] = []
+    with evaluating((model,)), ExitStack() as hooks, uses:
         for path, part in model.named_modules():
             hooks.enter_context(part.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             hooks.enter_context(part.register_forward_hook(partial(leave, path), with_kwargs=True))
         output = model(images)
-    return order, calls, {path for path, number in numbers.items() if number == 1}, output
+    shared = {path for path, count in inputs if count[0] > 1}
+    return order, calls, shared, {path for path, number in numbers.items() if number == 1}, output
 
 
-def _candidates(model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], blocks: set[str]) -> Iterator[Pair]:
+def _candidates(
+    model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], shared: set[str], blocks: set[str]
+) -> Iterator[Pair]:
     """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
     part with weights is between them than such with weights per unit.
     """
@@ -498,11 +530,11 @@ def _candidates(model: nn.Module, order: Sequence[str], calls: Mapping[str, _Cal
                 )
                 common = [one for one, other in zip(calls[first].around, calls[path].around) if one == other]  # noqa: B905
                 block = next((one for one in reversed(common) if one in blocks), None)
-                fits = _is_second(part) and _sides(part)[0] == units and shapes[0] == shapes[1]
+                fits = path not in shared and _is_second(part) and _sides(part)[0] == units and shapes[0] == shapes[1]
                 if calls[path].count == 1 and fits and block is not None:
                     yield Pair(first, path, tuple(between), block)
                 break
-            if _is_per_unit(part, units):
+            if _is_per_unit(part, units) and path not in shared:
                 between.append(path)
             elif any(True for _ in part.parameters()):
                 break
@@ -522,7 +554,7 @@ def separate_pairs(model: nn.Module, shape: tuple[int, int, int]) -> tuple[tuple
     pair.
     """
     images = _random_images(model, shape, 1)
-    order, calls, blocks, output = _traced(model, images)
+    order, calls, shared, blocks, output = _traced(model, images)
     named = dict(model.named_modules())
     head = ""
     outputs = tensors_of(output)
@@ -530,7 +562,7 @@ def separate_pairs(model: nn.Module, shape: tuple[int, int, int]) -> tuple[tuple
         (tensor,) = outputs.values()
         made = [path for path, call in calls.items() if call.returned.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and calls[made[-1]].outputs.numel() == tensor.numel() else ""
-    pairs = [pair for pair in _candidates(model, order, calls, blocks) if pair.second != head]
+    pairs = [pair for pair in _candidates(model, order, calls, shared, blocks) if pair.second != head]
     work = {pair: _work(calls, named, pair) for pair in pairs}
     del calls, output
     with evaluating((model,)):
