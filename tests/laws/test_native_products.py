@@ -146,22 +146,23 @@ def test_large_projections_of_one_input_are_computed_side_by_side_without_a_copy
     pairs = [(side, side.rows) for side in sides]
     with torch.no_grad():
         for side in sides:
-            if bias:
+            if side.bias is not None:
                 side.bias.normal_()
         joint = fused.product(tokens, pairs)
         expected = torch.cat(
             [
-                F.linear(tokens.double(), side.weight.double(), None if not bias else side.bias.double())
+                F.linear(tokens.double(), side.weight.double(), None if side.bias is None else side.bias.double())
                 for side in sides
             ],
             -1,
         )
-        assert fused._kept._kept is None and joint.shape == expected.shape
+        assert joint is not None and fused._kept._kept is None and joint.shape == expected.shape
         assert (joint - expected).abs().max() <= 3e-6 * expected.abs().max()
         sides[1].weight.data.zero_()  # nothing of the weights is kept
-        assert (
-            fused.product(tokens, pairs)[..., width : 2 * width] - (sides[1].bias if bias else 0)
-        ).abs().max() < 1e-6
+        again, added = fused.product(tokens, pairs), sides[1].bias
+        assert again is not None
+        assert (again[..., width : 2 * width] - (0 if added is None else added)).abs().max() < 1e-6
         padded = [(side, (72,) * 5) for side in sides]
-        assert fused.product(tokens, padded).shape[-1] == 3 * 5 * 72 and fused._kept._kept is not None
+        wide = fused.product(tokens, padded)
+        assert wide is not None and wide.shape[-1] == 3 * 5 * 72 and fused._kept._kept is not None
         assert not is_packed(draws(197, 384), draws(1536, 384)) and is_packed(draws(197, 192), draws(768, 192))

@@ -457,7 +457,7 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.counts: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> list[int]:
         """Returns the count of a tensor, in a list that later uses change."""
