@@ -333,7 +333,7 @@ def test_heads_without_directions_are_fine() -> None:
     nobody = Diagnosis((layer(spectrum(torch.zeros(0, 1))),), "f", {})
     for rule in (EnergyRetention(0.5), UniformMatched(TopRank(1)), RandomMatched(TopRank(1))):
         assert rule.decide(nobody, 0).reasons == ()
-        with pytest.raises(NoOpPrescription):
+        with pytest.raises(NotSupported, match="a model without heads"):
             prescribe_maps(nobody, rule)
 
 

@@ -66,7 +66,7 @@ class Costs(Check):
         spread = {"standard_deviation": deviation, "least": int(macs.min()), "most": int(macs.max())}
         return {"mean": float(macs.mean()), **spread, "images": len(macs)}
 
-    def _saved(self, what: str, before: int, after: float, **details: Any) -> Finding:
+    def _saved(self, what: str, before: int, after: int | float, **details: Any) -> Finding:
         amounts = {"reference": before, "candidate": round(after), **details}
         return self.finding(what, f"{what} saved by the candidate", 100 * (1 - after / before), "%", details=amounts)
 
