@@ -227,7 +227,7 @@ def test_realizations_are_measured_and_kept(tmp_path: Path, capsys: pytest.Captu
 def test_spot_features_measures_how_much_predictors_depend_on_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pretrained = pytest.importorskip("pretrained")
+    pretrained = pytest.importorskip("support.pretrained")
     torch.set_default_dtype(torch.float32)
     model = save_model(tmp_path / "model", pretrained.TIMM.adopt(pretrained.of_timm(pretrained.VIT).float()))
     data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2})
