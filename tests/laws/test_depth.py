@@ -16,7 +16,7 @@ from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, U
 from attnrx.vit.maps import SUBLAYERS
 from attnrx.vit.models import evaluating, family_of
 from support import cases
-from support.comparisons import pixels
+from support.comparisons import assert_text_and_files_give_the_same_model, pixels
 from support.pretrained import VIT, of_hf, of_timm
 
 SHAPE: dict[str, Any] = {"width": 16, "depth": 3, "heads": 4, **cases.TINY}
@@ -74,13 +74,7 @@ def test_mask_equals_compress_and_costs_are_exact(subjects: Subjects, form: str,
 def test_text_and_files_give_the_same_model(subjects: Subjects, form: str, tmp_path: Path) -> None:
     model, diagnosis, images = subjects[form]
     given = rx.prescribe(diagnosis, "depth=energy_retention:0.8")
-    small = rx.realize(model, given)
-    expected = small(images)
-    again = rx.prescribe(rx.Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), str(given))
-    read = rx.Prescription.load(given.save(tmp_path / "prescription.json"))
-    for other in (again, read):
-        assert str(other) == str(given)
-        torch.testing.assert_close(rx.realize(model, other)(images), expected, rtol=0, atol=0)
+    assert_text_and_files_give_the_same_model(model, diagnosis, given, images, tmp_path)
     for by in ("compress", "mask"):
         made = rx.realize(model, given, by=by)
         loaded = rx.load(rx.save(made, tmp_path / by))

@@ -17,7 +17,7 @@ from attnrx.decide.rules.outputs import HIDDEN_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName
 from attnrx.vit.models import LowRankLinear, family_of
 from support import cases
-from support.comparisons import pixels
+from support.comparisons import assert_text_and_files_give_the_same_model, pixels
 from support.pretrained import VIT, of_timm
 
 SHAPE: dict[str, Any] = {"width": 16, "depth": 3, "heads": 4, **cases.TINY}
@@ -63,11 +63,7 @@ def test_text_and_files_give_the_same_model(subjects, form: str, tmp_path: Path)
     given = rx.prescribe(diagnosis, "hidden=energy_retention:0.9")
     small = rx.realize(model, given)
     expected = small(images)
-    again = rx.prescribe(rx.Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), str(given))
-    read = rx.Prescription.load(given.save(tmp_path / "prescription.json"))
-    for other in (again, read):
-        assert str(other) == str(given)
-        torch.testing.assert_close(rx.realize(model, other)(images), expected, rtol=0, atol=0)
+    assert_text_and_files_give_the_same_model(model, diagnosis, given, images, tmp_path)
     loaded = rx.load(rx.save(small, tmp_path / "model", prescription=given))
     # Tables that are not saved, such as sinusoids, are made anew in another precision than in the fixture.
     torch.testing.assert_close(loaded(images), expected, rtol=1e-4, atol=1e-6)

@@ -2,10 +2,12 @@
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.rules.decisions import keep_only
@@ -82,3 +84,15 @@ def poisoned(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         list(model.parameters())[-1].fill_(torch.nan)
     return model
+
+
+def assert_text_and_files_give_the_same_model(
+    model: nn.Module, diagnosis: Diagnosis, given: Prescription, images: Tensor, folder: Path
+) -> None:
+    """The text of a prescription, its file and that of its diagnosis are realized as the prescription itself is."""
+    expected = realize(model, given)(images)
+    again = rx.prescribe(Diagnosis.load(diagnosis.save(folder / "diagnosis.json")), str(given))
+    read = Prescription.load(given.save(folder / "prescription.json"))
+    for other in (again, read):
+        assert str(other) == str(given)
+        torch.testing.assert_close(realize(model, other)(images), expected, rtol=0, atol=0)

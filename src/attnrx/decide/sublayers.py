@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.change.decompositions.hidden_units import penalized
 from attnrx.change.predictions import outputs_of, stored
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
@@ -163,8 +164,7 @@ def fitted_map(moment: CentredMoment, rank: int) -> tuple[Float[Tensor, "width w
     covariance, mean = moment.covariance(), moment.mean.cpu().double()
     width = len(mean) // 2
     inputs, joint = covariance[:width, :width], covariance[width:, :width]
-    penalty = RIDGE * inputs.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny ** 0.5)
-    weight = torch.linalg.solve(inputs + penalty * torch.eye(width, dtype=torch.float64), joint.mT).mT
+    weight = torch.linalg.solve(penalized(inputs, RIDGE), joint.mT).mT
     if rank < width:  # reduced-rank regression: the principal directions of the predicted outputs
         leading = torch.linalg.eigh(weight @ inputs @ weight.mT).eigenvectors[:, -rank:]
         weight = leading @ (leading.mT @ weight)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Tensor
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -65,3 +66,16 @@ def is_traced() -> bool:
 def is_recorded() -> bool:
     """Whether operations that run now are recorded: for gradients, or in a graph."""
     return torch.is_grad_enabled() or is_traced()
+
+
+def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Float[Tensor, "count *shape"]:
+    """Returns the same normal images of a shape in every call, in the dtype and on the device of the parameters.
+
+    They are drawn on the CPU in float64, so that they are the same on every device and up to rounding in every dtype.
+    On the meta device they have no values.
+    """
+    parameter = next(model.parameters())
+    if parameter.is_meta:
+        return parameter.new_empty(count, *shape)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((count, *shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)

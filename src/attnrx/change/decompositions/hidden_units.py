@@ -30,7 +30,7 @@ def unit_losses(
     """
     # Removal of a unit is a step of elimination in P: blocks of removals collect their rank-one updates, which are then
     # applied by one product of matrices, as in blocked factorizations.
-    precision, weights = torch.linalg.inv(_penalized(covariance, ridge)), weight.detach().double()
+    precision, weights = torch.linalg.inv(penalized(covariance, ridge)), weight.detach().double()
     losses, left = torch.zeros(len(precision), dtype=torch.float64), torch.arange(len(precision))
     increase = torch.finfo(torch.float64).tiny
     while len(left):
@@ -95,12 +95,17 @@ def compensated(
     moments, weights = checked_gram(covariance), weight.detach().double()
     if not bool(keep.any()):
         return weights[:, keep]
-    penalized = _penalized(covariance, ridge)[keep][:, keep]
+    remaining = penalized(covariance, ridge)[keep][:, keep]
     between = moments[~keep][:, keep]
-    return weights[:, keep] + weights[:, ~keep] @ torch.linalg.solve(penalized, between.mT).mT
+    return weights[:, keep] + weights[:, ~keep] @ torch.linalg.solve(remaining, between.mT).mT
 
 
-def _penalized(covariance: Tensor, ridge: float) -> Float[Tensor, "units units"]:
+def penalized(covariance: Float[Tensor, "units units"], ridge: float) -> Float[Tensor, "units units"]:
+    """Returns the covariance plus a penalty on the weights, relative to the mean variance.
+
+    Raises:
+        InvalidInput: The ridge is not positive, or the covariance is not symmetric or not finite.
+    """
     moments = checked_gram(covariance)
     if not ridge > 0:
         raise InvalidInput(f"ridge={ridge}: give a positive number, e.g. {RIDGE}.")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.modules import random_images
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
@@ -52,10 +53,7 @@ def require_equal_logits(
     parameter = next(first.parameters())
     if parameter.is_meta:
         raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
-    # Drawn on the CPU in float64, so that the images are the same on every device and up to rounding in every dtype.
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, *first.origin.input_shape)
-    images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
+    images = random_images(first, first.origin.input_shape)
     with evaluating(models):
         expected = _outputs(first, images, "it cannot be run on images of its input shape")
         actual = _outputs(second, images, because)

@@ -17,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, random_images
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.observation_hooks import evaluating
 
@@ -152,8 +152,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Tensor], input_s
     if not parts or parameter is None or parameter.is_meta:
         return
     require_uncompiled(model)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn((2, *input_shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)
+    images = random_images(model, input_shape)
     with evaluating([model]):
         actual = run(images)
         with without_added_code(model):

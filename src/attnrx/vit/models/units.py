@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import random_images
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.trees import tensors_of
 from attnrx.vit.attention import Attention
@@ -135,7 +136,7 @@ class UnitsFamily(AdoptedFamily):
         for shape in _shapes(model, stated):
             try:
                 with evaluating((model,)):
-                    model(_random_images(model, shape, 1))
+                    model(random_images(model, shape, 1))
             except Exception as error:  # the code of a module raises errors of any type
                 failures.append(f"{type(error).__name__}: {described_error(error)}")
                 continue
@@ -224,7 +225,7 @@ class UnitsFamily(AdoptedFamily):
                     part = found.source.get_submodule(path)
                     if isinstance(part, nn.Conv2d):
                         hooks.enter_context(part.register_forward_hook(partial(add, index)))
-            found.source(_random_images(found.source, shape, 1))
+            found.source(random_images(found.source, shape, 1))
         vars(found)["pairs"] = tuple(measured)
         inside = sum(layer.mlp.macs for layer in self.costs(found).layers)
         vars(found)["outer_macs"] = counter.get_total_flops() // 2 - inside  # torch counts two operations for one MAC
@@ -376,14 +377,6 @@ def _shapes(model: nn.Module, stated: Mapping[str, Any]) -> Iterator[tuple[int, 
         sides = (hint, hint) if isinstance(hint, int) else hint
         if isinstance(sides, tuple) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
             yield channels, sides[0], sides[1]
-
-
-def _random_images(model: nn.Module, shape: tuple[int, ...], count: int) -> Tensor:
-    parameter = next(model.parameters())
-    if parameter.is_meta:
-        return parameter.new_empty(count, *shape)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn((count, *shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)
 
 
 # Finding the pairs.
@@ -553,7 +546,7 @@ def separate_pairs(model: nn.Module, shape: tuple[int, int, int]) -> tuple[tuple
     the model returns what it returned. Weights on the meta device have shapes only, so that a crash alone excludes a
     pair.
     """
-    images = _random_images(model, shape, 1)
+    images = random_images(model, shape, 1)
     order, calls, shared, blocks, output = _traced(model, images)
     named = dict(model.named_modules())
     head = ""

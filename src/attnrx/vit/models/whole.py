@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described, described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, random_images
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.support.trees import rows_of, tensors_of
@@ -219,7 +219,7 @@ class WholeFamily(Family):
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), evaluating((model,)):
                 created = self._by_library(creation).to(next(model.parameters())).eval()
                 created.load_state_dict(model.state_dict())
-                images = _random_images(whole)
+                images = random_images(whole, whole.trunk.origin.input_shape)
                 return not _differing(tensors_of(model(images)), tensors_of(created(images)))
         except (AttnrxError, RuntimeError):  # it was changed after it was created
             return False
@@ -483,14 +483,6 @@ def _creator(around: Surroundings) -> Factory:
     return target
 
 
-def _random_images(whole: Whole, size: Sequence[int] = ()) -> Tensor:
-    """Returns two random images of the size that the Vision Transformer takes, or of another (height, width)."""
-    generator = torch.Generator().manual_seed(0)
-    channels, *own = whole.trunk.origin.input_shape
-    shape = (2, channels, *(size or own))
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(next(whole.parameters()))
-
-
 def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
     """Returns the outputs for one random image of the size that the Vision Transformer takes.
 
@@ -499,7 +491,7 @@ def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
     """
     with evaluating((whole,)):
         try:
-            return tensors_of(whole(_random_images(whole)[:1]))
+            return tensors_of(whole(random_images(whole, whole.trunk.origin.input_shape)[:1]))
         except Exception as error:  # the code of a module raises errors of any type
             height, width = whole.trunk.origin.input_shape[1:]
             raise NotSupported(
@@ -517,11 +509,11 @@ def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> T
     own = whole.trunk.origin.input_shape[1:]
     size = [min(PROOF_PATCHES * step, side) for step, side in zip(stride, own, strict=False)]
     if len(size) == 2 and tuple(size) != own:
-        small = _random_images(whole, size)
+        small = random_images(whole, (whole.trunk.origin.input_shape[0], *size))
         with evaluating((model,)), suppress(Exception):  # the code of a module raises errors of any type
             model(small)
             return small
-    return _random_images(whole)
+    return random_images(whole, whole.trunk.origin.input_shape)
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -652,7 +644,7 @@ def _outer_macs(model: nn.Module, whole: Whole) -> int:
         for part in model.get_submodule(whole.around.path).modules():
             hooks.enter_context(part.register_forward_pre_hook(enter))
             hooks.enter_context(part.register_forward_hook(leave))
-        model(_random_images(whole)[:1])
+        model(random_images(whole, whole.trunk.origin.input_shape)[:1])
     return (counter.get_total_flops() - inside) // 2  # torch counts two operations for one MAC
 
 
