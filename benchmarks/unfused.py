@@ -25,7 +25,7 @@ from attnrx.vit.attention import (
     AttentionCapture,
     AttentionContext,
     Backend,
-    Explicit,
+    Eager,
     Fused,
     Native,
     ScoreFactors,
@@ -79,7 +79,7 @@ def main() -> None:
         sizes = torch.randint(1, 4, tokens.shape[:2], generator=torch.Generator().manual_seed(0)).float()
         backends: dict[str, Backend] = {
             "fused": PaddedSized(lambda sizes=sizes: sizes, _ignore, ()) if arguments.sizes else Fused(),
-            "unfused": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
+            "unfused": Eager((lambda sizes=sizes: sizes) if arguments.sizes else None),
             "native": Native((lambda sizes=sizes: sizes) if arguments.sizes else None),
         }
         pairs = {f"{text} {name}": (text, backend) for text in specs for name, backend in backends.items()}

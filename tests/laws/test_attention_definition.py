@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.vit.attention import AttentionCapture, Backend, Eager, Explicit, Fused, Native, Observed
+from attnrx.vit.attention import AttentionCapture, Backend, Eager, Fused, Native, Observed
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.observation import Observation
 from support.layers import LAYERS, Case, by_definition
@@ -26,8 +26,7 @@ def observed(case: Case, sizes: Sizes) -> Backend:
 
 
 WITH_GRADIENTS: dict[str, Callable[[Case, Sizes], Backend]] = {
-    "eager": lambda case, sizes: Eager(),
-    "explicit": lambda case, sizes: Explicit(lambda: sizes),
+    "eager": lambda case, sizes: Eager(lambda: sizes),
     "fused": lambda case, sizes: Fused(),
     "captured": capture(),
     "captured, attention": capture("attention"),
@@ -39,7 +38,7 @@ IN_FLOAT32: dict[str, Callable[[Case, Sizes], Backend]] = {
     "captured, native": capture("keys"),
 }
 WITH_SIZES = (
-    "explicit",
+    "eager",
     "captured",
     "captured, attention",
     "captured, class attention",

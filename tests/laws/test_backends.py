@@ -1,7 +1,5 @@
 """Every backend equals the eager one, gradients included, at every rank."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -10,12 +8,8 @@ import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.vit.attention import (
-    AttentionCapture,
-    AttentionContext,
-    Auto,
     Backend,
     Eager,
-    Explicit,
     Fused,
     Observed,
     using,
@@ -23,7 +17,6 @@ from attnrx.vit.attention import (
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.models import family_of, observing
 from attnrx.vit.observation import Observation
-from attnrx.vit.spec import AttentionSpec
 from support.cases import CONFIGS, PATTERNS, images, model, prescription
 
 
@@ -40,16 +33,15 @@ def with_backend(vit: nn.Module, make: type[Backend], inputs: torch.Tensor) -> t
 @pytest.mark.parametrize("norms", ["renormalized", "exact"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("backend", [Fused, Explicit])
-def test_backends_equal_eager(backend: type[Backend], config: str, pattern: str, norms: str) -> None:
+def test_fused_equals_eager(config: str, pattern: str, norms: str) -> None:
     vit = model(CONFIGS[config])
     small = realize(vit, prescription(vit, PATTERNS[pattern]), "compress", norms)
     inputs = images(CONFIGS[config])
-    logits, gradients = with_backend(small, backend, inputs)
+    logits, gradients = with_backend(small, Fused, inputs)
     expected, expected_gradients = with_backend(small, Eager, inputs)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
     layers = family_of(small).attention(small)
-    with torch.no_grad(), using(layers, [backend() for _ in layers]):  # other paths: written into buffers, in parts
+    with torch.no_grad(), using(layers, [Fused() for _ in layers]):  # other paths: cached weights
         torch.testing.assert_close(small(inputs), expected, rtol=1e-10, atol=1e-10)
     assert len(gradients) == len(expected_gradients)
     for ours, truth in zip(gradients, expected_gradients, strict=True):
@@ -146,7 +138,7 @@ def test_every_named_backend_equals_eager_in_float32(config: str, pattern: str) 
     with torch.no_grad():
         truth = rx.use_backend(small, "eager")(inputs)
         built = ("native",) if native_library() else ()
-        for name in ("auto", "explicit", "fused", *built):
+        for name in ("auto", "fused", *built):
             layers = family_of(rx.use_backend(small, name)).attention(small)
             assert {type(layer.backend).__name__.lower() for layer in layers} == {name}
             torch.testing.assert_close(small(inputs), truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
@@ -156,7 +148,7 @@ def test_backends_are_refused_by_name_and_where_they_could_change_nothing() -> N
     vit = model(CONFIGS["dense"])
     with pytest.raises(UnknownName, match="did you mean 'fused'"):
         rx.use_backend(vit, "fusd")
-    for name in ("autotuned", "flex", "ragged"):
+    for name in ("autotuned", "explicit", "flex", "ragged"):
         with pytest.raises(NotSupported, match=f"'{name}' was removed.*Use '(auto|fused)'.*multiples of 8"):
             rx.use_backend(vit, name)
     with pytest.raises(NotSupported, match="no attention of attnrx"):
@@ -166,33 +158,7 @@ def test_backends_are_refused_by_name_and_where_they_could_change_nothing() -> N
         using(layers, [Observed(lambda seen: None, torch.zeros(3, 4, 12)) for _ in layers]),
         pytest.raises(NotSupported, match="token reducer"),
     ):
-        rx.use_backend(vit, Explicit())
-
-
-NARROW = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "images", "unfused"),
-    [
-        ((4, 4, 4), 400, False),
-        ((2, 2, 2), 400, True),
-        ((4, 2, 1), 400, True),  # every head at its own rank
-        ((4, 2, 1), 1, False),  # with few tokens all heads at the largest
-        ((2, 2, 2), 1, True),
-        ((0, 0, 0), 400, False),
-    ],
-)
-def test_narrow_attention_is_unfused_on_one_thread_of_a_cpu(ranks: tuple[int, ...], images: int, unfused: bool) -> None:
-    spec = replace(NARROW, ranks=ranks)
-    context = AttentionContext(images, 5, "cpu", torch.float64, 1, True)
-    sized, watched = (AttentionCapture(lambda: None, print, wanted) for wanted in ((), ("class_attention",)))
-    for backend, other in ((Auto(), Fused), (sized, AttentionCapture)):
-        assert type(backend.at(spec, context)) is (Explicit if unfused else other)
-        assert type(backend.at(spec, context._replace(free=False))) is other
-        assert type(backend.at(spec, context._replace(device="cuda"))) is other
-        assert type(backend.at(spec, context._replace(threads=2))) is other
-    assert watched.at(spec, context) is watched
+        rx.use_backend(vit, Fused())
 
 
 def test_a_token_reducer_keeps_its_attention_when_the_backend_changes() -> None:
@@ -200,8 +166,8 @@ def test_a_token_reducer_keeps_its_attention_when_the_backend_changes() -> None:
     small = realize(vit, rx.prescribe(vit, "tokens=attention_received:0.5@3"))
     with torch.no_grad():
         expected = small(inputs)
-        changed = rx.use_backend(small, "explicit")
+        changed = rx.use_backend(small, "fused")
         # The attention of the layer before the stage scores its patches.
         names = [type(layer.backend).__name__ for layer in family_of(small).attention(small)]
-        assert names[1] == "AttentionCapture" and names[0] == "Explicit"
+        assert names[1] == "AttentionCapture" and names[0] == "Fused"
         torch.testing.assert_close(changed(inputs), expected)

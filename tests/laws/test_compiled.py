@@ -9,13 +9,13 @@ import torch
 
 import attnrx as rx
 from attnrx.change.realization import realize
-from attnrx.vit.attention import Backend, Explicit, Fused
+from attnrx.vit.attention import Backend, Eager, Fused
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import attach_tokens_, family_of
 from support.cases import CONFIGS, PATTERNS, images, model, prescription
 from support.layers import LAYERS
 
-BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit)
+BACKENDS: tuple[type[Backend], ...] = (Fused, Eager)
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ if __name__ == "__main__":
                     wanted = small(inputs)
                 close = 40 * torch.finfo(dtype).eps * float(wanted.abs().max())
                 torch.testing.assert_close(logits, wanted, rtol=0, atol=close)
-        if kind is Explicit:  # the backend of mixed attention while a graph is recorded
+        if kind is Eager:  # the backend of mixed attention while a graph is recorded
             layer = LAYERS["mixed"].layer(kind())
             torch.compiler.reset()
             with torch.no_grad():

@@ -14,7 +14,7 @@ from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.repair import Repair
 from attnrx.show.checks import Fidelity
 from attnrx.training.losses import Task
-from attnrx.vit.attention import Backend, Eager, Explicit, Fused, using
+from attnrx.vit.attention import Backend, Eager, Fused, using
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
@@ -50,7 +50,7 @@ def with_tokens(vit: nn.Module, policy: TokenPolicy) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("backend", [Fused, Explicit, Eager])
+@pytest.mark.parametrize("backend", [Fused, Eager])
 def test_backends_equal_the_definition(backend: type[Backend], name: str) -> None:
     case = LAYERS[name]
     expected = by_definition(case.layer(backend()), case.inputs())
@@ -69,13 +69,13 @@ def test_named_backends_equal_float64(pattern: str, config: str, dtype: torch.dt
     truth = copy.deepcopy(small).double()(inputs.double()).detach()
     placed = small.to(DEVICE)
     with torch.no_grad():
-        for name in ("auto", "explicit", "fused"):
+        for name in ("auto", "fused"):
             found = rx.use_backend(placed, name)(inputs.to(DEVICE)).cpu().double()
             close = 60 * torch.finfo(dtype).eps * float(truth.abs().max())
             torch.testing.assert_close(found, truth, rtol=0, atol=close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("backend", [Fused, Explicit])
+@pytest.mark.parametrize("backend", [Fused, Eager])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_gradients_equal_those_of_a_cpu(config: str, backend: type[Backend]) -> None:
     small, inputs = small_of(config, "ragged-falling"), images(CONFIGS[config])

@@ -103,7 +103,7 @@ def test_the_answer_is_that_of_all_tokens_where_ranks_are_cut_and_tokens_leave(
     assert seen == [family.token_layout(model).prefix]
 
 
-@pytest.mark.parametrize("backend", ["auto", "fused", "explicit", "eager"])
+@pytest.mark.parametrize("backend", ["auto", "fused", "eager"])
 def test_every_backend_gives_the_same_and_eager_leaves_nothing_out(backend: str) -> None:
     model = fresh("vit")
     inputs, layout = batch(model), family_of(model).token_layout(model)

@@ -13,7 +13,12 @@ from attnrx.support.errors import InvalidInput, KernelWarning, NotSupported
 from attnrx.vit.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
 from attnrx.vit.costs.memory import profiled
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_attention import native_attention, native_joint_attention, native_mixed_attention
+from attnrx.vit.kernels.native_attention import (
+    JointFeatures,
+    native_attention,
+    native_joint_attention,
+    native_mixed_attention,
+)
 from attnrx.vit.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
@@ -237,15 +242,14 @@ def test_features_in_one_row_give_the_same_as_separate_ones(sized: bool) -> None
     wanted = native_attention(sides[0], sides[1], sides[2], sizes, scale)
     for given in (features, features.transpose(1, 2).contiguous().transpose(1, 2)):
         torch.testing.assert_close(
-            native_joint_attention(given, ranks, value_dims, sizes, scale), wanted, rtol=0, atol=0
+            native_joint_attention(JointFeatures(given, ranks, value_dims, scale), sizes), wanted, rtol=0, atol=0
         )
-    assert (
-        profiled(lambda: native_joint_attention(features, ranks, value_dims, sizes, scale)).attention_kernel == "native"
-    )
+    joint = JointFeatures(features, ranks, value_dims, scale)
+    assert profiled(lambda: native_joint_attention(joint, sizes)).attention_kernel == "native"
     with FlopCounterMode(display=False) as counter:
-        native_joint_attention(features, ranks, value_dims, sizes, scale)
+        native_joint_attention(joint, sizes)
     assert counter.get_total_flops() == 2 * 3 * 14 * 14 * (sum(ranks) + sum(value_dims))
-    assert native_joint_attention(features.to("meta"), ranks, value_dims, None, scale).shape == (3, 14, 24)
+    assert native_joint_attention(joint._replace(features=features.to("meta")), None).shape == (3, 14, 24)
 
 
 def test_a_row_of_features_that_does_not_fit_is_refused() -> None:

@@ -157,7 +157,7 @@ def add_device(parser: Parser) -> None:
 
 
 def add_backend(parser: Parser) -> None:
-    option(parser, "--backend", "NAME", "the attention backend: auto, eager, explicit, fused or native (auto)")
+    option(parser, "--backend", "NAME", "the attention backend: auto, eager, fused or native (auto)")
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:

@@ -4,7 +4,6 @@ from attnrx.vit.attention.attention import Attention, using
 from attnrx.vit.attention.backends.auto import Auto, Fused, Native
 from attnrx.vit.attention.backends.backend import Backend, Eager
 from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAttention, Observed, sized_softmax
-from attnrx.vit.attention.backends.explicit import Explicit
 from attnrx.vit.attention.backends.portable import Portable
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import unit_rows
@@ -21,7 +20,6 @@ __all__ = [
     "Bucket",
     "CapturedAttention",
     "Eager",
-    "Explicit",
     "Fused",
     "Native",
     "Observed",

@@ -17,7 +17,7 @@ from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import FORMS, RotaryForm, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
 from attnrx.vit.attention.positions import Positions
-from attnrx.vit.kernels.native_attention import RotationTable
+from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.spectrum import Spectrum
@@ -90,10 +90,12 @@ class Attention(nn.Module):
             joint = self._fused_qkv.product(tokens, sides)
             # Under autocast the product has a lower precision than the tokens.
             if plan.joint and joint is not None and joint.dtype == tokens.dtype:
-                features = plan.backend.attend_fused_qkv(
-                    joint, plan.rows, plan.value_dims, self.spec.scale, *self._joint(plan, positions)
-                )
-                return self._projected(features, plan.value_dims)
+                rotation = None
+                if isinstance(scores, RotaryForm):
+                    rotation = scores.rotation_table(required_rotation(positions))
+                bias = self._bias(positions, None)
+                features = JointFeatures(joint, plan.rows, plan.value_dims, self.spec.scale, rotation, bias)
+                return self._projected(plan.backend.attend_fused_qkv(features), plan.value_dims)
             query, key, value = self._fused_qkv.split(joint, tokens, sides)
         else:
             query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
@@ -118,14 +120,6 @@ class Attention(nn.Module):
             return self.output(self.inner_norms["output_norm"](self._unpadded(features, value_dims)))
         # Otherwise the padding is free: zero columns are added to the cached weight, not to the features.
         return self.output.padded(features, value_dims)
-
-    def _joint(
-        self, plan: LayerPlan, positions: Positions | None
-    ) -> tuple[RotationTable | None, Float[Tensor, "images heads tokens tokens"] | None]:
-        """Returns the rotations and the bias of a call for `Backend.attend_fused_qkv`."""
-        if isinstance(self.scores, RotaryForm):
-            return self.scores.rotation_table(required_rotation(positions)), self._bias(positions, None)
-        return None, self._bias(positions, None)
 
     def _bias(self, positions: Positions | None, queries: int | None) -> Tensor | None:
         """Returns the bias of pairs, of the first `queries` tokens as queries (default: all); None without one."""

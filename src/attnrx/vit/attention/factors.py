@@ -1,5 +1,6 @@
 """The interface between forms and backends: the context of a call, the buckets of heads, the factors of the scores."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from attnrx.vit.kernels.cached_weights import has_fixed_weights
 ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
 HeadOutputs = Float[Tensor, "batch queries features"]
 """The outputs of all heads, concatenated."""
+BucketValues = Sequence[Float[Tensor, "batch _ keys _"]]
+"""The values of every bucket, heads first."""
 
 
 class AttentionContext(NamedTuple):

@@ -10,20 +10,19 @@ from attnrx.vit.attention.attention import Attention
 from attnrx.vit.attention.backends.auto import Auto, Fused, Native
 from attnrx.vit.attention.backends.backend import Backend, Eager
 from attnrx.vit.attention.backends.capture import AttentionCapture, Observed
-from attnrx.vit.attention.backends.explicit import Explicit
 from attnrx.vit.kernels.compilation import required_library
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "auto": Auto,
     "eager": Eager,
-    "explicit": Explicit,
     "fused": Fused,
     "native": Native,
 }
 """Factories of the backends by name."""
 
-# No generated kernel for irregular ranks was faster than the unpruned layer: docs/results/gpu.md.
-REMOVED = {"autotuned": "auto", "flex": "fused", "ragged": "fused"}
+# No generated kernel for irregular ranks was faster than the unpruned layer (docs/results/gpu.md), and the C++ kernel
+# is faster than unfused attention at every shape (docs/results/speed.md).
+REMOVED = {"autotuned": "auto", "explicit": "auto", "flex": "fused", "ragged": "fused"}
 """The backends of earlier versions, and what computes the same."""
 
 
@@ -36,8 +35,8 @@ def backend_of(name: str) -> Backend:
     """
     if name in REMOVED:
         raise NotSupported(
-            f"the backend {name!r} was removed: kernels for irregular ranks were slower than the unpruned layer. Use "
-            f"{REMOVED[name]!r}; on a GPU, ranks in multiples of 8 (multiple=8) are the fast ones."
+            f"the backend {name!r} was removed: another one is faster at every shape. Use {REMOVED[name]!r}; on a GPU, "
+            "ranks in multiples of 8 (multiple=8) are the fast ones."
         )
     if name not in BACKENDS:
         raise UnknownName("backend", name, BACKENDS)
@@ -52,7 +51,7 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
     """Sets the backend of every layer of the model, in place, and returns the model.
 
     Names: "auto" (the default of new models: "native" for float32 inference on a CPU, else the usually fastest one),
-    "eager" (the reference), "explicit", "fused" or "native". Layers whose attention is captured for a token reducer
+    "eager" (the reference), "fused" or "native". Layers whose attention is captured for a token reducer
     keep their backend. The choice is not saved with the model, because the fastest backend depends on the machine.
 
     Args:

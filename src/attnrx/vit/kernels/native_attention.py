@@ -28,6 +28,19 @@ class RotationTable(NamedTuple):
     pairs: list[int]
 
 
+class JointFeatures(NamedTuple):
+    """The features of one product for queries, keys and values: those of all queries, of all keys, of all values, by
+    head, with the rows and the value dimension of every head, and what is added to them or to the scores.
+    """
+
+    features: Float[Tensor, "batch tokens _"]
+    rows: Sequence[int]
+    value_dims: Sequence[int]
+    scale: float
+    rotation: RotationTable | None = None
+    bias: Float[Tensor, "images heads tokens tokens"] | None = None
+
+
 # FRAGMENT: every kernel module defines operators of the namespace. They are registered for inference only: no autograd.
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
@@ -266,26 +279,19 @@ def _empty(
 
 
 def native_joint_attention(
-    features: Float[Tensor, "batch tokens _"],
-    ranks: Sequence[int],
-    value_dims: Sequence[int],
-    sizes: Float[Tensor, "batch tokens"] | None,
-    scale: float,
-    rotation: RotationTable | None = None,
-    bias: Float[Tensor, "images heads tokens tokens"] | None = None,
+    joint: JointFeatures, sizes: Float[Tensor, "batch tokens"] | None
 ) -> Float[Tensor, "batch tokens _"]:
-    """Returns what `native_attention` does for features from one product: those of all queries, of all keys, and of all
-    values, by head.
+    """Returns what `native_attention` does for features from one product, of which the queries and keys of patches are
+    rotated first, if a `rotation` is given.
 
-    `ranks` and `value_dims` are the rank and the value dimension of every head; queries and keys of patches are rotated
-    first, if a `rotation` is given. This spares the views that separate the
-    features, which take longer than the arithmetic for a few images.
+    This spares the views that separate the features, which take longer than the arithmetic for a few images.
     """
+    features, rows, value_dims, scale, rotation, bias = joint
     require_inference((features, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
     cosines, sines, pairs = (None, None, []) if rotation is None else rotation
     return torch.ops.attnrx.native_joint_attention.default(
-        features, ranks, value_dims, token_sizes, scale, cosines, sines, pairs, bias
+        features, rows, value_dims, token_sizes, scale, cosines, sines, pairs, bias
     )
 
 

@@ -1,16 +1,14 @@
 """The backends of a CPU and the default: fused attention, the C++ kernel, and the choice between them by rule."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention.backends.backend import Backend
-from attnrx.vit.attention.backends.explicit import FEW_TOKENS, NARROW, Explicit, chunked_attention, unfused_is_faster
+from attnrx.vit.attention.backends.backend import Backend, Eager
 from attnrx.vit.attention.factors import (
     AttentionContext,
     Bucket,
+    BucketValues,
     HeadLayout,
     HeadOutputs,
     ScoreFactors,
@@ -19,13 +17,15 @@ from attnrx.vit.attention.factors import (
 )
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.kernels.native_attention import (
-    RotationTable,
+    JointFeatures,
     native_attention,
     native_joint_attention,
     native_mixed_attention,
 )
 from attnrx.vit.spec import AttentionSpec
 
+# With fewer tokens (of all images together) the launch overhead of every operation exceeds its arithmetic.
+FEW_TOKENS = 1024
 # A head's keys are transposed once for all its queries; with fewer queries that costs more than it saves.
 FEW_QUERIES = 8
 
@@ -69,13 +69,14 @@ def runs_on(context: AttentionContext) -> bool:
     return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
 
 
-class Native(Explicit):
+class Native(Eager):
     """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
 
-    Heads are grouped as by `Explicit`. The kernel is in the wheel, or built with the user's compiler on first use;
-    without one, and while gradients or a graph are recorded, `Fused` runs in its place. With `sizes`, the number of
-    original tokens in each token, `runs` must have returned True.
+    The kernel is in the wheel, or built with the user's compiler on first use; without one, and while gradients or a
+    graph are recorded, `Fused` runs in its place. With `sizes`, `runs` must have returned True.
     """
+
+    takes_few_queries = True
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         return self if self.runs(spec, context) else Fused()
@@ -85,50 +86,45 @@ class Native(Explicit):
         """Whether there is a kernel for this layer in this context."""
         return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
 
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        """Pads nothing, unless there are few tokens: then all heads are in one bucket."""
+        if not context.has_fewer_than(FEW_TOKENS):
+            return super().layout(spec, context)
+        rank = max(spec.ranks, default=0)
+        return padded_buckets(spec.ranks, rank, rank), (max(spec.value_dims),) * len(spec.heads)
+
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
         # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
         # between. Rotations and biases are arguments of it.
         has_products = not (spec.has_strengths or spec.shares_directions or spec.has_norms or spec.fixes_scores)
         return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 
-    def attend_fused_qkv(
-        self,
-        features: Float[Tensor, "batch tokens _"],
-        rows: tuple[int, ...],
-        value_dims: tuple[int, ...],
-        scale: float,
-        rotation: RotationTable | None = None,
-        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
-    ) -> HeadOutputs:
-        sizes = None if self.sizes is None else self.sizes()
-        return native_joint_attention(features, rows, value_dims, sizes, scale, rotation, bias)
+    def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
+        return native_joint_attention(joint, self.token_sizes())
 
     def __call__(
-        self,
-        buckets: tuple[Bucket, ...],
-        factors: tuple[ScoreFactors, ...],
-        values: Sequence[Float[Tensor, "batch _ keys _"]],
+        self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
-        sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
-        # Under autocast the projections return lower precision than the layer's float32 inputs.
-        is_native = first.shape[1] >= FEW_QUERIES and first.dtype == torch.float32
-        return (native_outputs if is_native else chunked_attention)(buckets, factors, values, sizes)
+        first, has_both = factors[0].query, factors[0].mixture is not None and factors[0].bias is not None
+        # Under autocast the projections return lower precision than the layer's float32 inputs. No kernel takes both a
+        # mixture and a bias.
+        if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32 or has_both:
+            return super().__call__(buckets, factors, values)
+        return native_outputs(buckets, factors, values, self.token_sizes())
 
 
 def native_outputs(
     buckets: tuple[Bucket, ...],
     factors: tuple[ScoreFactors, ...],
-    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    values: BucketValues,
     sizes: Float[Tensor, "batch keys"] | None,
 ) -> HeadOutputs:
     """Returns the outputs of all heads, concatenated, from the C++ kernel."""
     mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
-    biases = [part.bias for part in factors if part.bias is not None]
-    if mixtures and biases:  # no kernel takes both
-        return chunked_attention(buckets, factors, values, sizes)
     if mixtures:
         blocks, mix = mixtures[0].blocks, factors[0].scale * torch.cat([mixture.weights for mixture in mixtures])
         return native_mixed_attention(blocks.query, blocks.key, values, blocks.ranks, mix, sizes)
+    biases = [part.bias for part in factors if part.bias is not None]
     remaining_factors, queries, keys, tokens = iter(factors), [], [], factors[0].query.shape[1]
     for bucket, value in zip(buckets, values, strict=True):
         if bucket.rank:
@@ -141,25 +137,13 @@ def native_outputs(
     return native_attention(queries, keys, values, sizes, factors[0].scale, bias)
 
 
-def faster(
-    spec: AttentionSpec,
-    context: AttentionContext,
-    sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None,
-    narrow: float = NARROW,
-) -> Backend | None:
-    """Returns a backend that is faster than PyTorch's fused kernel in this context, or None.
-
-    `sizes` is that of `Explicit`.
-    """
-    if Native.runs(spec, context):
-        return Native(sizes)
-    return Explicit(sizes) if unfused_is_faster(spec, context, narrow) else None
-
-
 class Auto(Fused):
-    """Inference on a CPU: the C++ kernel (`Native`), or unfused attention for narrow heads; otherwise the fused
-    kernel. Heads that mix the maps of blocks are never fused."""
+    """Inference on a CPU: the C++ kernel (`Native`); otherwise the fused kernel, which heads that mix the maps of
+    blocks never use.
+    """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        if Native.runs(spec, context):
+            return Native()
         # A fused kernel would compute every head with all shared directions, instead of the map of each block once.
-        return faster(spec, context) or (Explicit() if spec.mixes_blocks else Fused())
+        return Eager() if spec.mixes_blocks else Fused()

@@ -1,7 +1,7 @@
 """The base class of backends, which compute the output of the heads from score factors and values; the reference."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -9,14 +9,18 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.factors import (
     AttentionContext,
     Bucket,
+    BucketValues,
     HeadLayout,
     HeadOutputs,
     ScoreFactors,
     ValueBatch,
     exact_buckets,
 )
-from attnrx.vit.kernels.native_attention import RotationTable
+from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.spec import AttentionSpec
+
+TokenSizes = Callable[[], Float[Tensor, "batch keys"] | None]
+"""Returns the number of original tokens in every token, or None if each is 1."""
 
 
 class Backend(ABC):
@@ -42,32 +46,23 @@ class Backend(ABC):
         """Whether `attend_fused_qkv` computes this layer: its scores have no strengths and no norms."""
         return False
 
-    def attend_fused_qkv(
-        self,
-        features: Float[Tensor, "batch tokens _"],
-        rows: tuple[int, ...],
-        value_dims: tuple[int, ...],
-        scale: float,
-        rotation: RotationTable | None = None,
-        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
-    ) -> HeadOutputs:
-        """Returns the outputs of all heads from the features of all queries, all keys and all values, by head."""
+    def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
+        """Returns the outputs of all heads from the features of one product."""
         raise NotImplementedError
 
     @abstractmethod
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Returns the output of one bucket's heads, at the width of their values."""
 
-    def __call__(
-        self,
-        buckets: tuple[Bucket, ...],
-        factors: tuple[ScoreFactors, ...],
-        values: Sequence[Float[Tensor, "batch _ keys _"]],
-    ) -> HeadOutputs:
-        """Returns the outputs of all heads, concatenated, from the values of every bucket.
+    def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
+        """Returns the mean over the keys, the output of heads without directions; zero if there are no keys."""
+        # The mean over an empty axis is NaN; softmax over no keys times no values is zero.
+        return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
 
-        A head without directions returns the mean of its values, zero if there are no keys.
-        """
+    def __call__(
+        self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
+    ) -> HeadOutputs:
+        """Returns the outputs of all heads, concatenated, from the values of every bucket."""
         # Buckets of rank 0 have values and no factors, so the factors are consumed separately.
         remaining_factors, outputs = iter(factors), []
         for bucket, value in zip(buckets, values, strict=True):
@@ -76,28 +71,37 @@ class Backend(ABC):
             else:
                 # Scores of zero are uniform attention: the same mean for every query, without a product of tokens.
                 queries = factors[0].query.shape[1] if factors else value.shape[2]
-                outputs.append(mean_of(value).expand(-1, -1, queries, -1))
+                outputs.append(self.mean(value).expand(-1, -1, queries, -1))
         # [batch, heads, queries, width] to [batch, queries, heads * width], the input of the output projection.
         flat = [output.transpose(1, 2).flatten(2) for output in outputs]
         return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
 
 
-def mean_of(value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
-    """Returns the mean over the keys; zero if there are none, like softmax over no keys times no values."""
-    # The mean over an empty axis is NaN.
-    return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
-
-
 class Eager(Backend):
-    """The reference: scores, softmax, weighted sum of the values."""
+    """The reference: scores, softmax, weighted sum of the values; keys are weighted by their `sizes`, if given."""
+
+    def __init__(self, sizes: TokenSizes | None = None):
+        self.sizes = sizes
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups only neighbours of equal shape, so that nothing is padded."""
         return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
+    def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
+        return None if self.sizes is None else self.sizes()
+
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Computes scores (SVDA, Eq. 2), attention (SVDA, Eq. 3) and the weighted sum of the values."""
-        return torch.softmax(scores(factors), dim=-1) @ value
+        logits, sizes = scores(factors), self.token_sizes()
+        if sizes is not None:  # a size of 0 becomes the score -inf, so the key has weight zero
+            logits = logits + sizes.to(value.dtype).log()[:, None, None]
+        return torch.softmax(logits, dim=-1) @ value
+
+    def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
+        sizes = self.token_sizes()
+        if sizes is None:
+            return super().mean(value)
+        return (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)[:, None, None] @ value
 
 
 def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:

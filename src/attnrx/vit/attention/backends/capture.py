@@ -10,11 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention.backends.auto import FEW_QUERIES, Native, faster, native_outputs, runs_on
-from attnrx.vit.attention.backends.backend import Backend, scores
-from attnrx.vit.attention.backends.explicit import mixed_attention
-from attnrx.vit.attention.factors import AttentionContext, Bucket, HeadLayout, HeadOutputs, ScoreFactors, ValueBatch
-from attnrx.vit.kernels.native_attention import RotationTable
+from attnrx.vit.attention.backends.auto import FEW_QUERIES, Native, native_outputs, runs_on
+from attnrx.vit.attention.backends.backend import Backend, TokenSizes, scores
+from attnrx.vit.attention.factors import (
+    AttentionContext,
+    Bucket,
+    BucketValues,
+    HeadLayout,
+    HeadOutputs,
+    ScoreFactors,
+    ValueBatch,
+)
+from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.observation import Observation
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Part, chunks_of, images_of
@@ -56,12 +63,9 @@ class AttentionCapture(Backend):
 
     takes_few_queries = True
 
-    # As in `Explicit`. Padding costs more here, because rows are padded after the projection.
-    NARROW = 0.97
-
     def __init__(
         self,
-        sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
+        sizes: TokenSizes,
         receive: Callable[[CapturedAttention], None],
         wanted: tuple[str, ...],
         clamps: Callable[[], bool] = lambda: True,
@@ -69,10 +73,10 @@ class AttentionCapture(Backend):
         self.sizes, self.receive, self.wanted, self.clamps = sizes, receive, wanted, clamps
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself, or a faster backend on a CPU if nothing but class attention has to be captured."""
+        """Returns itself, or the C++ kernel if nothing but class attention has to be captured."""
         if self.wanted == ("class_attention",) and NativeCapture.supports(spec, context):
             return NativeCapture(self.sizes, self.receive)
-        return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
+        return Native(self.sizes) if not self.wanted and Native.runs(spec, context) else self
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
@@ -96,13 +100,12 @@ class AttentionCapture(Backend):
                 row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
                 first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
-        output = None
         if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
             output = native_outputs((factors.bucket,), (factors,), (value,), sizes)
-        elif factors.mixture is not None:
-            output = mixed_attention((factors,), (value,), sizes)
-        if output is not None:  # with the heads side by side, and `attend` returns [batch, heads, queries, width]
+            # With the heads side by side, and `attend` returns [batch, heads, queries, width].
             return output.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
+        if factors.mixture is not None:
+            return sized_softmax(scores(factors), sizes) @ value
         # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
         mask = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
         if factors.bias is not None:
@@ -143,13 +146,9 @@ class AttentionCapture(Backend):
 class NativeCapture(Native):
     """The C++ kernel, which returns no attention, beside the attention of the first token, one row per head."""
 
-    def __init__(
-        self,
-        sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
-        receive: Callable[[CapturedAttention], None],
-    ):
+    def __init__(self, sizes: TokenSizes, receive: Callable[[CapturedAttention], None]):
         super().__init__(sizes)
-        self.sizes_of, self.receive = sizes, receive
+        self.receive = receive
 
     @staticmethod
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
@@ -160,27 +159,16 @@ class NativeCapture(Native):
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         return self  # `supports` was True; falling back to `Fused`, as `Native` does, would capture nothing
 
-    def attend_fused_qkv(
-        self,
-        features: Float[Tensor, "batch tokens _"],
-        rows: tuple[int, ...],
-        value_dims: tuple[int, ...],
-        scale: float,
-        rotation: RotationTable | None = None,
-        bias: Float[Tensor, "images heads tokens tokens"] | None = None,
-    ) -> HeadOutputs:
-        num_rows = sum(rows)
+    def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
+        features, rows, num_rows = joint.features, tuple(joint.rows), sum(joint.rows)
         query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
         # One product for all heads: their queries are the rows of a block diagonal matrix.
-        logits = (query * blocks_of(rows, scale)) @ key.transpose(1, 2)
+        logits = (query * blocks_of(rows, joint.scale)) @ key.transpose(1, 2)
         self._pass_on(logits)
-        return super().attend_fused_qkv(features, rows, value_dims, scale, rotation, bias)
+        return super().attend_fused_qkv(joint)
 
     def __call__(
-        self,
-        buckets: tuple[Bucket, ...],
-        factors: tuple[ScoreFactors, ...],
-        values: Sequence[Float[Tensor, "batch _ keys _"]],
+        self, buckets: tuple[Bucket, ...], factors: tuple[ScoreFactors, ...], values: BucketValues
     ) -> HeadOutputs:
         remaining_factors, logits = iter(factors), []
         for bucket, value in zip(buckets, values, strict=True):
@@ -193,7 +181,7 @@ class NativeCapture(Native):
         return super().__call__(buckets, factors, values)
 
     def _pass_on(self, logits: Float[Tensor, "batch heads tokens"]) -> None:
-        sizes = self.sizes_of()
+        sizes = self.token_sizes()
         if sizes is not None:  # the score of a token of size 0 becomes -inf
             logits = logits + sizes.log()[:, None]
         self.receive(CapturedAttention(class_attention=logits.softmax(-1)))

@@ -1,12 +1,10 @@
 """Attention in few operations of a graph, for exported files."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention.backends.backend import Backend, scores
+from attnrx.vit.attention.backends.backend import Backend, TokenSizes, scores
 from attnrx.vit.attention.factors import AttentionContext, Bucket, HeadLayout, ScoreFactors, ValueBatch, exact_buckets
 from attnrx.vit.spec import AttentionSpec
 
@@ -20,12 +18,12 @@ class Portable(Backend):
     """Scaled dot products of torch, whatever the batch size, the threads and the machine are.
 
     Neighbouring heads of equal widths are one operation. All heads are padded to one, where that adds little
-    arithmetic. Queries and values may have different widths. `sizes` is that of `Explicit`.
+    arithmetic. Queries and values may have different widths. Keys are weighted by their `sizes`, if given.
     """
 
     takes_few_queries = True
 
-    def __init__(self, sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None):
+    def __init__(self, sizes: TokenSizes | None = None):
         self.sizes = sizes
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
