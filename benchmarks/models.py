@@ -78,6 +78,11 @@ and dictionaries are compared by the squared error relative to their variance, o
 yours ([A segmentation model](how-to/segmentation.md)). A saved folder creates the module by its
 class where that takes no arguments, else by `attnrx.load(folder, factory="module:function")`; `save` says which.
 
+Adapters and masks are merged in the copy: a model of PEFT (LoRA, DoRA and all that its `merge_and_unload` merges, also
+inside a module of your own or by `add_adapter` of transformers) becomes the model without PEFT, and so does any part of
+your own around a linear map, or of a subclass of it, that computes a linear map (proved on random tokens). Masks of
+`torch.nn.utils.prune`, weight norms, spectral norms and other parametrizations are applied to the weights.
+
 `load(model, image_size=(280, 210))` makes a model for images of another size, or rectangles: position embeddings are
 interpolated by the code of the library (timm's `set_input_size` or `dynamic_img_size`, `interpolate_pos_encoding` of
 transformers, torchvision's `interpolate_embeddings` for squares), and costs, plans and files state that size. `shrink`

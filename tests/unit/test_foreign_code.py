@@ -218,9 +218,12 @@ class Adapter(nn.Module):
 
 
 @pytest.mark.parametrize("path", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
-def test_adapters_around_linear_maps_are_refused_by_name(path: str) -> None:
+def test_adapters_that_are_no_linear_maps_are_refused_by_name(path: str) -> None:
     model = of_timm(VIT)
-    model.blocks[0].set_submodule(path, Adapter(model.blocks[0].get_submodule(path)))
+    adapter = Adapter(model.blocks[0].get_submodule(path))
+    nn.init.ones_(adapter.up.weight)
+    adapter.up = nn.Sequential(nn.Tanh(), adapter.up)  # type: ignore[assignment]
+    model.blocks[0].set_submodule(path, adapter)
     with pytest.raises(NotSupported, match=rf"{path.split('.')[-1]} is a Adapter, not a plain Linear"):
         attnrx.load(model)
 

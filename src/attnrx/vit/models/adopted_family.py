@@ -27,8 +27,7 @@ from attnrx.vit.models.adoption_proof import difference_in_structure, require_eq
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, MLPRanks, num_outputs, require_ordinary_tensors, require_ordinary_weights
 from attnrx.vit.models.foreign_code import (
-    plain_copy,
-    reparametrized,
+    merged,
     require_own_weights,
     require_unchanged,
     require_uncompiled,
@@ -197,15 +196,16 @@ class AdoptedFamily(Family):
         std: tuple[float, ...] | None = None,
         input_shape: tuple[int, int, int] | None = None,
         preprocessing: Mapping[str, Any] | None = None,
+        plain: nn.Module | None = None,
     ) -> Adopted:
         """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
 
         Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
         rebuilt from the description of the copy. `mean` and `std` override the model's own normalization; `input_shape`
         overrides its image size, only for models that resize their position embeddings; `preprocessing` are the
-        settings of the library's transform of pictures, where the model does not hold them. Weights that torch computes
-        from other tensors (masks of pruning, weight norms, spectral norms) are plain weights in the copy, and
-        activations that its parts keep are detached.
+        settings of the library's transform of pictures, where the model does not hold them. Weights that are computed
+        from other tensors (masks of pruning, weight norms, adapters) are plain weights in the copy, and activations
+        that its parts keep are detached. `plain` is that copy, `merged(model)`, where the caller has it.
 
         Raises:
             NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be
@@ -215,7 +215,7 @@ class AdoptedFamily(Family):
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
         # Without masks of pruning and weight norms, as these replace the weights and the classes of parts.
-        plain = plain_copy(model) if any(reparametrized(model)) else model
+        plain = merged(model) if plain is None else plain
         self.require_supported(plain)
         require_uncompiled(model)
         require_ordinary_tensors(model)
@@ -230,7 +230,7 @@ class AdoptedFamily(Family):
         origin = self._stated(plain, stated)
         wrapped = self.model_type(model, origin)
         require_unchanged(model, wrapped, origin.input_shape)
-        adopted = self.model_type(copy_module(model) if plain is model else plain, origin)
+        adopted = self.model_type(copy_module(plain), origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._converted_attention(adopted.source))
         require_ordinary_weights(adopted)  # here, because every later step requires it

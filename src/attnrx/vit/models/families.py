@@ -20,6 +20,7 @@ from attnrx.vit.models.checkpoint import (
     save_weights,
 )
 from attnrx.vit.models.family import Family
+from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTFamily, lvvit_config
 from attnrx.vit.models.module_family import Factory, ModuleFamily
@@ -250,35 +251,41 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
             f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
             "model.get_submodule('module')."
         )
+    plain = merged(model)
+    model = without_wrapper(model)
     whole = WholeFamily(LIBRARIES, factory)
     for library in LIBRARIES.values():
-        if not library.adopts(model):
+        if not library.adopts(plain):
             continue
-        if any(library.refusals(model)) and (found := whole.trunk_of(model)) is not None:
-            return whole.adopt(model, *found)
-        if any(refusal.is_of_class for refusal in library.refusals(model)):
-            return _adopt_units(whole, model, partial(library.adopt, model))
+        if any(library.refusals(plain)) and (found := whole.trunk_of(plain)) is not None:
+            return whole.adopt(model, *found, plain)
+        if any(refusal.is_of_class for refusal in library.refusals(plain)):
+            return _adopt_units(whole, model, partial(library.adopt, model, plain=plain), plain=plain)
         try:
-            return library.adopt(model)
+            return library.adopt(model, plain=plain)
         except NotSupported as error:
             # A model that its library cannot create again, e.g. one with a part of the user's own.
             try:
-                return whole.adopt(model, "", library)
+                return whole.adopt(model, "", library, plain)
             except AttnrxError:
                 raise error from None
     _require_no_supported_part(model)
-    found = whole.trunk_of(model)
+    found = whole.trunk_of(plain)
     if found is None:
-        return _adopt_units(whole, model, lambda: family_of(model))
-    return whole.adopt(model, *found)
+        return _adopt_units(whole, model, lambda: family_of(plain), plain=plain)
+    return whole.adopt(model, *found, plain)
 
 
 def _adopt_units(
-    whole: WholeFamily, model: nn.Module, refuse: Callable[[], object], named: dict[str, Any] | None = None
+    whole: WholeFamily,
+    model: nn.Module,
+    refuse: Callable[[], object],
+    named: dict[str, Any] | None = None,
+    plain: nn.Module | None = None,
 ) -> nn.Module:
     """Adopts the MLPs of a model that no reader reads; without any it is refused as before, by `refuse`."""
     try:
-        return whole.adopt_units(model, named)
+        return whole.adopt_units(model, named, plain)
     except NotSupported as error:
         try:
             refuse()

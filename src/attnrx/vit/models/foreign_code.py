@@ -1,4 +1,4 @@
-"""Code that was added to the parts of a model: replaced forward methods, hooks, and reparametrized weights.
+"""Code that was added to the parts of a model: replaced forward methods, hooks, reparametrized weights and adapters.
 
 A deep copy of a model shares functions with it, and so the modules that a function holds in its closure: the copy would
 run those of the original.
@@ -87,13 +87,23 @@ def _path(name: str) -> str:
     return name or "the model itself"
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
-    """Returns a deep copy whose weights are plain parameters: masks of pruning, weight norms, spectral norms and other
-    parametrizations are applied to the weights and removed.
+def merged(model: nn.Module) -> nn.Module:
+    """Returns a deep copy whose weights are plain parameters, or the model itself if they are already.
+
+    Masks of pruning, weight norms, spectral norms and other parametrizations are applied to the weights; adapters are
+    merged: models of PEFT by PEFT, and any other part around a linear map, or of a subclass of it, that computes a
+    linear map.
+
+    Raises:
+        NotSupported: A model of PEFT cannot be merged, e.g. one with a learned prompt.
     """
-    copy = copy_module(model)
-    with evaluating([copy]):  # spectral norms change their vectors in training mode
-        for part in list(copy.modules()):
+    if not (any(reparametrized(model)) or any(_peft_parts(model)) or any(_with_adapters(model))):
+        return model
+    holder = nn.Sequential(copy_module(model))  # a model of PEFT may be the whole
+    with evaluating([holder]):  # spectral norms change their vectors in training mode
+        for path in _peft_parts(holder):
+            holder.set_submodule(path, _without_peft(holder.get_submodule(path)))
+        for part in list(holder.modules()):
             if parametrize.is_parametrized(part):
                 _remove_parametrizations_(part)
             for hook in list(part._forward_pre_hooks.values()):
@@ -103,7 +113,109 @@ def plain_copy(model: nn.Module) -> nn.Module:
                     remove_weight_norm(part, hook.name)
                 elif isinstance(hook, SpectralNorm):
                     remove_spectral_norm(part, hook.name)
-    return copy
+        for path, base in list(_with_adapters(holder)):
+            holder.set_submodule(path, _as_linear(holder.get_submodule(path), base))
+    return holder[0].train(model.training) if type(holder[0]) is not type(model) else holder[0]
+
+
+def _peft_parts(model: nn.Module) -> list[str]:
+    """Returns the paths of the outermost models of PEFT, and of its parts that hold two versions of a module."""
+    found: list[str] = []
+    for path, part in model.named_modules():
+        # By name, because importing PEFT takes seconds.
+        of_peft = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("peft.")}
+        is_inside = any(path.startswith(f"{outer}.") or not outer for outer in found)
+        if not is_inside and of_peft & {"PeftModel", "PeftMixedModel", "BaseTuner", "AuxiliaryTrainingWrapper"}:
+            found.append(path)
+    return found
+
+
+def without_wrapper(model: Any) -> nn.Module:
+    """Returns the module in a model of PEFT, with its adapters; any other model as it is."""
+    is_of_peft = type(model).__module__.startswith("peft.")
+    return model.get_base_model() if is_of_peft and hasattr(model, "get_base_model") else model
+
+
+def _without_peft(part: Any) -> nn.Module:
+    """Returns the module in a model or a wrapper of PEFT, with its adapters merged."""
+    if hasattr(part, "original_module"):
+        active = list(part.active_adapters)
+        return part.modules_to_save[active[0]] if active and not part.disable_adapters else part.original_module
+    try:
+        return part.merge_and_unload()
+    except Exception as error:  # adapters that are no change of weights raise errors of several types
+        kind = getattr(part, "peft_type", type(part).__name__)
+        raise NotSupported(
+            f"the adapters of PEFT of the type {getattr(kind, 'value', kind)} cannot be merged into the weights: "
+            f"merge_and_unload raises {type(error).__name__}: {error}. Give the model without them."
+        ) from error
+
+
+def _with_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yields the paths of the parts that compute a linear map by more weights than those of one, and the linear map in
+    each that has the same shape.
+    """
+    # A class that computes something else once is not called again: blocks repeat.
+    others: set[type] = set()
+    found: list[str] = []
+    for path, part in model.named_modules():
+        if type(part) in others or any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        base = _base_of(part)
+        if base is None:
+            continue
+        if _is_linear(part, base):
+            found.append(path)
+            yield path, base
+        else:
+            others.add(type(part))
+
+
+def _base_of(part: nn.Module) -> nn.Linear | None:
+    """Returns the linear map that a part may be an adapter of: itself, or its largest child, with weights beside it."""
+    if isinstance(part, nn.Linear):
+        own = type(part).__module__.split(".")[0] in ("torch", "attnrx")
+        return None if own or type(part).forward is nn.Linear.forward or part.weight.is_meta else part
+    linears = [child for child in part.children() if isinstance(child, nn.Linear)]
+    base = max(linears, key=lambda child: child.weight.numel(), default=None)
+    if base is None or isinstance(part, nn.Sequential | nn.ModuleList) or base.weight.is_meta:
+        return None
+    beside = sum(parameter.numel() for parameter in part.parameters()) - sum(map(torch.numel, base.parameters()))
+    return base if 0 < beside < base.weight.numel() else None
+
+
+def _is_linear(part: nn.Module, base: nn.Linear) -> bool:
+    """Whether a part maps tokens as a linear map of the shape of `base`, plus a bias."""
+    tokens = torch.randn(3, base.in_features, generator=torch.Generator().manual_seed(0), device="cpu")
+    tokens[1] = 0  # f(a + b) = f(a) + f(b) - f(0)
+    rows = torch.cat([tokens, tokens[:1] + tokens[2:]])[None].to(base.weight)
+    with evaluating([part]), torch.random.fork_rng(devices=[]):
+        try:
+            output = part(rows)
+        except Exception:  # the code of a module raises errors of any type
+            return False
+    if not isinstance(output, Tensor) or output.shape != (1, 4, base.out_features):
+        return False
+    first, zero, second, total = output[0].double()
+    difference = (first + second - zero - total).abs().max()
+    return bool(difference <= torch.finfo(base.weight.dtype).eps ** 0.5 * output.abs().max())
+
+
+def _as_linear(part: nn.Module, base: nn.Linear) -> nn.Linear:
+    """Returns the linear map that a part computes."""
+    exact = copy_module(part).double()
+    with evaluating([exact]):
+        rows = torch.eye(base.in_features, dtype=torch.float64, device=base.weight.device)
+        outputs = exact(torch.cat([rows.new_zeros(1, len(rows)), rows])[None])[0]
+    weight, bias = (outputs[1:] - outputs[0]).T, outputs[0]
+    has_bias = base.bias is not None or bool(bias.any())
+    with torch.device("meta"):
+        linear = nn.Linear(base.in_features, base.out_features, has_bias)
+    is_trained = any(parameter.requires_grad for parameter in part.parameters())
+    linear.weight = nn.Parameter(weight.to(base.weight.dtype).contiguous(), is_trained)
+    if has_bias:
+        linear.bias = nn.Parameter(bias.to(base.weight.dtype), is_trained)
+    return linear.train(part.training)
 
 
 def _remove_parametrizations_(part: nn.Module) -> None:
@@ -112,6 +224,10 @@ def _remove_parametrizations_(part: nn.Module) -> None:
     assert isinstance(parametrizations, nn.ModuleDict)
     weights = {name: parametrizations[name]() for name in parametrizations}
     (part.__class__,) = type(part).__bases__  # the class of the part before it was parametrized
+    for key, hook in list(part._load_state_dict_pre_hooks.items()):
+        # That of a weight norm, for older checkpoints, which cannot be pickled.
+        if getattr(getattr(hook, "hook", hook), "__module__", "").startswith("torch.nn.utils"):
+            del part._load_state_dict_pre_hooks[key]
     for name, weight in weights.items():
         is_trained = any(parameter.requires_grad for parameter in parametrizations[name].parameters())
         part.register_parameter(name, nn.Parameter(weight.detach().clone(), is_trained))

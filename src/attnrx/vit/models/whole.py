@@ -26,8 +26,7 @@ from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_tensors, require_ordinary_weights
 from attnrx.vit.models.foreign_code import (
-    plain_copy,
-    reparametrized,
+    merged,
     require_own_weights,
     require_unchanged,
     require_uncompiled,
@@ -197,7 +196,9 @@ class WholeFamily(Family):
             )
         return next(iter(found.items()), None)
 
-    def adopt_units(self, model: nn.Module, named: Mapping[str, Any] | None = None) -> Whole:
+    def adopt_units(
+        self, model: nn.Module, named: Mapping[str, Any] | None = None, plain: nn.Module | None = None
+    ) -> Whole:
         """Returns a deep copy of a module that no reader reads, of which MLPs are adopted.
 
         `named` is how a library creates it, where that is known. The module itself is compared with what is created so.
@@ -205,11 +206,12 @@ class WholeFamily(Family):
         Raises:
             NotSupported: It has no MLP whose units are separate, or is refused as by `adopt`.
         """
-        whole = self.adopt(model, "", self.units)
-        library = next((each for each in self.libraries.values() if each.adopts(model)), None)
-        stated = None if library is None else library.creation(model)
+        plain = merged(model) if plain is None else plain
+        whole = self.adopt(model, "", self.units, plain)
+        library = next((each for each in self.libraries.values() if each.adopts(plain)), None)
+        stated = None if library is None else library.creation(plain)
         creation = named or (stated and {"library": library.name, **stated})  # type: ignore[union-attr]
-        if self.factory is None and creation and self._creates(creation, model, whole):
+        if self.factory is None and creation and self._creates(creation, plain, whole):
             whole.around = replace(whole.around, creation=creation)
         return whole
 
@@ -227,10 +229,11 @@ class WholeFamily(Family):
     def _by_library(self, creation: Mapping[str, Any]) -> nn.Module:
         return self.libraries[creation["library"]].created(creation["architecture"], creation["arguments"])
 
-    def adopt(self, model: nn.Module, path: str, family: AdoptedFamily, input_shape: Any = None) -> Whole:
+    def adopt(self, model: nn.Module, path: str, family: AdoptedFamily, plain: nn.Module | None = None) -> Whole:
         """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
 
-        The copy returns what the module returns, which is checked on random images.
+        The copy returns what the module returns, which is checked on random images. `path` is that in `plain`, by
+        default `merged(model)`, in which all weights are plain parameters.
 
         Raises:
             NotSupported: The outputs differ, are no tensors with one entry per image, or the Vision Transformer is
@@ -244,11 +247,12 @@ class WholeFamily(Family):
         if without is not None:
             raise InvalidInput(f"{model_name(model)} has no weights: {without} is on the meta device. Load them first.")
         require_finite_tensors(weights, model_name(model))
-        module = plain_copy(model) if any(reparametrized(model)) else copy_module(model)
+        plain = merged(model) if plain is None else plain
+        module = copy_module(plain)
         source = module.get_submodule(path)
         with reading_parts(source, "its parts"):
             family.require_supported(source)
-            origin = family.origin_inside(source, {"input_shape": input_shape})
+            origin = family.origin_inside(source, {})
             trunk = family.model_type(source, origin)
             trunk.training = model.training
             shape = _Shape(module)
@@ -267,7 +271,7 @@ class WholeFamily(Family):
             around,
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
-            macs=_outer_macs(model, whole) if path else 0,
+            macs=_outer_macs(plain, whole) if path else 0,
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
         if every and not _answers_alike(whole, images, tensors):
@@ -312,7 +316,7 @@ class WholeFamily(Family):
         family = self._family(around.family)
         # With values, because the code of a module may read those of its buffers.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            module = self._created(around)
+            module = merged(self._created(around))
         if around.path and around.path not in dict(module.named_modules()):
             raise InvalidInput(f"{around.name} was created without the part {around.path!r:.80}.")
         source = module.get_submodule(around.path)
@@ -504,7 +508,7 @@ def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> T
     """Returns two random images for the proof: small ones where the module interpolates its position embeddings, since
     a pass of a DINOv2 at its stated 518 x 518 pixels takes seven times that of 16 x 16 patches.
     """
-    patches = model.get_submodule(whole.around.path).get_submodule(family.parts(whole.trunk.source).patches)
+    patches = whole.trunk.source.get_submodule(family.parts(whole.trunk.source).patches)
     stride = patches.stride if isinstance(patches, nn.Conv2d) else ()
     own = whole.trunk.origin.input_shape[1:]
     size = [min(PROOF_PATCHES * step, side) for step, side in zip(stride, own, strict=False)]
@@ -547,7 +551,7 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tenso
     """
     name = whole.around.name
     calls: list[object] = []
-    source = model.get_submodule(whole.around.path)  # of which a method other than `forward` may be called
+    source = whole.trunk.source  # of which a method other than `forward` may be called
     patches = source.get_submodule(family.parts(source).patches)
     counting = patches.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
@@ -560,15 +564,15 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tenso
                     f"{type(error).__name__}: {described_error(error)}. A module that takes other inputs needs one "
                     "around it whose forward takes the images."
                 ) from error
-            counted = len(calls)
             single, again = tensors_of(model(images[:1])), tensors_of(model(images))
             with whole.forward_pass():
                 actual = tensors_of(whole.module(images))
     finally:
         counting.remove()
-    if counted != 1:
+    if len(calls) != 1:
         raise NotSupported(
-            f"{name} cannot be adopted: it calls {whole.around.path or 'its parts'} {counted} times in a forward pass."
+            f"{name} cannot be adopted: it calls {whole.around.path or 'its parts'} {len(calls)} times in a forward "
+            "pass."
         )
     if not expected or any(not tensor.ndim or len(tensor) != len(images) for tensor in expected.values()):
         shapes = {place: tuple(tensor.shape) for place, tensor in expected.items()}
