@@ -107,7 +107,7 @@ class IrrattMethod:
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
     """Returns the compression ratios in the paper's convention, in percent of the original; needs shapes only."""
     family = family_of(outline)
-    specs = [layer.spec for layer in family.attention(outline)]
+    specs = family.specs(outline)
     compression = method.compression(specs[0])
     smaller = tuple(compression.spec(spec) for spec in specs)
     after = family.costs(outline, smaller, compression.mlp_ranks(specs))

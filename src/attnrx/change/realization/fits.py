@@ -22,7 +22,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log, begin, no_log
 from attnrx.vit.maps import FITS, REALIZED_NORMS
-from attnrx.vit.models import family_of, model_fingerprint, shape_of
+from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
 
 Fit = Refinement | Repair | Distill
@@ -112,7 +112,7 @@ def realize_and_fit(
         realized = copy_module(model)
     realized = apply_fits(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)], log)
     if tokens is not None:
-        heads = shape_of(model, family_of(model)).heads
+        heads = family_of(model).token_shape(model).heads
         realize_tokens_(realized, family_of(realized), tokens, "compress", heads, images)
     return apply_fits(realized, model, images, [fit for fit in fits if isinstance(fit, Distill)], log)
 

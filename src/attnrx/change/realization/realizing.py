@@ -27,7 +27,6 @@ from attnrx.vit.models import (
     linear_units,
     model_fingerprint,
     require_all_tokens,
-    shape_of,
 )
 from attnrx.vit.models.verbs import verb
 
@@ -135,7 +134,7 @@ def _realized(
             if (linear := layer.in_place_of("MLP")) is not None:
                 _replace_mlp_(family, changed, index, *linear, by)
         if prescription.tokens is not None:
-            heads = shape_of(model, family).heads
+            heads = family.token_shape(model).heads
             # Last, on the realized model: thresholds are calibrated to its tokens. The heads are those of the original.
             realize_tokens_(changed, family, prescription.tokens, by, heads, calibration)
     return changed
@@ -143,7 +142,7 @@ def _realized(
 
 def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
     """Raises InvalidInput for layers, heads or directions that the model does not have."""
-    specs = [attention.spec for attention in family_of(model).attention(model)]
+    specs = family_of(model).specs(model)
     if len(specs) != len(prescription.layers):
         raise InvalidInput(f"the prescription has {len(prescription.layers)} layers, and the model has {len(specs)}.")
     for index, (spec, layer) in enumerate(zip(specs, prescription.layers, strict=True)):

@@ -82,7 +82,7 @@ def _priced_forms(
 ) -> Outcome:
     """Computes the costs of a compressed form."""
     family = rx.models.family_of(model)
-    specs = [layer.spec for layer in family.attention(model)]
+    specs = family.specs(model)
     # Costs follow from the shapes, so no compressed model is built.
     wanted = tuple(compression.spec(spec) for spec in specs)
     after = family.costs(model, wanted, compression.mlp_ranks(specs), policy)
@@ -102,7 +102,7 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
     prescription = rx.Prescription.load(arguments.prescription)
     if Path(arguments.model).exists():  # a name has no weights, so the prescription of any model of its shape fits
         prescription.require(rx.models.model_fingerprint(model))
-    specs = [layer.spec for layer in rx.models.family_of(model).attention(model)]
+    specs = rx.models.family_of(model).specs(model)
     # A name has no fingerprint, so at least the shapes must agree.
     shapes = [(len(spec.heads), max(spec.ranks, default=0)) for spec in specs]
     requested = [tuple(layer.qk.keep.shape) for layer in prescription.layers]

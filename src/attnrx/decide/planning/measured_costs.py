@@ -176,7 +176,7 @@ def measured_cost_table(
         NotSupported: The layers do not all have the same shape.
     """
     family = family_of(space.model)
-    if len({layer.spec for layer in family.attention(space.model)}) > 1:
+    if len(set(family.specs(space.model))) > 1:
         raise NotSupported(
             "the layers of this model do not all have the same shape, so one block does not represent the others."
         )

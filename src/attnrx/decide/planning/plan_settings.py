@@ -188,7 +188,7 @@ class PlanSettings:
         # have no such steps, and every rank is allowed.
         is_latency = target.minimized == "latency"
         on_cuda = self.conditions.on_cuda or next(model.parameters()).device.type == "cuda"
-        specs = [layer.spec for layer in family_of(model).attention(model)]
+        specs = family_of(model).specs(model)
         uniform = (is_latency and self.conditions.on_cuda) or any(spec.fixes_values for spec in specs)
         form = "uniform_rank" if uniform else "total_rank"
         least = min(spec.head_dim for spec in specs)

@@ -12,7 +12,7 @@ from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
-from attnrx.vit.models import family_of, shape_of
+from attnrx.vit.models import family_of
 from attnrx.vit.spectrum import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy
 
@@ -121,11 +121,11 @@ class Space(Displayed):
         """The shape of the model for the token reducer."""
         family = family_of(self.model)
         if TOKENS in self.axes:
-            return shape_of(self.model, family)
+            return family.token_shape(self.model)
         # No token is pruned, so all of them are as those before the patches. The layout of the family does not exist
         # for models whose tokens cannot be pruned, e.g. with attention pooling.
         tokens = family.costs(self.model).layers[0].tokens
-        specs = [layer.spec for layer in family.attention(self.model)]
+        specs = family.specs(self.model)
         return Shape(specs[0].width, len(specs[0].heads), TokenLayout(tokens, 0, False, "class"), depth=len(specs))
 
     @cached_property

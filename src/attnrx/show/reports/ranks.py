@@ -101,7 +101,7 @@ def prescribed_units(prescription: Prescription) -> tuple[PathwayRanks, ...]:
 
 def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
     family = family_of(model)
-    specs = [attention.spec for attention in family.attention(model)]
+    specs = family.specs(model)
     # The indices in the original model.
     heads = [spec.heads for spec in specs]
     scores: list[Sequence[HeadRank]] = [

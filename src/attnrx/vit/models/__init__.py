@@ -45,12 +45,9 @@ from attnrx.vit.models.token_hooks import (
     costs_of_run,
     described_tokens,
     recording_tokens,
-    reduction_of,
-    require_all_tokens,
-    shape_of,
     token_run,
 )
-from attnrx.vit.models.token_reduction import TokenReduction, TokenRun
+from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of, require_all_tokens
 from attnrx.vit.models.transformer import Transformer, TransformerConfig, initialize_
 from attnrx.vit.models.vit import SCENARIOS, VisionTransformer, ViTConfig, named_config
 
@@ -110,7 +107,6 @@ __all__ = [
     "require_ordinary_weights",
     "resized",
     "save_model",
-    "shape_of",
     "token_run",
     "use_backend",
 ]

@@ -25,7 +25,13 @@ from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache
 from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
 from attnrx.vit.models.checkpoint import read_weight_file
-from attnrx.vit.models.family import Family, MLPRanks, num_outputs, require_ordinary_tensors, require_ordinary_weights
+from attnrx.vit.models.family import (
+    Family,
+    LayerShapes,
+    num_outputs,
+    require_ordinary_tensors,
+    require_ordinary_weights,
+)
 from attnrx.vit.models.foreign_code import (
     merged,
     require_own_weights,
@@ -35,10 +41,11 @@ from attnrx.vit.models.foreign_code import (
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, linear_mlps, rank_of
 from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
-from attnrx.vit.models.token_hooks import costs_of_tokens, reduction_of, resize_tokens_
+from attnrx.vit.models.token_hooks import resize_tokens_
+from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
 from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.tokens import TokenLayout, TokenPolicy
+from attnrx.vit.tokens import TokenLayout
 
 
 @contextmanager
@@ -621,41 +628,24 @@ class AdoptedFamily(Family):
         (height, width), (down, right) = input_shape[1:], patches.stride
         return (height // down) * (width // right)
 
-    def costs(
-        self,
-        model: nn.Module,
-        attention: tuple[AttentionSpec, ...] | None = None,
-        mlp_ranks: MLPRanks | None = None,
-        tokens: TokenPolicy | None = None,
-        hidden: tuple[int, ...] | None = None,
-    ) -> ModelCosts:
-        """Returns the costs of the model, optionally with other specs, ranks, tokens and hidden units in its layers.
+    def num_tokens(self, model: nn.Module) -> int:
+        adopted = self._adopted(model)
+        return self.positions(adopted) + self.parts(adopted.source).prefix_tokens
 
-        All parameters before the first layer (tokens and position embeddings too) count as patches. Parameters of a
-        layer outside attention and MLP (LayerScale too) count as its norms. The parameters therefore add up to those of
-        the model.
-
-        Raises:
-            InvalidInput: Not one spec, pair of ranks and number of units for each layer.
+    def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
+        """Returns the costs; all parameters before the first layer (tokens and position embeddings too) count as
+        patches, those of a layer outside attention and MLP (LayerScale too) as its norms. The parameters therefore add
+        up to those of the model.
         """
         adopted = self._adopted(model)
         source, blocks, maps = adopted.source, self.blocks(adopted.source), self.mlp(adopted)
-        parts = self.parts(source)
-        specs = tuple(layer.spec for layer in self.attention(adopted)) if attention is None else attention
-        ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
-        units = hidden_units(maps) if hidden is None else hidden
-        if len(specs) != len(blocks) or len(ranks) != len(maps) or len(units) != len(maps):
-            raise InvalidInput(
-                f"{len(specs)} attention specs, {len(ranks)} pairs of MLP ranks and {len(units)} numbers of hidden "
-                f"units for {len(blocks)} layers and {len(maps)} MLPs of two maps: give one for each."
-            )
+        parts, tokens = self.parts(source), shapes.tokens
         positions = self.positions(adopted)
-        token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + parts.prefix_tokens)
         classifier = sum(num_params(module) for module in self._heads(source))
         before = num_params(source) - classifier - sum(num_params(block) for block in blocks)
         mlps = [[block.get_submodule(name) for name in parts.mlp] for block in blocks]
         # Where MLPs are of another kind, nothing in them changes.
-        changes = list(zip(maps, ranks, units, strict=True)) or [((), (), 0)] * len(blocks)
+        changes = list(zip(maps, shapes.mlp_ranks, shapes.hidden, strict=True)) or [((), (), 0)] * len(blocks)
         return ModelCosts(
             patches=PartCosts(before, positions * source.get_submodule(parts.patches).weight.numel()),  # type: ignore[operator, union-attr]
             layers=tuple(
@@ -668,14 +658,14 @@ class AdoptedFamily(Family):
                     ),
                 )
                 for block, mlp, layer_attention, spec, change, num_tokens in zip(
-                    blocks, mlps, self.attention(adopted), specs, changes, token_costs.tokens, strict=True
+                    blocks, mlps, self.attention(adopted), shapes.attention, changes, tokens.tokens, strict=True
                 )
             ),
             classifier=PartCosts(classifier),
-            classifier_macs=self.head_macs(adopted, token_costs.tokens[-1]),
-            predictors=token_costs.predictors,
-            predictor_norm_features=token_costs.norm_features,
-            outer_norm_features=self._outer_norm_features(source, positions, token_costs.tokens),
+            classifier_macs=self.head_macs(adopted, tokens.tokens[-1]),
+            predictors=tokens.predictors,
+            predictor_norm_features=tokens.norm_features,
+            outer_norm_features=self._outer_norm_features(source, positions, tokens.tokens),
         )
 
     def _heads(self, source: nn.Module) -> list[nn.Module]:

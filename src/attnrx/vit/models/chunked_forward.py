@@ -10,8 +10,8 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.trees import joined, mapped
 from attnrx.vit.attention import Attention, AttentionContext
-from attnrx.vit.models.token_hooks import forward_pass, reduction_of
-from attnrx.vit.models.token_reduction import TokenRun
+from attnrx.vit.models.token_hooks import forward_pass
+from attnrx.vit.models.token_reduction import TokenRun, reduction_of
 
 WARM = 8 * 2**20
 """Bytes of the largest activation that a CPU thread handles at once.

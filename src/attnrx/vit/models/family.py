@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +14,11 @@ from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
-from attnrx.vit.costs import ModelCosts
-from attnrx.vit.models.mlp import FusedMLP
+from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
+from attnrx.vit.models.mlp import FusedMLP, hidden_units, rank_of
+from attnrx.vit.models.token_reduction import reduction_of, require_all_tokens
 from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.tokens import TokenLayout, TokenPolicy
+from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
 
 MLPRanks = tuple[tuple[int | None, int | None], ...]
 """The ranks of the two maps of every layer's MLP; None for a map that is one matrix."""
@@ -47,6 +49,10 @@ class Family(ABC):
     @abstractmethod
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         """Returns the attention of every layer, in order."""
+
+    def specs(self, model: nn.Module) -> tuple[AttentionSpec, ...]:
+        """Returns the shape of every layer's attention."""
+        return tuple(layer.spec for layer in self.attention(model))
 
     @abstractmethod
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -162,7 +168,16 @@ class Family(ABC):
         Each is a linear map, or an nn.Sequential with some (`num_outputs`).
         """
 
+    def token_shape(self, model: nn.Module, heads: int | None = None) -> Shape:
+        """Returns the model properties that reducers need; `heads` is the number of heads of the original model."""
+        specs = self.specs(model)
+        stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
+        return Shape(specs[0].width, heads or stored, self.token_layout(model), depth=len(specs))
+
     @abstractmethod
+    def num_tokens(self, model: nn.Module) -> int:
+        """Returns the number of tokens of an image in every layer without a token policy."""
+
     def costs(
         self,
         model: nn.Module,
@@ -176,7 +191,44 @@ class Family(ABC):
 
         Every layer is counted with its own number of tokens under `tokens`, or else under the policy attached to the
         model.
+
+        Raises:
+            InvalidInput: Not one spec, pair of ranks and number of units for each layer.
+            NotSupported: A policy was given for a model that has one, or whose tokens cannot be pruned.
         """
+        own, maps, attached = self.specs(model), self.mlp(model), reduction_of(model)
+        specs = own if attention is None else attention
+        ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
+        units = hidden_units(maps) if hidden is None else hidden
+        if len(specs) != len(own) or len(ranks) != len(maps) or len(units) != len(maps):
+            raise InvalidInput(
+                f"{len(specs)} attention specs, {len(ranks)} pairs of MLP ranks and {len(units)} numbers of hidden "
+                f"units for {len(own)} layers and {len(maps)} MLPs of two maps: give one for each."
+            )
+        if tokens is not None:
+            require_all_tokens(model, "compute the costs of a policy on")
+            at_tokens = token_costs(tokens, self.token_shape(model), specs)
+        elif attached is not None:
+            at_tokens = token_costs(attached.policy, attached.shape, specs, attached.by)
+        else:
+            at_tokens = TokenCosts((self.num_tokens(model),) * len(specs))
+        return self.costs_with(model, LayerShapes(specs, ranks, units, at_tokens))
+
+    @abstractmethod
+    def costs_with(self, model: nn.Module, shapes: "LayerShapes") -> ModelCosts:
+        """Returns the costs of the model with these shapes in its layers."""
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """What the costs of the layers depend on: specs of the attention, ranks and hidden units of the MLPs, if these are
+    two maps, and the tokens.
+    """
+
+    attention: tuple[AttentionSpec, ...]
+    mlp_ranks: MLPRanks
+    hidden: tuple[int, ...]
+    tokens: TokenCosts
 
 
 def num_outputs(head: nn.Module) -> int:

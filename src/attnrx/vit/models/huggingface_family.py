@@ -36,7 +36,7 @@ from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_inputs import ImageInput, OrderedImageInput
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
-from attnrx.vit.models.token_hooks import reduction_of
+from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features, without_reader
 
 

@@ -13,19 +13,11 @@ from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention
-from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
+from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import block_names, evaluating
-from attnrx.vit.models.token_reduction import TokenReduction, TokenRun
-from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.tokens import LAST_LAYER, MOMENTS, Shape, TokenPolicy
-
-
-def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
-    """Returns the model properties that reducers need; `heads` is the number of heads of the original model."""
-    specs = [layer.spec for layer in family.attention(model)]
-    stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
-    return Shape(specs[0].width, heads or stored, family.token_layout(model), depth=len(specs))
+from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
+from attnrx.vit.tokens import LAST_LAYER, MOMENTS, TokenPolicy
 
 
 def attach_tokens_(
@@ -47,7 +39,7 @@ def attach_tokens_(
     layers = family.attention(model)
     if reduction_of(model) is not None:
         raise InvalidInput("this model already has a token policy; attach a policy to the original.")
-    shape = shape_of(model, family, heads)
+    shape = family.token_shape(model, heads)
     layout = shape.layout
     policy = policy.on(layout, len(layers))
     weight = next(model.parameters())
@@ -79,7 +71,7 @@ def resize_tokens_(model: nn.Module, family: Family) -> None:
     """
     reduction = reduction_of(model)
     if reduction is not None:
-        reduction.resize_(shape_of(model, family, reduction.shape.heads))
+        reduction.resize_(family.token_shape(model, reduction.shape.heads))
 
 
 def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> None:
@@ -177,13 +169,6 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
     return {"policy": to_dict(reduction.policy), "by": reduction.by, "heads": reduction.shape.heads}
 
 
-def reduction_of(model: nn.Module) -> TokenReduction | None:
-    """Returns the token reduction of a model; None where it has none."""
-    # A model of another library may have an attribute of this name.
-    reduction = getattr(model, "tokens", None)
-    return reduction if isinstance(reduction, TokenReduction) else None
-
-
 def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
     """Returns a context for one forward pass, at whose end the statistics of the model's tokens are removed.
 
@@ -216,35 +201,6 @@ def token_run(model: nn.Module, images: ImageBatch) -> TokenRun:
     with evaluating((model,)), recording_tokens(model) as runs:
         model(images)
     return runs[-1] if runs else TokenRun()
-
-
-def require_all_tokens(model: nn.Module, verb: str) -> None:
-    """Raises NotSupported for a model that prunes or merges tokens; `verb` names the requested operation."""
-    reduction = reduction_of(model)
-    if reduction is not None:
-        raise NotSupported(
-            f"this model prunes or merges tokens ({reduction.policy}), so its layers have different tokens: "
-            f"{verb} the original, and apply the token policy last."
-        )
-
-
-def costs_of_tokens(
-    model: nn.Module, family: Family, policy: TokenPolicy | None, specs: Sequence[AttentionSpec], tokens: int
-) -> TokenCosts:
-    """Returns the token costs of `policy`, or else of the policy attached to the model, for layers with these specs.
-
-    `tokens` is the number of tokens per layer without a policy.
-
-    Raises:
-        NotSupported: A policy was given for a model that has one.
-    """
-    attached = reduction_of(model)
-    if policy is not None:
-        require_all_tokens(model, "compute the costs of a policy on")
-        return token_costs(policy, shape_of(model, family), specs)
-    if attached is not None:
-        return token_costs(attached.policy, attached.shape, specs, attached.by)
-    return TokenCosts((tokens,) * len(specs))
 
 
 def costs_by_image(model: nn.Module, family: Family, images: ImageBatch) -> list[ModelCosts]:

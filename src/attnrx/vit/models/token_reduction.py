@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import CapturedAttention
 from attnrx.vit.kernels.native_merging import Merged, can_merge
@@ -531,6 +531,23 @@ class TokenReduction(nn.Module):
             first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
             patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)
+
+
+def reduction_of(model: nn.Module) -> TokenReduction | None:
+    """Returns the token reduction of a model; None where it has none."""
+    # A model of another library may have an attribute of this name.
+    reduction = getattr(model, "tokens", None)
+    return reduction if isinstance(reduction, TokenReduction) else None
+
+
+def require_all_tokens(model: nn.Module, verb: str) -> None:
+    """Raises NotSupported for a model that prunes or merges tokens; `verb` names the requested operation."""
+    reduction = reduction_of(model)
+    if reduction is not None:
+        raise NotSupported(
+            f"this model prunes or merges tokens ({reduction.policy}), so its layers have different tokens: "
+            f"{verb} the original, and apply the token policy last."
+        )
 
 
 def _padded_rows(parts: Sequence[Tensor], value: int) -> Tensor:

@@ -18,12 +18,11 @@ from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, nor
 from attnrx.vit.kernels.packed_linear import PackedLinear
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
-from attnrx.vit.models.family import Family, MLPRanks
+from attnrx.vit.models.family import Family, LayerShapes, MLPRanks
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, linear_mlps, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
-from attnrx.vit.models.token_hooks import costs_of_tokens, forward_pass
+from attnrx.vit.models.token_hooks import forward_pass
 from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.tokens import TokenPolicy
 
 Model = TypeVar("Model", bound=nn.Module)
 Config = TypeVar("Config", bound="TransformerConfig")
@@ -285,20 +284,13 @@ class AttnrxFamily(Family, Generic[Config]):
         config = self._transformer(model).config
         return config.mean, config.std
 
-    def costs(
-        self,
-        model: nn.Module,
-        attention: tuple[AttentionSpec, ...] | None = None,
-        mlp_ranks: MLPRanks | None = None,
-        tokens: TokenPolicy | None = None,
-        hidden: tuple[int, ...] | None = None,
-    ) -> ModelCosts:
-        config = self._transformer(model).config
-        token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
+    def num_tokens(self, model: nn.Module) -> int:
+        return self._transformer(model).config.tokens
+
+    def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         # Another configuration instead of another model: a prescription is costed without being realized.
-        config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
-        config = config if hidden is None else replace(config, hidden_units=hidden)
-        return config.costs(attention, token_costs)
+        config = replace(self._transformer(model).config, mlp_ranks=shapes.mlp_ranks, hidden_units=shapes.hidden)
+        return config.costs(shapes.attention, shapes.tokens)
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         """Returns the output of the last norm."""

@@ -30,13 +30,13 @@ from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
-from attnrx.vit.models.family import MLPRanks, num_outputs
+from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.library_costs import mlp_costs, num_params
-from attnrx.vit.models.mlp import hidden_units, rank_of
+from attnrx.vit.models.mlp import hidden_units
 from attnrx.vit.models.observation_hooks import evaluating, replacing_forward
 from attnrx.vit.models.unsupported_features import Refusal, model_name
 from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.tokens import TokenLayout, TokenPolicy
+from attnrx.vit.tokens import TokenLayout
 
 # The sides of images that are tried on a model that does not state its own.
 SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
@@ -232,7 +232,14 @@ class UnitsFamily(AdoptedFamily):
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         with torch.device("cpu"):
-            return tuple(Attention(_without_heads(second.out_features)) for _, second in self._maps_of(model))
+            return tuple(map(Attention, self.specs(model)))
+
+    def specs(self, model: nn.Module) -> tuple[AttentionSpec, ...]:
+        """Returns the shapes of attention that is not read: it has no heads, and costs nothing."""
+        return tuple(
+            AttentionSpec("dense", second.out_features, 1, (), (), 1.0, 1, biases=())
+            for _, second in self._maps_of(model)
+        )
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
         """Changes nothing: the attention that is not read has no heads."""
@@ -313,37 +320,21 @@ class UnitsFamily(AdoptedFamily):
     def positions(self, adopted: Adopted) -> int:
         return 1
 
-    def costs(
-        self,
-        model: nn.Module,
-        attention: tuple[AttentionSpec, ...] | None = None,
-        mlp_ranks: MLPRanks | None = None,
-        tokens: TokenPolicy | None = None,
-        hidden: tuple[int, ...] | None = None,
-    ) -> ModelCosts:
-        """Returns the costs of the MLPs, with other ranks or numbers of units; all other parts count as patches.
+    def num_tokens(self, model: nn.Module) -> int:
+        return 1  # every MLP has positions of its own
 
-        Raises:
-            NotSupported: A token policy is given.
-        """
+    def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
+        """Returns the costs of the MLPs; all other parts count as patches."""
         found, maps = self._units(model), self.mlp(model)
-        if tokens is not None:
-            self.token_layout(model)
-        ranks = [(rank_of(first), rank_of(second)) for first, second in maps] if mlp_ranks is None else mlp_ranks
         before = hidden_units(maps)
-        units = before if hidden is None else hidden
-        if len(ranks) != len(maps) or len(units) != len(maps):
-            raise InvalidInput(
-                f"{len(ranks)} pairs of MLP ranks and {len(units)} numbers of hidden units for {len(maps)} MLPs: give "
-                "one for each."
-            )
         layers, inside = [], 0
-        for pair, linears, ranks_of, count, now in zip(found.pairs, maps, ranks, units, before, strict=True):
+        for pair, linears, spec, ranks_of, count, now in zip(
+            found.pairs, maps, shapes.attention, shapes.mlp_ranks, shapes.hidden, before, strict=True
+        ):
             between = sum(num_params(found.source.get_submodule(path)) for path in pair.between)
             inside += between + sum(map(num_params, linears))
             mlp = mlp_costs(linears, pair.positions, linears, ranks_of, count)
             mlp += PartCosts(between * count // max(now, 1), pair.unit_macs * count)
-            spec = _without_heads(linears[1].out_features)  # type: ignore[arg-type]
             layers.append(replace(layer_costs(spec, pair.positions, 0), mlp=mlp, layer_norms=PartCosts()))
         outside = PartCosts(num_params(found.source) - inside, found.outer_macs)
         return ModelCosts(outside, tuple(layers), PartCosts(), 0, outer_norm_features=0)
@@ -352,11 +343,6 @@ class UnitsFamily(AdoptedFamily):
         if not isinstance(model, UnitsModel):
             raise InvalidInput(f"{model_name(model)} has no adopted MLPs; call attnrx.load(model) first.")
         return model
-
-
-def _without_heads(width: int) -> AttentionSpec:
-    """Returns the shape of attention that is not read: it has no heads, and costs nothing."""
-    return AttentionSpec("dense", width, 1, (), (), 1.0, 1, biases=())
 
 
 def _shapes(model: nn.Module, stated: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:

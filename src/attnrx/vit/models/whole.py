@@ -24,7 +24,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
-from attnrx.vit.models.family import Family, MLPRanks, require_ordinary_tensors, require_ordinary_weights
+from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_tensors, require_ordinary_weights
 from attnrx.vit.models.foreign_code import (
     merged,
     require_own_weights,
@@ -35,8 +35,7 @@ from attnrx.vit.models.module_family import created_by
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.models.unsupported_features import model_name
-from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.tokens import TokenLayout, TokenPolicy
+from attnrx.vit.tokens import TokenLayout
 
 Factory = Callable[[], nn.Module]
 
@@ -339,16 +338,9 @@ class WholeFamily(Family):
     def library_model(self, model: nn.Module) -> nn.Module:
         return self._of(model)[0].shape.fresh()
 
-    def costs(
-        self,
-        model: nn.Module,
-        attention: tuple[AttentionSpec, ...] | None = None,
-        mlp_ranks: MLPRanks | None = None,
-        tokens: TokenPolicy | None = None,
-        hidden: tuple[int, ...] | None = None,
-    ) -> ModelCosts:
+    def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         whole, trunk, family = self._of(model)
-        costs = family.costs(trunk, attention, mlp_ranks, tokens, hidden)
+        costs = family.costs_with(trunk, shapes)
         inside = {id(parameter) for parameter in trunk.source.parameters()}
         outside = sum(parameter.numel() for parameter in whole.module.parameters() if id(parameter) not in inside)
         classifier = PartCosts(costs.classifier.params + outside, costs.classifier.macs + whole.around.macs)
@@ -366,6 +358,7 @@ class WholeFamily(Family):
             return TokenLayout(parts.prefix_tokens, family.positions(trunk), parts.has_class_token, "class")
 
     attention = _of_trunk("attention")
+    specs = _of_trunk("specs")
     set_attention_ = _of_trunk("set_attention_")
     mlp = _of_trunk("mlp")
     set_mlp_ = _of_trunk("set_mlp_")
@@ -379,6 +372,7 @@ class WholeFamily(Family):
     patch_features = _of_trunk("patch_features")
     patch_embedding = _of_trunk("patch_embedding")
     pooled_norm = _of_trunk("pooled_norm")
+    num_tokens = _of_trunk("num_tokens")
 
     def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
         whole, trunk, family = self._of(model)
