@@ -17,17 +17,19 @@ import attnrx as rx
 from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.repair import Repair
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_mixed_data, add_model
+from attnrx.cli.options import add_data, add_model
 from attnrx.data import ImageSet
-from attnrx.data.labels import UNLABELLED
-from attnrx.data.mixing import MixedImages
+from attnrx.data.images import UNLABELLED
+
+TILES = 2  # of an image of other data per side: 64 pixels on 224 are blurred as one image, and photographs are not
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser)
     add_data(parser, "training images for calibration, test images for the measurement")
-    add_mixed_data(parser)
+    parser.add_argument("--others", help="data of other classes, of which 2 x 2 small images are one for calibration")
+    parser.add_argument("--times", type=int, default=1, help="images of --others per image of --data")
     parser.add_argument(
         "--rules", nargs="+", required=True, help="rules of `attnrx prescribe`; ' repair=STEPS' repairs"
     )
@@ -38,11 +40,9 @@ def main() -> None:
     splits = splits_argument(original, arguments)
     tested, test_labels = stacked(splits.test.take(min(arguments.images, len(splits.test))))
     # Twice as many, of which each half of the classes has about half.
-    train, mosaics, times = splits.train, None, 1
-    # --mix-data: each image of a half of the classes is followed by some of other data.
-    if isinstance(train, MixedImages):
-        times = train.times
-        train, mosaics = train.own, stacked(train.others.take(times * arguments.calibration_images))[0]
+    train, mosaics, times = splits.train, None, arguments.times
+    if arguments.others is not None:  # some of them follow each image of a half of the classes
+        mosaics = tiled(arguments.others, splits, times * arguments.calibration_images)
     pool, labels = stacked(train.take(min(2 * arguments.calibration_images, len(train))))
     # Of the classes with test images; a head may distinguish many more.
     classes = torch.tensor(sorted(set(test_labels.tolist())))
@@ -68,6 +68,16 @@ def main() -> None:
 def stacked(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
     batches = list(images.batches(64))
     return torch.cat([batch.images for batch in batches]), torch.cat([batch.labels for batch in batches])
+
+
+def tiled(others: str, splits: rx.data.Splits, count: int) -> torch.Tensor:
+    """Returns images of other data in the normalization and size of the splits, each of TILES x TILES images."""
+    assert isinstance(splits.image_size, int)
+    loaded = rx.load_data(others, image_size=-(-splits.image_size // TILES)).train
+    images, _ = stacked(loaded.renormalized(splits.normalization).take(count * TILES**2))
+    # Not of consecutive images, which are often of similar classes.
+    grid = images.unflatten(0, (TILES, TILES, -1)).permute(2, 3, 0, 4, 1, 5)
+    return grid.flatten(4).flatten(2, 3)[..., : splits.image_size, : splits.image_size]
 
 
 def pairs(

@@ -74,9 +74,8 @@ print(f"{len(run.history)} epoch")
 # - A generator is refused, because it can be read only once: give a list or a `DataLoader`.
 # - A `DataLoader` with its own sampler, or over an `IterableDataset`, is iterated in its own order; every verb except
 #   `rx.train` takes it.
-# - What is fitted to images of few classes loses more on images of others. `rx.data.mix_data(splits, "tiny_imagenet")`
-#   (`--mix-data`) adds as many images of a second dataset, without labels, to the training images, `times=3`
-#   (`--mix-times`) three times as many; it lowers that loss
-#   ([measured](../results/hidden.md#does-it-hold-for-other-classes)).
+# - What is fitted to images of few classes loses more on images of others. Images of other classes beside them lower
+#   that loss ([measured](../results/hidden.md#does-it-hold-for-other-classes)): give
+#   `{"train": ConcatDataset([yours, others]), "test": ...}` with the label -1 for images of other classes.
 # - `images=N` and `take(N)` select images of all classes if the dataset lists its labels (`targets`), otherwise evenly
 #   spaced rows: datasets are often sorted by class.

@@ -54,21 +54,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(root=root, data=data, run=run, slim=slim, page=page, **files, steps=steps)
 
 
-def test_a_second_dataset_is_mixed_into_the_training_images(chain: SimpleNamespace, tmp_path: Path) -> None:
-    # Smaller than the 16 pixels of the model.
-    others = write_folder(tmp_path / "small", {"train": 30}, size=(5, 5))
-    mixed = ("--data", chain.data, "--mix-data", others)
-    diagnosed = record("diagnose", chain.run, *mixed, "--split", "train", "--out", tmp_path / "mixed.json")
-    # 65 of 90 images are for training, 16 mosaics of 2 x 2, and as many of the data.
-    assert diagnosed["images"] == 32
-    plain = record("diagnose", chain.run, "--data", chain.data, "--split", "train", "--out", tmp_path / "plain.json")
-    assert plain["images"] == 24
-    how = ("realize", chain.run, "--prescription", chain.rx, "--norms", "refit")
-    slim = [rx.load(record(*how, *data, "--out", tmp_path / name)["model"]) for name, data in
-            (("mixed", mixed), ("own", ("--data", chain.data)))]  # fmt: skip
-    assert rx.models.model_fingerprint(slim[0]) != rx.models.model_fingerprint(slim[1])
-
-
 def test_the_chain_leaves_files_that_belong_together(chain: SimpleNamespace) -> None:
     steps = chain.steps
     assert steps["diagnose"]["images"] == 6
@@ -282,8 +267,6 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("diagnose {run} --data digitz --out x.json", 3, "digits"),
         ("diagnose {run} --data {data} --images 0 --out x.json", 2, "give a positive whole number"),
         ("diagnose {run} --data {data} --device nowhere --out x.json", 2, "give cpu, cuda"),
-        ("diagnose {run} --data {data} --mix-data {data} --out x.json", 2, "give --split train"),
-        ("diagnose {run} --data {data} --split train --mix-data digitz --out x.json", 3, "digits"),
         ("realize {slim} --prescription {rx} --out x", 2, "made for the model"),
         ("realize {run} --prescription {rx} --norms refit --out x", 2, "--data"),
         ("realize {run} --prescription {rx} --refine 5 --out x", 2, "--data"),

@@ -20,7 +20,7 @@ from attnrx.decide.planning.target import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import CheckpointError, DataError, InvalidInput, NotSupported
-from attnrx.verbs.shrink import FITS_BY_EFFORT, predicted_classes, timing_conditions
+from attnrx.verbs.shrink import FITS_BY_EFFORT, timing_conditions
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import ViTConfig, model_fingerprint
 from attnrx.vit.outputs import output_kind_of
@@ -109,19 +109,6 @@ def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"about\.realized\.colour is unknown"):
         unreadable.save(tmp_path / "unreadable.json")
     assert not (tmp_path / "unreadable.json").exists()
-
-
-def test_images_of_a_second_dataset_are_for_calibration_alone(tmp_path: Path) -> None:
-    """They are planned on and fitted to; the classes of the calibration are those of the own images."""
-    splits = splits_for(original(), {"train": images(24), "test": images(16, seed=4)})
-    mixed = rx.data.mix_data(splits, splits_for(original(), {"train": images(24, seed=5)}))
-    found = rx.shrink(original(), mixed, macs=0.8, folder=tmp_path)
-    assert found.prescription is not None and found.prescription.about["realized"]["calibration_images"] == 24
-    assert "+" in found.evidence.about["planned_on"] and found.evidence.about["images"] == 16
-    own = predicted_classes(original(), splits.train)
-    assert set(found.prescription.about["realized"]["classes"]) <= set(own)
-    with pytest.raises(DataError, match="some of these images are of other classes"):
-        rx.shrink(original(), mixed, max_drop=1.0)
 
 
 def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -> None:

@@ -13,24 +13,21 @@ if TYPE_CHECKING:
 
 
 def require_inputs(arguments: Namespace) -> None:
-    """Checks datasets, columns, class maps and formats before a model is loaded.
+    """Checks the dataset, columns, the class map and the format before a model is loaded.
 
     Raises:
-        InvalidInput: `--mix-times` is given without data to mix, or the class map is no JSON object.
+        InvalidInput: The class map is no JSON object.
     """
-    mixed, times, to = (getattr(arguments, name, None) for name in ("mix_data", "mix_times", "to"))
-    if times is not None and mixed is None:
-        raise InvalidInput(f"--mix-times {times} counts images of --mix-data, and no such data are given.")
-    datasets = [name for name in (getattr(arguments, "data", None), mixed) if name is not None]
-    if not datasets and to is None:
+    data, to = (getattr(arguments, name, None) for name in ("data", "to"))
+    if data is None and to is None:
         return
     from attnrx.verbs.preflight import preflight  # imports torch
 
     preflight(formats=() if to is None else (rx.exporting.parse_format(to),))
     if getattr(arguments, "label_map", None) is not None:
         _label_map(arguments.label_map)
-    for name in datasets:
-        preflight(data=name, columns=_columns(arguments) if name is datasets[0] else None)
+    if data is not None:
+        preflight(data=data, columns=_columns(arguments))
 
 
 def _label_map(path: str) -> dict[str, int]:
@@ -63,9 +60,7 @@ def splits_argument(model: "nn.Module", arguments: Namespace, distinct: bool = F
 
     splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
     splits = rx.adapt_preprocessing(splits, model, None if path is None else _label_map(path))
-    splits = rx.data.distinct_splits(splits) if distinct else splits
-    mixed = getattr(arguments, "mix_data", None)  # an option of some commands
-    return splits if mixed is None else rx.data.mix_data(splits, mixed, arguments.mix_times or 1)
+    return rx.data.distinct_splits(splits) if distinct else splits
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":

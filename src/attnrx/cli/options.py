@@ -134,13 +134,6 @@ def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = 
     option(group, "--test-column", "COLUMN", "a column of true and false: test only on rows it marks")
 
 
-def add_mixed_data(parser: Parser) -> None:
-    """Adds a second dataset whose images are mixed into the training images, for commands that calibrate on these."""
-    purpose = "training images of a second dataset in turns with those of --data, without labels; small ones are tiled"
-    option(parser, "--mix-data", "NAME", purpose)
-    option(parser, "--mix-times", COUNT, "images of --mix-data per image of --data (1)")
-
-
 def add_split(parser: Parser, default: str) -> None:
     option(parser, "--split", ("train", "validation", "test"), "", default)
     option(parser, "--images", COUNT, "use the first N images only, balanced over classes")

@@ -24,7 +24,6 @@ from attnrx.data.labels import (
 )
 from attnrx.data.loaded_images import MemoryImages, from_tensors
 from attnrx.data.loading import load_data
-from attnrx.data.mixing import mix_data, without_second_dataset
 from attnrx.data.parquet import Columns
 from attnrx.data.pixels import Augmentation
 from attnrx.data.splits import Splits
@@ -53,7 +52,6 @@ __all__ = [
     "image_set",
     "imagenet_indices",
     "load_data",
-    "mix_data",
     "num_dataset_classes",
     "object_patches",
     "require_labelled",
@@ -61,5 +59,4 @@ __all__ = [
     "three_parts",
     "training_set",
     "without_images_of",
-    "without_second_dataset",
 ]

@@ -10,21 +10,19 @@ import torch
 
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages, read_once
 from attnrx.data.images import ImageSet, RowImages, round_robin
-from attnrx.data.mixing import MixedImages
 from attnrx.data.splits import NAMES, Splits
 from attnrx.support.errors import DataError
 from attnrx.support.preprocessing import Normalization
 
 MOST_COMPARED = 200_000  # stored images whose bytes a command reads to find repeated ones, in seconds
 BATCH = 64  # images that are decoded at once
-SECOND = "the second dataset"
 
 
 class Parts(NamedTuple):
     """Images by their use; no two parts have images of the same pixels."""
 
-    planned: ImageSet
-    predicted: ImageSet
+    planned: FixedImages
+    predicted: FixedImages
     verified: FixedImages
 
     @property
@@ -53,17 +51,8 @@ def three_parts(
         DataError: There are too few different images.
     """
     sets = _distinct_sets(splits)
-    mosaics, times = {}, 0
-    if isinstance(mixed := next(iter(sets.values())), MixedImages):
-        # A second dataset is planned on, and its images are beside those that are divided.
-        sets[next(iter(sets))], times = mixed.own, mixed.times
-        planned, predicted = (-(-count // (1 + times)) for count in (planned, predicted))
-        mosaics = {SECOND: mixed.others}
     wanted = [planned, predicted, verified]
     wanted = [sum(wanted[: 4 - len(sets)]), *wanted[4 - len(sets) :]]
-    if times:
-        wanted.insert(0, times * (planned + predicted))
-    sets = {**mosaics, **sets}
     fixed = {
         name: read_images(images, splits.normalization, maximum)
         for (name, images), maximum in zip(sets.items(), wanted, strict=True)
@@ -77,7 +66,6 @@ def three_parts(
     name, images = next(reversed(sets.items()))
     if len(images) > len(different[name]) == wanted[-1]:
         notes.append(f"{name}: {wanted[-1]:,} of {len(images):,} images are used")
-    composed = different.pop(SECOND, None)
     *others, last = different.values()
     if not others:
         if len(last) < 6:
@@ -98,13 +86,7 @@ def three_parts(
     for name, part in zip(Parts._fields, parts, strict=True):
         if not len(part):
             raise DataError(f"{splits.name} has no images left for the part that is {name}: all occur in other splits.")
-    parts = [replace(part, notes=tuple(notes)) for part in parts]
-    if composed is None:
-        return Parts(*parts)
-    # Of three splits the second is that of the dataset alone.
-    planned_on = _mixed(parts[0], composed, 0, times)
-    predicted_on = parts[1] if len(others) == 2 else _mixed(parts[1], composed, len(parts[0]), times)
-    return Parts(planned_on, predicted_on, parts[2])
+    return Parts(*(replace(part, notes=tuple(notes)) for part in parts))
 
 
 def distinct_splits(splits: Splits) -> Splits:
@@ -153,15 +135,6 @@ def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
             "attnrx.shrink, which divides the data."
         )
     return images if len(new) == len(fixed) else fixed.at(torch.tensor(new, dtype=torch.long))
-
-
-def _mixed(own: FixedImages, composed: FixedImages, skipped: int, times: int) -> ImageSet:
-    """Returns the images, each followed by `times` of the second dataset, if it has as many after the skipped ones."""
-    count = min(len(own), len(composed) // times - skipped)
-    if count < 1:
-        return own
-    rows = slice(times * skipped, times * (skipped + count))
-    return MixedImages(own.at(slice(0, count)), composed.at(rows), times)
 
 
 def read_images(images: ImageSet, normalization: Normalization | None = None, maximum: int = MAX_IMAGES) -> FixedImages:

@@ -30,10 +30,7 @@ from attnrx.data import (
     load_data,
     require_labels,
     three_parts,
-    without_second_dataset,
 )
-from attnrx.data.division import read_images
-from attnrx.data.mixing import MixedImages
 from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
@@ -440,16 +437,13 @@ class ShrinkRun:
         # By prediction and not by label, as the check `shift` does: data without labels have classes, too.
         if "classes" not in plan.about:
             return {}
-        seen = () if isinstance(self.images.planned, MixedImages) else plan.about["classes"]
-        return {"classes": sorted({*seen, *self._other_classes})}
+        return {"classes": sorted({*plan.about["classes"], *self._other_classes})}
 
     @cached_property
     def _other_classes(self) -> list[int]:
-        """The classes of those images of the repair that the plan was not made on; of all that are not composed."""
+        """The classes of those images of the repair that the plan was not made on."""
         images = self.images.planned
-        if isinstance(images, MixedImages):
-            return predicted_classes(self.original, without_second_dataset(images))
-        others = read_images(images).at(slice(len(self.planned), len(images)))
+        others = images.at(slice(len(self.planned), len(images)))
         return predicted_classes(self.original, others) if len(others) else []
 
 

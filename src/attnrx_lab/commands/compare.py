@@ -8,7 +8,6 @@ from attnrx.cli.options import (
     COUNT,
     add_data,
     add_methods,
-    add_mixed_data,
     add_model,
     add_out,
     add_running,
@@ -30,7 +29,6 @@ SHARES = (0.75, 0.5, 0.25)  # the default of --shares where --macs is not given
 def add(parser: Parser) -> None:
     add_model(parser)
     add_data(parser, "calibration from its training images, measurement on --split")
-    add_mixed_data(parser)
     add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")
     option(parser, "--report", "FILE", "a page with curves over the MACs (HTML)")
     add_split(parser, "test")

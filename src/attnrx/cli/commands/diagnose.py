@@ -8,7 +8,6 @@ from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.options import (
     add_arguments,
     add_data,
-    add_mixed_data,
     add_model,
     add_out,
     add_running,
@@ -17,7 +16,6 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
-from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 
 SUMMARY = "measure the spectra and indicators of every layer and head of a model"
@@ -40,7 +38,6 @@ SHOWN = (
 def add(parser: Parser) -> None:
     add_model(parser)
     add_data(parser, "the images to run the model on")
-    add_mixed_data(parser)
     add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")
     add_split(parser, "validation")
     add_running(parser, 64)
@@ -51,10 +48,6 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    if arguments.mix_data is not None and arguments.split != "train":
-        raise InvalidInput(
-            f"--mix-data changes the training images, and --split {arguments.split} reads others: give --split train."
-        )
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = chosen_images(splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")

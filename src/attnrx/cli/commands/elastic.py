@@ -9,7 +9,6 @@ from attnrx.cli.options import (
     add_arguments,
     add_data,
     add_device,
-    add_mixed_data,
     add_model,
     add_out,
     given_arguments,
@@ -27,7 +26,6 @@ SETTINGS = ("batch", "threads", "seed")
 def add(parser: Parser) -> None:
     add_model(parser, "the model to make smaller")
     add_data(parser, "the images to plan and to verify on")
-    add_mixed_data(parser)
     budgets = parser.add_mutually_exclusive_group(required=True)
     add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
     add_out(parser, "the folder of the sizes; load PATH@macs=0.55 or PATH@faster=1.4", folder=True)

@@ -14,7 +14,6 @@ from attnrx.cli.options import (
     THREADS,
     TRIALS,
     add_data,
-    add_mixed_data,
     add_model,
     add_out,
     add_running,
@@ -39,7 +38,6 @@ def add(parser: Parser) -> None:
     option(parser, "--target", "TARGET", targets, required=True)
     option(parser, "--spend", ("latency", "macs", "params"), "the cost that max-drop minimizes (macs)")
     add_data(parser, "the images: training images for the plan, validation images for its predictions")
-    add_mixed_data(parser)
     add_out(parser, "the folder of plan.json and prescription.json", folder=True)
     space = parser.add_argument_group("search space")
     option(space, "--axes", "AXIS,AXIS", "qk, vo, mlp (fc1 and fc2) and tokens (all)")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import COUNT, SEED, STEPS, add_data, add_device, add_mixed_data, add_model, add_out, option
+from attnrx.cli.options import COUNT, SEED, STEPS, add_data, add_device, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -55,7 +55,6 @@ def add(parser: Parser) -> None:
     option(parser, "--repair", STEPS, REPAIR, 0)
     option(parser, "--distill", STEPS, DISTILL, 0)
     add_data(parser, "training images for --norms refit, fits of weights, --form and tokens by image", required=False)
-    add_mixed_data(parser)
     calibration = (
         "training images for --norms refit, --repair, --distill and tokens by image; the first 96 of them for --refine"
     )

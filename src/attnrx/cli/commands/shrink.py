@@ -11,7 +11,6 @@ from attnrx.cli.options import (
     add_arguments,
     add_data,
     add_device,
-    add_mixed_data,
     add_model,
     add_out,
     given_arguments,
@@ -32,7 +31,6 @@ SETTINGS = ("batch", "threads", "by_image", "seed")
 def add(parser: Parser) -> None:
     add_model(parser, "the model to make smaller")
     add_data(parser, "the images to plan and to verify on")
-    add_mixed_data(parser)
     target = parser.add_mutually_exclusive_group(required=True)
     add_arguments(target, "shrink", faster="TIMES", macs="SHARE", params="SHARE", max_drop=POINTS)
     add_out(parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
-from attnrx.data.mixing import MixedImages
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Step, greedy_to_budget, require_reachable
 from attnrx.decide.planning.budget import prescribed_costs
@@ -138,8 +137,6 @@ def plan_each(
 
 def _distinct(images: ImageSet, others: ImageSet, log: Log) -> ImageSet:
     """Returns the images that predictions are not measured on."""
-    if isinstance(images, MixedImages):  # composed of two datasets, which are divided before (`three_parts`)
-        return images
     new = without_images_of(images, others)
     if len(new) < len(images):
         log(f"{len(images) - len(new):,} of {len(images):,} images to plan on are among those to predict on: not used")
