@@ -94,11 +94,11 @@ def commands(page: str) -> list[str]:
 def test_the_named_extras_are_those_of_the_package(page: str) -> None:
     names = named_extras.named(extras(page))
     # What the first call needs, after minutes of work: named above it.
-    assert {"torch", "timm", "optuna", "onnx", "jinja2"} <= names
+    assert {"torch", "timm", "onnx", "jinja2"} <= names
     assert "pytest" not in names and "openvino" not in names
 
 
-@pytest.mark.parametrize(("module", "extra"), [("timm", "timm"), ("optuna", "plan"), ("accelerate", "train")])
+@pytest.mark.parametrize(("module", "extra"), [("timm", "timm"), ("accelerate", "train")])
 def test_modules_of_other_extras_cannot_be_imported(module: str, extra: str) -> None:
     assert module in named_extras.Refusing(["onnx"]).refused
     assert module not in named_extras.Refusing([extra]).refused and "torch" not in named_extras.Refusing([]).refused

@@ -83,7 +83,6 @@ def test_importing_the_package_imports_no_optional_library() -> None:
         "datasets",
         "torchvision",
         "sklearn",
-        "optuna",
         "jinja2",
         "accelerate",
         "attnrx_lab",

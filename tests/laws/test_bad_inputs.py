@@ -25,7 +25,7 @@ from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
 from attnrx.decide.planning import PlanSettings
-from attnrx.decide.planning.plan_search import open_study
+from attnrx.decide.planning.plan_search import stored_trials
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
@@ -891,8 +891,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "search without a seed": (lambda: PlanSettings(seed=None), "seed=None"),  # type: ignore[arg-type]
     "search without variations": (lambda: PlanSettings(variations=0), "variations=0"),
     "storage in no folder": (lambda: PlanSettings(storage="missing/a.db"), "the folder of the file does not exist"),
-    "storage of no database": (lambda: open_study(__file__, "name"), "cannot be opened as a storage"),
-    "storage of an unknown kind": (lambda: open_study("mine://trials", "name"), "cannot be opened"),
+    "storage of no database": (lambda: stored_trials(__file__, "name", 3), "is not readable JSON"),
     "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip
 

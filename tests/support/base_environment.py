@@ -15,7 +15,6 @@ import attnrx as rx
 OPTIONAL = (
     "accelerate",
     "datasets",
-    "optuna",
     "PIL",
     "rich",
     "scipy",

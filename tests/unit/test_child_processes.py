@@ -15,7 +15,7 @@ from attnrx_lab.sweeps import SweepStore, grid_jobs, run_jobs
 from support.sweep_work import work
 
 SOURCES = Path(child_processes.__file__).parents[2]
-NAMES = ("torch", "numpy", "json", "pickle", "sitecustomize", "usercustomize", "attnrx", "timm", "optuna", "encodings")
+NAMES = ("torch", "numpy", "json", "pickle", "sitecustomize", "usercustomize", "attnrx", "timm", "encodings")
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from attnrx.cli.parser import Parser
 from attnrx.decide.planning import plan_measurements
 from attnrx.support import optional
 from attnrx.support.errors import AttnrxError, NotSupported
-from attnrx.verbs.preflight import preflight
 from support import cases
 
 WRONG: dict[str, tuple[str, str]] = {
@@ -75,7 +74,6 @@ def test_a_function_names_what_is_wrong_before_it_loads_a_model(name: str, tmp_p
 @pytest.mark.parametrize(
     ("library", "extra", "call"),
     [
-        ("optuna", "plan", lambda: preflight(stores_trials=True)),
         ("jinja2", "report", lambda: rx.elastic("svda:digits", "digits", "sizes", macs=(0.5,))),
         ("openvino", "openvino", lambda: rx.shrink("svda:digits", "digits", macs=0.5, to="openvino")),
         ("onnxruntime", "onnx", lambda: rx.shrink("svda:digits", "digits", macs=0.5, to="int8")),

@@ -24,7 +24,7 @@ from attnrx.decide.planning.allocation import Frontier, Step, even_weights, gree
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import MemoryStudy, Proposals, Trial, refine_plan, varied, weights_of
+from attnrx.decide.planning.plan_search import Proposals, Trial, refine_plan, varied, weights_of
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.planner import HOPELESS, Planner, PlansAtCost
 from attnrx.decide.planning.reference_outputs import Answers
@@ -281,7 +281,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
 def test_a_search_goes_on_where_it_stopped(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, tmp_path: Path
 ) -> None:
-    storage = str(tmp_path / "trials.db")
+    storage = str(tmp_path / "trials.json")
 
     def sought(trials: int) -> Plan:
         settings = PlanSettings(("qk", "tokens"), trials=trials, storage=storage, batch_size=12)
@@ -362,7 +362,7 @@ def test_an_interrupted_search_has_the_trials_of_an_uninterrupted_one(
     def found(storage: str | None, count: int = 0, dies: bool = False) -> tuple[Trial, ...]:
         return refine_plan(space, PlanSettings(trials=7, storage=storage), "name", AddedUp(planner, count, dies), first)
 
-    storage = str(tmp_path / "trials.db")
+    storage = str(tmp_path / "trials.json")
     if dies:
         process = multiprocessing.get_context("fork").Process(target=found, args=(storage, count, True))
         process.start()
@@ -442,8 +442,7 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))
     start = budget.tried({}, budget.step({}, before))
     budget.made.clear()
-    study = MemoryStudy()
-    knobs, step = Proposals(space, budget, start, even=(), broad=0, settings=PlanSettings()).next(study.ask())
+    knobs, step = Proposals(space, budget, start, even=(), broad=0, settings=PlanSettings()).next([])
     new = [own for own in budget.made if own.choices != before]
     assert len(new) >= PlanSettings().variations and len({own.sensitivity for own in new}) > 1
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}

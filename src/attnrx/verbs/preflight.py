@@ -12,10 +12,6 @@ from attnrx.data.splits import DatasetReader
 from attnrx.support.errors import CheckpointError
 from attnrx.support.optional import require_installed
 
-# The libraries that an extra installs, for each purpose.
-PLAN = ("plan", "storing the trials of a plan", ("optuna",))
-REPORT = ("report", "the report", ("jinja2",))
-
 
 def preflight(
     *,
@@ -23,22 +19,20 @@ def preflight(
     columns: Columns | None = None,
     folder: Path | str | None = None,
     formats: Iterable[Format] = (),
-    stores_trials: bool = False,
     report: bool = False,
 ) -> None:
     """Checks what a long call will need, in the first second.
 
-    `data` is checked where it is a name or a path, `formats` are those of the files to write; with `stores_trials` the
-    call stores the trials of a plan, with `report` it writes the HTML report.
+    `data` is checked where it is a name or a path, `formats` are those of the files to write; with `report`
+    the call writes the HTML report.
 
     Raises:
         NotSupported: A library is missing; the message names the extra that installs it.
         DataError: There is no such dataset, or it lacks a column that was named.
         CheckpointError: The output folder cannot be written.
     """
-    for needed, (extra, purpose, libraries) in ((stores_trials, PLAN), (report, REPORT)):
-        if needed:
-            require_installed(extra, purpose, *libraries)
+    if report:
+        require_installed("report", "the report", "jinja2")
     for form in formats:
         require_installed(form.extra, f"the format {form.name}", *form.libraries)
     if folder is not None:

@@ -60,7 +60,6 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
-from attnrx.support.optional import is_installed
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.shapes import ImageBatch
 from attnrx.support.subprocess_runner import shared_subprocess
@@ -310,8 +309,7 @@ class ShrinkRun:
                 state.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
-            if is_installed("optuna"):  # otherwise an interrupted call makes its trials again
-                settings = replace(settings, storage=str(state / "trials.db"))
+            settings = replace(settings, storage=str(state / "trials.json"))
         begin("reading the images")
         kind = output_kind_of(original)
         settings = settings.for_outputs(kind)

@@ -48,7 +48,7 @@ def add(parser: Parser) -> None:
     option(search, "--images", COUNT, "training images for the plan (192, 512 or 1024, by effort)")
     option(search, "--other-images", COUNT, "validation images for its predictions", 256)
     option(search, "--trials", TRIALS, "plans to realize and measure (10, 32 or 48, by effort)")
-    option(search, "--storage", "PATH", "the storage of the trials: a file, or an Optuna URL")
+    option(search, "--storage", "PATH", "a JSON file of the trials, by which an interrupted search goes on")
     timing = parser.add_argument_group("measured latency, for targets of latency only")
     option(timing, "--batch", BATCH, "batch size (32)")
     option(timing, "--threads", THREADS, "CPU threads (torch's default)")
@@ -65,7 +65,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     settings = replace(_settings(arguments), log=log)
     from attnrx.verbs.preflight import preflight  # imports torch
 
-    preflight(folder=arguments.out, stores_trials=settings.storage is not None)
+    preflight(folder=arguments.out)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments, distinct=True)
     for note in splits.notes:

@@ -1,31 +1,28 @@
 """Refinement of a plan by measured divergence: a search over the weights of the sensitivities.
 
 A weight of the sensitivities per axis, and its slope over the layers, are drawn at random. Then the best plan is
-varied: a few choices are changed at random, and a greedy closed form meets the budget from there. Optuna stores the
-trials, if they are stored; which plans are tried does not depend on it.
+varied: a few choices are changed at random, and a greedy closed form meets the budget from there. The next plan
+depends on the trials before it alone, so that a search whose trials were stored goes on as if it had not been
+interrupted.
 """
 
 import hashlib
-import os
-import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
 from attnrx.decide.planning.allocation import Step, even_weights
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.sensitivity import Weights
-from attnrx.decide.planning.space import AXES, TOKENS, Choices, Space
-from attnrx.support.atomic_writes import process_runs
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.optional import required_module
+from attnrx.decide.planning.space import AXES, RANKS, TOKENS, Choices, Space
+from attnrx.support.dataclass_records import from_dict, to_dict
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.support.progress import track
-from attnrx.support.validation import require_regular
+from attnrx.support.storage import check_schema, read_json, write_json
 
 # The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others,
 # at least BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of several
@@ -34,8 +31,7 @@ from attnrx.support.validation import require_regular
 EVEN, BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 6, 1 / 4, 3, 3, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
-KNOBS, CHOICES, MEASURED = "knobs", "choices", "measured"
-OWNER = "owner"  # the host and the process of a trial
+KIND, SCHEMA = "attnrx trials", 1  # of the file of stored trials
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,6 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
     return choices
 
 
-@runtime_checkable
 class PlanBuilder(Protocol):
     """Builds plans at one cost, and measures them."""
 
@@ -103,140 +98,63 @@ def refine_plan(
     """Builds and measures further plans, and returns all trials in order, `first` included (see `Proposals`).
 
     Raises:
-        InvalidInput: The storage of trials cannot be opened.
-        CheckpointError: A stored trial was edited or is damaged.
+        CheckpointError: The file of stored trials was edited or is damaged.
     """
     if settings.trials < 2:
         return (first,)
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
     # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-    study = open_study(settings.storage, f"attnrx 9 {hashlib.sha256(requested.encode()).hexdigest()[:16]}")
+    search, path = f"10 {hashlib.sha256(requested.encode()).hexdigest()[:16]}", settings.storage
+    trials = [] if path is None else stored_trials(path, search, space.depth)
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (settings.trials - len(even))))
     proposals = Proposals(space, builder, first, even, broad, settings)
-
-    def measure(trial: Any) -> float:
-        trial.set_user_attr(OWNER, [platform.node(), os.getpid()])
-        knobs, step = proposals.next(trial)
-        trial.set_user_attr(KNOBS, knobs)
-        trial.set_user_attr(CHOICES, asdict(step.choices))
-        finished = [_trial_of(past) for past in trial.study.get_trials(deepcopy=False) if past.value is not None]
-        measured = builder.tried(knobs, step, min((first, *finished), key=lambda known: known.softened))
-        values = {"cost": step.cost, "sensitivity": step.sensitivity, "divergence": measured.divergence}
-        trial.set_user_attr(MEASURED, values)
-        return measured.softened
-
-    # A resumed study has trials of an earlier run, or of another machine.
-    if settings.storage is not None:
-        _require_readable(study, space, settings.storage)
-        _fail_abandoned(study)
-    num_measured = sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
-    if num_measured < settings.trials:
-        for _ in track(range(settings.trials - num_measured), "searching plans"):
-            trial = study.ask()
-            try:
-                study.tell(trial, measure(trial))
-            except BaseException:
-                if settings.storage is not None:
-                    _fail_abandoned(study)
-                raise
-    # All trials of the study, so that a resumed search has the finalists of one without interruption.
-    return first, *(_trial_of(past) for past in study.get_trials(deepcopy=False) if past.value is not None)
+    for _ in track(range(settings.trials - len(trials)), "searching plans"):
+        knobs, step = proposals.next(trials)
+        trials.append(builder.tried(knobs, step, _best(first, trials)))
+        if path is not None:
+            store_trials(path, search, trials)
+    # All that are stored, so that a resumed search has the finalists of one without interruption.
+    return first, *trials
 
 
-@dataclass
-class _MemoryTrial:
-    study: "MemoryStudy"
-    number: int
-    value: float | None = None
-    user_attrs: dict[str, Any] = field(default_factory=dict)
-    state: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
-
-    def set_user_attr(self, name: str, value: Any) -> None:
-        self.user_attrs[name] = value
-
-
-class MemoryStudy:
-    """The part of an Optuna study that the search uses, for trials that are not stored."""
-
-    def __init__(self):
-        self._trials: list[_MemoryTrial] = []
-
-    def ask(self) -> _MemoryTrial:
-        self._trials.append(_MemoryTrial(self, len(self._trials)))
-        return self._trials[-1]
-
-    def tell(self, trial: _MemoryTrial, value: float) -> None:
-        trial.value = value
-
-    def get_trials(self, deepcopy: bool = False) -> list[_MemoryTrial]:
-        return self._trials
-
-
-def open_study(storage: str | None, name: str) -> Any:
-    """Returns the study of this name in the storage, with the trials that it has.
+def stored_trials(path: str, search: str, depth: int) -> list[Trial]:
+    """Returns the trials of a search that a file has, for a model of this depth; none without the file.
 
     Raises:
-        InvalidInput: The storage cannot be opened.
-        NotSupported: Optuna, which stores the trials, is not installed.
+        CheckpointError: The file was edited or is damaged.
     """
-    if storage is None:
-        return MemoryStudy()
-    optuna = required_module("optuna", "plan", "storing the trials of a plan")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
-    address = storage
-    if "://" not in storage:
-        address = f"sqlite:///{storage}"
-        if Path(storage).exists():
-            require_regular(storage)  # SQLite would wait for a pipe
+    if not Path(path).exists():
+        return []
     try:
-        return optuna.create_study(storage=address, study_name=name, load_if_exists=True)
-    # ImportError: the driver of the database is missing. RuntimeError: its tables are those of another version.
-    except (sqlalchemy.exc.SQLAlchemyError, ImportError, RuntimeError) as error:
-        cause = str(error).partition("\n")[0]
-        raise InvalidInput(
-            f"storage={storage!r} cannot be opened as a storage of trials ({cause}); give another, or omit it."
-        ) from error
+        trials = [from_dict(record, (Trial, Step, Choices)) for record in _searches(path).get(search, [])]
+        numbers = [number for trial in trials for number in trial.knobs.values()]
+        sizes = {len(getattr(trial.step.choices, axis)) for trial in trials for axis in (*RANKS, "num_pruned")}
+        if not all(isinstance(number, float | int) for number in numbers) or sizes - {depth}:
+            raise InvalidInput("a knob is no number, or a plan is one for another model")
+    except (InvalidInput, UnknownName, TypeError) as error:
+        raise CheckpointError(f"{path} holds trials of a search that were edited ({error}). Delete it.") from error
+    return trials
 
 
-def _require_readable(study: Any, space: Space, storage: str | None) -> None:
-    """Raises CheckpointError if a stored trial was damaged or edited."""
-    problem = f"{storage} holds trials of a search that cannot be read"
-    sqlalchemy = required_module("sqlalchemy", "plan", "storing the trials of a plan")
-    try:
-        for trial in study.get_trials(deepcopy=False):
-            host, process = trial.user_attrs.get(OWNER, ("", 0))
-            valid = isinstance(host, str) and isinstance(process, int)
-            if valid and trial.value is not None:
-                stored = _trial_of(trial)
-                choices = asdict(stored.step.choices).values()
-                valid = all(len(part) == space.depth and all(isinstance(one, int) for one in part) for part in choices)
-                numbers = [stored.step.cost, stored.step.sensitivity, stored.divergence, *stored.knobs.values()]
-                valid = valid and all(isinstance(number, float | int) for number in numbers)
-            if not valid:
-                raise CheckpointError(f"{problem}: trial {trial.number} was edited. Delete it; it is made again.")
-    except (sqlalchemy.exc.SQLAlchemyError, KeyError, TypeError, ValueError, AttributeError) as error:
-        cause = str(error).partition("\n")[0]
-        raise CheckpointError(f"{problem} ({cause}). Delete it; it is made again.") from error
+def store_trials(path: str, search: str, trials: Sequence[Trial]) -> None:
+    """Writes the trials of a search, beside those of others in the file."""
+    searches = _searches(path) if Path(path).exists() else {}
+    write_json(path, {"kind": KIND, "schema": SCHEMA, "searches": {**searches, search: [*map(to_dict, trials)]}})
 
 
-def _fail_abandoned(study: Any) -> None:
-    """Marks the running trials as failed whose process on this machine has ended."""
-    for trial in study.get_trials(deepcopy=False):
-        host, process = trial.user_attrs.get(OWNER, (None, None))
-        # In a new container a process may have the id of the one that ended.
-        ended = host == platform.node() and (process == os.getpid() or not process_runs(process))
-        if ended and not trial.state.is_finished():
-            with suppress(ValueError):  # another process was faster
-                study.tell(trial.number, state=type(trial.state).FAIL)
+def _searches(path: str) -> dict[str, Any]:
+    record = read_json(path)
+    check_schema(record, KIND, SCHEMA, path)
+    searches = record.get("searches")
+    if not isinstance(searches, dict) or not all(isinstance(trials, list) for trials in searches.values()):
+        raise CheckpointError(f"{path} lacks the trials of its searches. Delete it.")
+    return searches
 
 
-def _num_valid(study: Any, before: int | None = None) -> int:
-    """Returns the number of trials that did not fail, those with numbers below `before`, by default all."""
-    trials = study.get_trials(deepcopy=False)[:before]
-    return sum(trial.state.name != "FAIL" for trial in trials)
+def _best(first: Trial, trials: Sequence[Trial]) -> Trial:
+    return min((first, *trials), key=lambda trial: trial.softened)
 
 
 @dataclass(frozen=True)
@@ -252,11 +170,9 @@ class Proposals:
     broad: int
     settings: PlanSettings
 
-    def next(self, trial: Any) -> tuple[dict[str, float], Step]:
-        start = self.start.knobs
-        # By the number of the trial, which is unique in the study: machines that share it divide the proposals. Those
-        # of interrupted trials are made again.
-        number = _num_valid(trial.study, trial.number)
+    def next(self, trials: Sequence[Trial]) -> tuple[dict[str, float], Step]:
+        """Returns the knobs and the plan to measure after these trials."""
+        start, number = self.start.knobs, len(trials)
         if number < len(self.even):
             with suppress(NotSupported):  # nothing near this schedule is cheap enough
                 return start, self.builder.step(start, self.even[number])
@@ -264,38 +180,21 @@ class Proposals:
         # A generator per proposal: a resumed search draws the same as one without interruption.
         random = np.random.default_rng((self.settings.seed, number))
         if number >= len(self.even) + self.broad:
-            return self._near(trial, random)
+            return self._near(trials, random)
         ranges = search_ranges(self.space).items()
         knobs = {name: start[name] + float(random.uniform(-span, span)) for name, span in ranges}
         return knobs, self.builder.step(knobs)
 
-    def _near(self, trial: Any, random: np.random.Generator) -> tuple[dict[str, float], Step]:
-        finished = [past for past in trial.study.get_trials(deepcopy=False) if past.value is not None]
-        measured = [self.start.step.choices, *(_known(past)[1] for past in finished)]
-        best = min(finished, key=lambda past: past.value, default=None)
-        # The plan of the closed form is no trial of the study, and may be the best.
-        knobs, choices = self.start.knobs, self.start.step.choices
-        if best is not None and best.value < self.start.softened:
-            knobs, choices = _known(best)
+    def _near(self, trials: Sequence[Trial], random: np.random.Generator) -> tuple[dict[str, float], Step]:
+        # The plan of the closed form may be the best.
+        measured, best = {trial.step.choices for trial in (self.start, *trials)}, _best(self.start, trials)
         steps: list[Step] = []
         for _ in range(ATTEMPTS):
             with suppress(NotSupported):  # the varied plan may not reach the budget
-                step = self.builder.step(knobs, varied(self.space, choices, random))
+                step = self.builder.step(best.knobs, varied(self.space, best.step.choices, random))
                 steps += [step] * (step.choices not in measured)  # a plan is measured once
             if len(steps) == self.settings.variations:
                 break
         if not steps:
-            return knobs, self.builder.step(knobs, choices)
-        return knobs, min(steps, key=lambda step: step.sensitivity)
-
-
-def _known(trial: Any) -> tuple[dict[str, float], Choices]:
-    """Returns the knobs and the choices of a stored trial."""
-    choices = {name: tuple(value) for name, value in trial.user_attrs[CHOICES].items()}
-    return trial.user_attrs[KNOBS], Choices(**choices)
-
-
-def _trial_of(stored: Any) -> Trial:
-    (knobs, choices), measured = _known(stored), stored.user_attrs[MEASURED]
-    step = Step(choices, measured["cost"], measured["sensitivity"])
-    return Trial(knobs, step, measured["divergence"], stored.value)
+            return best.knobs, self.builder.step(best.knobs, best.step.choices)
+        return best.knobs, min(steps, key=lambda step: step.sensitivity)

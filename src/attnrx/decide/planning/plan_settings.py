@@ -75,9 +75,9 @@ class PlanSettings:
     `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
     the cost without a new search.
 
-    Every random draw has the `seed`. With `storage`, a file or an Optuna URL, trials are stored under a name derived
-    from the request: an interrupted search is resumed, and several machines can share it. `batch_size` is the batch
-    size for measuring outputs; `log` is called with progress messages.
+    Every random draw has the `seed`. With `storage`, a JSON file, trials are stored under a name derived from the
+    request, and an interrupted search is resumed. `batch_size` is the batch size for measuring outputs; `log` is
+    called with progress messages.
     """
 
     axes: tuple[str, ...] | None = None
@@ -137,7 +137,7 @@ class PlanSettings:
             require_axes(self.axes)
         if self.to is not None:
             parse_format(self.to)
-        if self.storage is not None and "://" not in self.storage and not Path(self.storage).absolute().parent.is_dir():
+        if self.storage is not None and not Path(self.storage).absolute().parent.is_dir():
             raise InvalidInput(f"storage={self.storage!r}: the folder of the file does not exist; make it, or omit it.")
 
     @classmethod
