@@ -55,14 +55,12 @@ for layer, ranks in enumerate(prescription.ranks, start=1):
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
-# For a target in MACs, `prescribe_within` finds the largest share within it, in closed form, before anything is
-# built.
+# What a prescription costs is known in closed form, before anything is built. For a target, `rx.plan` chooses the
+# ranks of every layer ([how](plan.md)).
 
 # %%
-template = "qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}"
-within = rx.prescribe_within(model, diagnosis, template, rx.Budget(macs=0.8))
-found = within.about["budget"]
-print(f"share kept: {found['shares'][0]:.3f}, share of the MACs: {found['spent'][0]:.3f}")
+costs = rx.planning.prescribed_costs(model, prescription)
+print(f"share of the MACs: {costs.macs / rx.models.family_of(model).costs(model).macs:.3f}")
 
 # %% [markdown]
 # ## Realize

@@ -21,7 +21,6 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it.
 HOMES = {
     "AttnrxError": "attnrx.support.errors",
-    "Budget": "attnrx.decide.planning.budget",
     "Diagnosis": "attnrx.nouns.diagnosis",
     "Evidence": "attnrx.nouns.evidence",
     "Finding": "attnrx.nouns.evidence",
@@ -42,7 +41,6 @@ HOMES = {
     "measure_sublayers": "attnrx.decide.sublayers",
     "plan": "attnrx.decide.planning",
     "prescribe": "attnrx.verbs.prescribe",
-    "prescribe_within": "attnrx.decide.planning.budget",
     "push_to_hub": "attnrx.verbs.save",
     "realize": "attnrx.change.realization",
     "refine": "attnrx.change.realization.refinement",
@@ -77,7 +75,6 @@ _PACKAGES = {
 
 __all__ = [
     "AttnrxError",
-    "Budget",
     "Diagnosis",
     "Evidence",
     "Finding",
@@ -101,7 +98,6 @@ __all__ = [
     "measure_sublayers",
     "plan",
     "prescribe",
-    "prescribe_within",
     "push_to_hub",
     "realize",
     "refine",
@@ -131,7 +127,6 @@ if TYPE_CHECKING:
     from attnrx.decide import diagnostics, planning, rules  # noqa: F401
     from attnrx.decide.diagnosing import diagnose, measure_divergence
     from attnrx.decide.planning import plan
-    from attnrx.decide.planning.budget import Budget, prescribe_within
     from attnrx.decide.rules import control_prescriptions
     from attnrx.decide.sublayers import measure_sublayers
     from attnrx.nouns.diagnosis import Diagnosis

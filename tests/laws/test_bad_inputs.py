@@ -861,12 +861,6 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "patch_size": (lambda: rx.ViTConfig.uniform(patch_size=0), "patch_size"),
     "image_size of a model": (lambda: rx.ViTConfig.uniform(image_size=2**20), "image_size"),
     "std": (lambda: rx.ViTConfig.uniform(std=(0.0, 1.0, 1.0)), "std"),
-    "budget": (lambda: rx.Budget(NAN), "macs=nan"),
-    "budget as text": (lambda: rx.Budget("0.5"), "macs='0.5'"),  # type: ignore[arg-type]
-    "share in place of a budget": (
-        lambda: rx.prescribe_within(small_model(), small_model(), "tokens=tome:{share}@2", 0.5),  # type: ignore[arg-type]
-        "budget=0.5): give a Budget",
-    ),
     "share as text": (lambda: rx.load("elastic", macs="0.5"), "macs='0.5'"),  # type: ignore[arg-type]
     "speed as text": (lambda: rx.load("elastic", faster="1.5"), "faster='1.5'"),  # type: ignore[arg-type]
     "one budget for several sizes": (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import attnrx as rx
 from attnrx.change.realization.repair import Repair, repair
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules import control_prescriptions, parse_rules
 from attnrx.decide.sublayers import observing_sublayers
 from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName

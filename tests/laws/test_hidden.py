@@ -11,7 +11,7 @@ import attnrx as rx
 from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.decompositions.hidden_units import BLOCK
 from attnrx.change.decompositions.least_squares import DAMPING
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules import control_prescriptions
 from attnrx.decide.rules.outputs import HIDDEN_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName

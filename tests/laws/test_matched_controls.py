@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import attnrx as rx
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules import CONTROLS, control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription

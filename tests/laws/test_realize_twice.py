@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.support.errors import NoOpPrescription
 from attnrx.vit.models import family_of
 from support import cases

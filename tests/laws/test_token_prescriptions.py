@@ -12,7 +12,7 @@ from torch import nn
 
 from attnrx.change.realization import prescribed_tokens, realize
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.planning.space import Space
 from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis

@@ -92,12 +92,6 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
         "measure_sublayers": {"model": model, "diagnosis": diagnosis, "images": images},
         "plan": {"model": model, "diagnosis": diagnosis, "target": "macs=0.5x", "images": images, "others": images},
         "prescribe": {"diagnosis": diagnosis, "rules": "qk=total_rank:0.5"},
-        "prescribe_within": {
-            "model": model,
-            "diagnosis": diagnosis,
-            "template": "qk=total_rank:{share}",
-            "budget": rx.Budget(0.9),
-        },
         "push_to_hub": {"folder": folder / "missing", "repository": "me/slim"},
         "realize": {"model": model, "prescription": prescription},
         "refine": {**pair, "calibration": images},
@@ -118,7 +112,6 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 SETTINGS: Mapping[type, Mapping[str, Any]] = {
-    rx.Budget: {"macs": 0.5},
     rx.TrainingConfig: {},
     Augmentation: {},
     Columns: {},

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 import attnrx as rx
 from attnrx.data import Columns
-from attnrx.decide.planning.budget import prescribed_costs
-from attnrx.decide.rules import Template
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.nouns.prescription import LayerPrescription
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models import family_of
+from attnrx_lab.baselines.shares import largest_share
+from attnrx_lab.comparison.template import Template, costs_at
 from support import cases, pretrained
 
 RECORD = Path(__file__).with_name("behaviour.json")
@@ -151,7 +152,10 @@ def prescribed(setting: Setting) -> rx.Prescription:
     """Prescribes what the setting states."""
     given = subject(setting.model)
     if setting.macs is not None:
-        return rx.prescribe_within(given.model, given.diagnosis, Template(setting.rules), rx.Budget(setting.macs))
+        template, most = Template(setting.rules), setting.macs * family_of(given.model).costs(given.model).macs
+        share = largest_share(lambda share: costs_at(given.model, given.diagnosis, template, share).macs <= most)
+        assert share is not None
+        return rx.prescribe(given.diagnosis, template.at(share))
     return rx.prescribe(given.diagnosis, setting.rules)
 
 

@@ -121,32 +121,6 @@ def test_costs_price_the_prescription_as_it_is_then_realized(chain: SimpleNamesp
     assert 0 < exact["macs_down_percent"] < priced["macs_down_percent"]
 
 
-def test_a_target_in_macs_is_met_and_priced(chain: SimpleNamespace) -> None:
-    out = chain.root / "within.json"
-    requested = ("--rules", "energy_retention:{share}", "--macs", 0.95, "--model", chain.run, "--out", out)
-    found = record("prescribe", chain.diagnosis, *requested)
-    (spent,), (share,) = found["budget"]["spent"], found["budget"]["shares"]
-    priced = record("costs", chain.run, "--prescription", out)
-    assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.9 < spent <= 0.95
-    assert found["rules"] == {"qk": f"energy_retention:{share}"}
-    by_layer = record("prescribe", chain.diagnosis, *requested, "--of", "qk")
-    assert all(spent <= 0.95 for spent in by_layer["budget"]["spent"]) and len(by_layer["budget"]["spent"]) > 1
-    assert "95 % were allowed" in call("prescribe", chain.diagnosis, *requested).out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--rules", "top_rank:{share}"), "go with --macs"),
-        (("--rules", "top_rank:3", "--of", "qk"), "go with --macs"),
-        (("--rules", "energy_retention:{share}", "--macs", 0.9), "--model NAME"),
-    ],
-)
-def test_a_target_that_is_half_said_is_refused(chain: SimpleNamespace, words: tuple[object, ...], message: str) -> None:
-    done = call("prescribe", chain.diagnosis, *words, "--out", chain.root / "not.json")
-    assert done.code != 0 and message in done.err and not (chain.root / "not.json").exists()
-
-
 @pytest.mark.slow
 def test_methods_and_baselines_are_compared_at_equal_macs(chain: SimpleNamespace) -> None:
     out = chain.root / "comparison.json"

@@ -108,9 +108,6 @@ def test_tokens_alone_are_prescribed_for_a_model(made: SimpleNamespace) -> None:
     assert record("diff", out, other)["same"] is True
     slim = record("realize", made.run, "--prescription", out, "--out", made.root / "dropped")
     assert slim["macs_down_percent"] > 0
-    within = made.root / "model_within.json"
-    found = record("prescribe", made.run, "--rules", "tokens=random:{share}@2,3", "--macs", 0.7, "--out", within)
-    assert 0.6 < found["budget"]["spent"][0] <= 0.7
     named = record("prescribe", "dense:digits", "--rules", f"tokens={POLICY}", "--out", made.root / "named.json")
     assert named["tokens"]["policy"] == POLICY
 
@@ -208,17 +205,11 @@ def test_bad_input_is_told_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: SimpleNamespace) -> None:
+def test_a_policy_is_priced_beside_compressed_forms(made: SimpleNamespace) -> None:
     plain = record("costs", "dense:digits", "--qk", "truncatt:4", "--mlp", 8)
     both = record("costs", "dense:digits", "--qk", "truncatt:4", "--mlp", 8, "--tokens", "dynamicvit:0.5@2,3")
     assert both["policy"] == "dynamicvit:0.5@2,3" and both["tokens"] == [64, 32, 16]
     assert 0 < both["predictor_macs"] < both["macs"] < plain["macs"] and plain["policy"] is None
-    out = made.root / "within.json"
-    requested = ("--rules", "tokens=random:{share}@2,3", "--macs", 0.7, "--model", made.run, "--out", out)
-    found = record("prescribe", made.diagnosis, *requested)
-    priced = record("costs", made.run, "--prescription", out)
-    (spent,) = found["budget"]["spent"]
-    assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.6 < spent <= 0.7
 
 
 @pytest.mark.slow

@@ -11,23 +11,21 @@ from attnrx_lab.baselines.factoring import (
     ModelCompressor,
 )
 from attnrx_lab.baselines.gated import GatedBaseline
-from attnrx_lab.baselines.gates import GATES, GateBudget, GatedModel, prescribe_gates
+from attnrx_lab.baselines.gates import GatedModel, prescribe_gates
 from attnrx_lab.baselines.prescribed import PrescribedBaseline
 from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 
 PRESCRIBED: Mapping[str, type[PrescribedBaseline]] = {each.name: each for each in (CorpBaseline, SnapVitBaseline)}
-BASELINES = (*FACTORS, *PRESCRIBED, *GATES, "diffrate", "torch_pruning")
+BASELINES = (*FACTORS, *PRESCRIBED, "wdpruning", "diffrate", "torch_pruning")
 
 __all__ = [
     "BASELINES",
     "FACTORS",
-    "GATES",
     "PRESCRIBED",
     "CorpBaseline",
     "DiffRateBaseline",
     "FactoringBaseline",
-    "GateBudget",
     "GatedBaseline",
     "GatedModel",
     "MapStatistics",

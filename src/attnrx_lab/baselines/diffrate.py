@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.data import ImageSet
-from attnrx.decide.planning.budget import largest_share
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.costs import ModelCosts
@@ -17,6 +16,7 @@ from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import DTPS, ClassAttention, Predicting, Shape, TokenPolicy, TokenState
 from attnrx.vit.tokens.reducer import KeepDrop
 from attnrx_lab.baselines.searched import SearchedBaseline
+from attnrx_lab.baselines.shares import largest_share
 
 STEPS, BATCH = 40, 8
 LEARNING_RATE = 0.05

@@ -14,7 +14,6 @@ from torch import nn
 
 from attnrx.change.decompositions import LowRank, break_even_rank, plain_svd
 from attnrx.data import ImageSet
-from attnrx.decide.planning.budget import GRID, largest_share
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.attention import Eager, using
@@ -22,6 +21,7 @@ from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models import LowRankLinear, evaluating, family_of
 from attnrx_lab.baselines.factors import asvd, fwsvd, svd_llm
+from attnrx_lab.baselines.shares import GRID, largest_share
 
 
 class ModelCompressor(ABC):

@@ -1,17 +1,14 @@
-"""Learned gates on query-key dimensions, value dimensions and hidden units: VTP, WDPruning and UVC."""
+"""Learned gates on query-key dimensions, value dimensions and hidden units: WDPruning."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.nouns.prescription import (
     Decision,
     HeadDecision,
@@ -21,78 +18,44 @@ from attnrx.nouns.prescription import (
     Prescription,
     ScoreDecision,
 )
-from attnrx.support.arguments import SHARE, Kind
-from attnrx.support.errors import NotSupported, UnknownName
+from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.training.losses import Loss, LossContext
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx_lab.baselines.factoring import linear_at, weights_at
-
-VTP, WDPRUNING, UVC = GATES = ("vtp", "wdpruning", "uvc")
 
 GATED = {"qk": "query", "vo": "output", "hidden": "fc2"}
 """The map whose weight holds the gates of a kind of units: rows of the query, columns of the other two."""
 
-SURROGATE = 0.1  # of the ranks in [0, 1]: the width of the sigmoid that stands for the step of WDPruning
-OPEN = 3.0  # the first score of UVC: a gate of 0.95
+SURROGATE = 0.1  # of the ranks in [0, 1]: the width of the sigmoid that stands for the step
 
 UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
 
 
 class UnitGates(nn.Module):
-    """The scores of all units by layer and kind, with a threshold for each, and the multiplier of UVC.
+    """The scores of all units by layer and kind, with a threshold for each (WDPruning: Yu et al., AAAI 2022).
 
-    - VTP (Zhu et al., 2021, arXiv 2104.08500): a gate is its score, which starts at 1.
-    - WDPruning (Yu et al., AAAI 2022): a gate is 1 where the score is above the learned threshold of its layer and
-      kind, else 0; gradients pass the step as those of a sigmoid.
-    - UVC (Yu et al., ICLR 2022, arXiv 2203.08243): a gate is the sigmoid of its score, and the budget has a Lagrange
-      multiplier.
-
-    The papers state the gates of VTP, the thresholds of WDPruning and the primal-dual budget of UVC. Ours are: the
-    units (those that prescriptions of attnrx remove); the scores of WDPruning start at the rank of a unit by the norms
-    of its weights; UVC's sigmoid in place of its sorted magnitudes, and no removal of blocks.
+    A gate is 1 where the score is above the learned threshold of its layer and kind, else 0; gradients pass the step as
+    those of a sigmoid. Ours are: the units (those that prescriptions of attnrx remove), and that the scores start at
+    the rank of a unit by the norms of its weights.
     """
 
-    def __init__(self, model: nn.Module, kind: str):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        if kind not in GATES:
-            raise UnknownName("kind of gates", kind, GATES)
-        self.kind = kind
         self.scores, self.thresholds = nn.ParameterDict(), nn.ParameterDict()
-        for (layer, name), first in unit_norms(model).items():
-            # The ranks of WDPruning lie above its first threshold, 0: no method starts with a closed gate.
-            start = {VTP: torch.ones_like(first), WDPRUNING: _ranks(first), UVC: torch.full_like(first, OPEN)}[kind]
-            self.scores[f"{layer}-{name}"] = nn.Parameter(start)
-            if kind == WDPRUNING:
-                self.thresholds[f"{layer}-{name}"] = nn.Parameter(start.new_zeros(()))
-        self.multiplier = nn.Parameter(torch.zeros(()))  # through a softplus in `GateBudget`, so never negative
+        for (layer, name), norms in unit_norms(model).items():
+            # The ranks lie above the first threshold, 0: no gate starts closed.
+            self.scores[f"{layer}-{name}"] = nn.Parameter(_ranks(norms))
+            self.thresholds[f"{layer}-{name}"] = nn.Parameter(norms.new_zeros(()))
 
-    def gate(self, layer: int, name: str) -> Float[Tensor, "units"]:
-        """Returns the gates of the units of one kind in a layer."""
-        score = self.scores[f"{layer}-{name}"]
-        if self.kind == VTP:
-            return score
-        if self.kind == UVC:
-            return score.sigmoid()
-        distance = score - self.thresholds[f"{layer}-{name}"]
-        soft = (distance / SURROGATE).sigmoid()
-        # Straight-through: the value is that of the step, the gradient that of the sigmoid.
-        return (distance > 0).to(soft) + soft - soft.detach()
+    def margins(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
+        """Returns the scores less their thresholds, by which units are kept."""
+        places = {key: key.partition("-") for key in self.scores}
+        return {(int(layer), name): self.scores[key] - self.thresholds[key] for key, (layer, _, name) in places.items()}
 
     def gates(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-        places = [key.partition("-") for key in self.scores]
-        return {(int(layer), name): self.gate(int(layer), name) for layer, _, name in places}
-
-    def importance(self) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-        """Returns the order in which units are kept: the size of a gate, or a score less its threshold."""
-        order = {}
-        for layer, name in self.gates():
-            score = self.scores[f"{layer}-{name}"].detach()
-            if self.kind == WDPRUNING:
-                score = score - self.thresholds[f"{layer}-{name}"].detach()
-            # A gate of VTP is a factor of either sign; a sigmoid has the order of its scores.
-            order[layer, name] = score.abs() if self.kind == VTP else score
-        return order
+        softs = {place: (margin, (margin / SURROGATE).sigmoid()) for place, margin in self.margins().items()}
+        # Straight-through: the value is that of the step, the gradient that of the sigmoid.
+        return {place: (margin > 0).to(soft) + soft - soft.detach() for place, (margin, soft) in softs.items()}
 
 
 class GatedModel(nn.Module):
@@ -103,7 +66,7 @@ class GatedModel(nn.Module):
             linear maps.
     """
 
-    def __init__(self, model: nn.Module, kind: str):
+    def __init__(self, model: nn.Module):
         super().__init__()
         family = family_of(model)
         plain = all(attention.spec.is_plain for attention in family.attention(model))
@@ -118,27 +81,23 @@ class GatedModel(nn.Module):
                     f"{_listed(sizes)} value dimensions; give the model before its ranks were reduced."
                 )
         self.model = model
-        self.gates = UnitGates(model, kind).to(next(model.parameters()))
+        self.gates = UnitGates(model).to(next(model.parameters()))
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        # Gates on the weights instead of hooks on the activations, so that `fold_` can write them into the model.
-        return functional_call(self.model, self.gated_parameters(), (images,))
-
-    def gated_parameters(self) -> dict[str, Tensor]:
-        """Returns the weights that hold gates, multiplied by them, by their names in the model."""
+        # Gates on the weights instead of hooks on the activations.
         parameters = {}
         for place, gate in self.gates.gates().items():
             for name, parameter in self._held[place]:
                 # Rows of the query (and entries of its bias), columns of the other maps.
                 factors = gate.view(-1, *(1,) * (parameter.ndim - 1)) if place[1] == "qk" else gate
                 parameters[name] = parameter * factors
-        return parameters
+        return functional_call(self.model, parameters, (images,))
 
     @cached_property
     def _held(self) -> dict[tuple[int, str], list[tuple[str, nn.Parameter]]]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters_of = {}
-        for layer, kind in self.gates.gates():
+        for layer, kind in self.gates.margins():
             linear = linear_at(self.model, (layer, GATED[kind]))
             parts = [linear.get_parameter("weight")]
             # The gate of a query dimension is on the output of its map; the others are on the inputs of theirs, after
@@ -148,43 +107,9 @@ class GatedModel(nn.Module):
             parameters_of[layer, kind] = [(names[id(parameter)], parameter) for parameter in parts]
         return parameters_of
 
-    @torch.no_grad()
-    def fold_(self) -> nn.Module:
-        """Writes the soft gates into the weights, and returns the model; gates of 0 or 1 (WDPruning) are left out."""
-        if self.gates.kind != WDPRUNING:
-            for name, gated in self.gated_parameters().items():
-                self.model.get_parameter(name).copy_(gated)
-        return self.model
-
-
-@dataclass(frozen=True)
-class GateBudget(Loss):
-    """The term that closes the gates of a `GatedModel`, for a share of the MACs.
-
-    - VTP: the sum of the absolute gates, its l1 sparsity; the budget is met afterwards by the number of kept units.
-    - WDPruning: the squared distance of the share of the MACs of the open gates from the target.
-    - UVC: multiplier * (share of the MACs - target), minimized over the gates and maximized over the multiplier >= 0;
-      one step of descent on both does so, because the gradient of the multiplier has the opposite sign.
-
-    The weights of the terms are ours.
-    """
-
-    kinds: ClassVar[Mapping[str, Kind]] = {"macs": SHARE}
-    macs: float
-    weight: float = 1.0
-
-    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        gated = context.model
-        if not isinstance(gated, GatedModel):
-            raise NotSupported("GateBudget needs gates, and this model has none: wrap it in GatedModel.")
-        gates = gated.gates.gates()
-        if gated.gates.kind == VTP:
-            return torch.stack([gate.abs().sum() for gate in gates.values()]).sum()
-        excess = gated_macs(gated.model, gates) - self.macs
-        if gated.gates.kind == WDPRUNING:
-            return excess.square()
-        multiplier = F.softplus(gated.gates.multiplier)
-        return multiplier.detach() * excess - multiplier * excess.detach()
+    def budget(self, macs: float) -> Float[Tensor, ""]:
+        """Returns the squared distance of the share of the MACs of the open gates from a target."""
+        return (gated_macs(self.model, self.gates.gates()) - macs).square()
 
 
 def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]]:

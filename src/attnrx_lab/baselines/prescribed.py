@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.errors import NotSupported

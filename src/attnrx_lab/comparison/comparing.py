@@ -60,7 +60,7 @@ def compare_methods(
     """Makes and measures every method at every share, without fine-tuning.
 
     With `macs`, shares of the model's MACs, every method is also measured at the largest share {share} that costs no
-    more (see `planning.budget`); one that cannot cost so little is listed under `unreached`. All are measured on
+    more (`baselines.shares`); one that cannot cost so little is listed under `unreached`. All are measured on
     the same images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A
     method that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are
     compared image by image (`Difference`). The results so far are saved to `out` after every trial.

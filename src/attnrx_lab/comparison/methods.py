@@ -11,8 +11,6 @@ from torch import nn
 
 from attnrx.change.realization.fits import fits_of, realize_and_fit
 from attnrx.data import ImageSet
-from attnrx.decide.planning.budget import costs_at, least_share
-from attnrx.decide.rules import SHARE, Template
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.support.text_parsing import split_named
@@ -22,7 +20,6 @@ from attnrx.vit.maps import FITS
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
-    GATES,
     PRESCRIBED,
     DiffRateBaseline,
     FactoringBaseline,
@@ -32,6 +29,7 @@ from attnrx_lab.baselines import (
     TorchPruningBaseline,
 )
 from attnrx_lab.comparison.record import Unreached
+from attnrx_lab.comparison.template import SHARE, Template, costs_at, least_share
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,8 @@ class MethodBench:
             return PRESCRIBED[method.baseline](self.model, self.diagnosis, self.calibration, self.seed)
         if method.baseline == "diffrate":
             return DiffRateBaseline(self.model, self.calibration, self.seed)
-        if method.baseline in GATES:
-            return GatedBaseline(self.model, method.baseline, self.calibration, self.seed)
+        if method.baseline == "wdpruning":
+            return GatedBaseline(self.model, self.calibration, self.seed)
         return TorchPruningBaseline(self.model, self.calibration)
 
     # A cached property writes into the instance's __dict__, which a frozen dataclass allows.

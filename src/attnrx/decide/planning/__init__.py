@@ -1,6 +1,6 @@
 """Planning: allocates one budget to ranks and tokens."""
 
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.planner import plan, plan_each
 from attnrx.decide.planning.space import AXES

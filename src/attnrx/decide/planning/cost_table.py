@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import nn
 
-from attnrx.decide.planning.budget import prescribed_costs
+from attnrx.change.realization import compressed_spec
 from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.vit.costs import LayerCosts, ModelCosts
-from attnrx.vit.maps import COST_PARTS
-from attnrx.vit.models import family_of
+from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS
+from attnrx.vit.models import family_of, hidden_units, linear_units, rank_of, require_all_tokens
 from attnrx.vit.tokens import Shape
 
 # The cost parts that grow quadratically with the number of tokens.
@@ -17,6 +19,36 @@ SQUARE = ("scores", "fusion", "read_out")
 # Costs of compressed blocks as shares of those of the whole block: below and above these a table is nonsense. The
 # savings of attention and MLP are added up, so that the least costs can be slightly negative.
 BELOW, ABOVE = 0.1, 2.0
+
+
+def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = REALIZED_NORMS[0]) -> ModelCosts:
+    """Returns the costs of the model after the prescription (qk, vo, MLP and tokens) without realizing it."""
+    require_all_tokens(model, "compute the costs of a prescription on")
+    family = family_of(model)
+    # The specs of the layers after `realize`; below, the ranks of both MLP maps and the numbers of hidden units.
+    pairs = zip(family.attention(model), prescription.layers, strict=True)
+    specs = tuple(compressed_spec(attention.spec, layer, norms) for attention, layer in pairs)
+    ranks = tuple(
+        tuple(
+            # A map without a decision costs what it does now, which may be a factored one.
+            sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
+            for name, linear in zip(LINEAR_MAPS, pair, strict=True)
+        )
+        # Not strict: a model whose MLPs are not pairs of linear maps has none here.
+        for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
+    )
+    hidden = tuple(
+        _kept_units(units, specs[0].width, layer)
+        for units, layer in zip(hidden_units(family.mlp(model)), prescription.layers, strict=False)
+    )
+    policy = None if prescription.tokens is None else prescription.tokens.policy
+    return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
+
+
+def _kept_units(units: int, width: int, layer: LayerPrescription) -> int:
+    if layer.in_place_of("MLP") is not None:
+        return linear_units(units, width)
+    return units if layer.hidden is None else int(layer.hidden.keep.sum())
 
 
 @dataclass(frozen=True, eq=False)

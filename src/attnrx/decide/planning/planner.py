@@ -12,8 +12,7 @@ from torch import nn
 from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Step, greedy_to_budget, require_reachable
-from attnrx.decide.planning.budget import prescribed_costs
-from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.cost_table import CostTable, prescribed_costs
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import Trial, refine_plan, search_ranges, weights_of
 from attnrx.decide.planning.plan_settings import PlanSettings

@@ -18,7 +18,7 @@ from attnrx.decide.rules.decisions import score_bound
 from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx.decide.rules.metrics import METRICS, rewritten
 from attnrx.decide.rules.outputs import OUTPUT_METRICS
-from attnrx.decide.rules.parsing import RULES, SHARE, RulesLike, Template, by_layer, parse_rule, parse_rules
+from attnrx.decide.rules.parsing import RULES, RulesLike, by_layer, parse_rule, parse_rules, split_maps
 from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
 from attnrx.decide.rules.shared import FusionOwner, FusionRank, SharedRank
@@ -28,7 +28,6 @@ __all__ = [
     "METRICS",
     "OUTPUT_METRICS",
     "RULES",
-    "SHARE",
     "And",
     "ByLayer",
     "ContributionEnergy",
@@ -46,7 +45,6 @@ __all__ = [
     "RulesLike",
     "SharedRank",
     "Shrinkage",
-    "Template",
     "Threshold",
     "TopRank",
     "TotalRank",
@@ -62,4 +60,5 @@ __all__ = [
     "require_remainder",
     "rewritten",
     "score_bound",
+    "split_maps",
 ]

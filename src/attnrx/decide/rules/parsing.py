@@ -1,7 +1,6 @@
-"""The registry of rules by name, rules as text, and templates with an open share."""
+"""The registry of rules by name, and rules as text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from attnrx.decide.rules.by_attention import RemoveHeads, UniformHeads
 from attnrx.decide.rules.by_strength import (
@@ -55,7 +54,6 @@ RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescripti
 """The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
-SHARE = "{share}"
 
 
 def parse_rule(text: str) -> Rule:
@@ -150,45 +148,6 @@ class _Reader(TextReader):
             return rule
         name, kind = self.read_name(RULES, "rule")
         return self.build(name, kind, self.read_knobs(name, kind, is_short=True))
-
-
-@dataclass(frozen=True)
-class Template:
-    """The rule texts by map, with the placeholder {share} for one common share.
-
-    For example "qk=total_rank:{share} fc1=uniform_rank:{share}".
-    """
-
-    texts: Mapping[str, str]
-
-    @classmethod
-    def parse(cls, text: str) -> "Template":
-        """Parses the rules of several maps from one text."""
-        return cls(split_maps(text))
-
-    def __str__(self) -> str:
-        return " ".join(f"{name}={text}" for name, text in self.texts.items())
-
-    @property
-    def has_token_share(self) -> bool:
-        """Whether the share also applies to the tokens."""
-        return SHARE in self.texts.get(TOKENS, "")
-
-    @property
-    def varies(self) -> bool:
-        """Whether any rule depends on the share."""
-        return any(SHARE in text for text in self.texts.values())
-
-    def require_varying(self) -> None:
-        """Raises InvalidInput if no rule depends on the share."""
-        if not self.varies:
-            raise InvalidInput(
-                f"{str(self) or 'no rule'} has no share to choose: write {SHARE}, e.g. qk=total_rank:{SHARE}."
-            )
-
-    def at(self, share: float) -> dict[str, str]:
-        """Returns the texts with one share inserted."""
-        return {name: text.replace(SHARE, repr(share)) for name, text in self.texts.items()}
 
 
 def by_layer(rules: Sequence[Rule]) -> Rule:
