@@ -13,14 +13,10 @@ from attnrx.training.losses import (
     Distillation,
     FeatureDistillation,
     FusionOwnership,
-    HaltingPrior,
     KeepRatio,
     Loss,
     LossContext,
-    MultiExit,
     PerturbationRobustness,
-    PolicyGradient,
-    Ponder,
     TargetRank,
     Task,
     TokenSimilarity,
@@ -41,8 +37,8 @@ def losses(tmp_path: Path) -> dict[str, Loss]:
 
 
 def test_every_kind_of_loss_is_in_the_case_table(losses: dict[str, Loss]) -> None:
-    # Those that need shared directions or pruned tokens: test_fusion.py, test_token_training.py, test_token_losses.py.
-    elsewhere = {FusionOwnership, KeepRatio, TokenSimilarity, HaltingPrior, MultiExit, PolicyGradient, Ponder}
+    # Those that need shared directions or pruned tokens: test_fusion.py, test_token_training.py.
+    elsewhere = {FusionOwnership, KeepRatio, TokenSimilarity}
     assert {type(loss) for loss in losses.values()} == set(KINDS) - elsewhere
 
 

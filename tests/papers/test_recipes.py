@@ -9,7 +9,6 @@ import pytest
 import attnrx_lab.papers
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.training.losses import Ponder
 from attnrx.vit.models import named_config
 from attnrx_lab.papers import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.irratt_tables import CLUTTER
@@ -45,23 +44,6 @@ def test_every_recipe_states_its_source_and_has_runs_for_its_rows(name: str):
 def test_unknown_recipe_names_the_nearest():
     with pytest.raises(UnknownName, match="svda/table1"):
         load_recipe("svda/tabel1")
-
-
-def test_untrained_halting_scores_stand_beside_no_number_of_the_paper():
-    """A-ViT trains them by a ponder loss; its printed numbers belong to the rows that do."""
-    file = load_recipe("spot/table1")
-    methods = {each.method.name: each.method for each in file.protocol if isinstance(each, SpotExperiment)}
-    halting = {
-        row.label: any(isinstance(loss, Ponder) for loss in methods[row.rule].losses)
-        for row in file.rows
-        if row.rule is not None
-        and (policy := methods[row.rule].policy(12)) is not None
-        and "accumulated" in policy.reducer.needs
-    }
-    untrained = {label for label, pondered in halting.items() if not pondered}
-    assert untrained and untrained != halting.keys()
-    assert not untrained & set(file.expected)
-    assert all("untrained" in label for label in untrained)
 
 
 @pytest.mark.parametrize("name", recipe_names())

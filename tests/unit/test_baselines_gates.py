@@ -71,7 +71,7 @@ def test_the_prescription_is_the_model_with_closed_gates_at_the_cost_of_the_open
             masks = {"qk": own.qk.keep.flatten(), "vo": values.decode.sum(1) > 0, "hidden": hidden.keep}
             for kind, mask in masks.items():
                 score = expected.gates.scores[f"{layer}-{kind}"]
-                score.copy_(mask - 0.5)
+                score.copy_(mask.to(score) - 0.5)
     shown = cases.images(CONFIG, 3)
     torch.testing.assert_close(small(shown), expected(shown))
     hard = expected.gates.gates()

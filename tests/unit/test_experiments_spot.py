@@ -25,7 +25,7 @@ from attnrx_lab.papers.spot import (
     outline_for,
     token_price,
 )
-from attnrx_lab.papers.spot_tables import METR, SUBJECTS, at, projected
+from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -63,14 +63,13 @@ def test_what_every_method_learns_by():
     tuned = replace(SUBJECTS["deit_small"], tuning=FineTuning(similarity=10.0), seed=1)
     configs = {
         method.name: replace(tuned, method=method).training("teacher")
-        for method in (SPOT, RANDOM, TokenMethod("dense"), METR)
+        for method in (SPOT, RANDOM, TokenMethod("dense"))
     }
     names = {name: [type(loss).__name__ for loss in config.losses] for name, config in configs.items()}
     assert names == {
         "spot": ["Task", "Distillation", "KeepRatio", "TokenSimilarity"],
         "random": ["Task", "Distillation"],
         "dense": ["Task", "Distillation"],
-        "metr": ["Task", "Distillation", "MultiExit"],
     }
     config = configs["spot"]
     assert [loss.weight for loss in config.losses] == [1.0, 0.5, 2.0, 10.0]  # Eq. 15, Appendix 6.2

@@ -141,7 +141,6 @@ class Learner:
             first, last = self.config.temperatures
             # steps - 1, so that the last step has the last temperature
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
-            reduction.straight_through = not any(loss.reinforces for loss in self.config.losses)
 
     def _forward_backward_(
         self, mixed: Mixed, labels: Int[Tensor, "labels"], start: int, step: int

@@ -39,8 +39,6 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
     "dataset": ("NAME", "a known name, hf:owner/name, or a path"),
     "label_column": ("COLUMN", "the column that holds the labels, in tables"),
     "test_column": ("COLUMN", "test only on rows that this column marks as true"),
-    "check": ("CHECK", "with its knobs, e.g. 'transfer(per_class=50)'"),
-    "candidates": ("NAME=POLICY", "with =FOLDER behind it, if it was trained and saved"),
 }
 
 
@@ -54,8 +52,7 @@ def add(parser: Parser) -> None:
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
     for name, (value, purpose) in KNOBS.items():
         flag = "--data" if name == "dataset" else f"--{name.replace('_', '-')}"  # all commands call it --data
-        more = {"nargs": "+"} if name == "candidates" else {}
-        option(knobs, flag, value, purpose, dest=name, **more)
+        option(knobs, flag, value, purpose, dest=name)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -71,8 +68,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "tiny": arguments.tiny,
         **{knob: getattr(arguments, knob) for knob in KNOBS},
     }
-    if options["candidates"] is not None:
-        options["candidates"] = tuple(options["candidates"])  # as in the protocol, with which settings are compared
     tables = papers.reproduce(arguments.recipe, log=log, folder=arguments.out, **options)
     shown: list[str] = []
     for table in tables:

@@ -50,14 +50,13 @@ class TokenMethod:
     """One line of a table: a reducer as text with a keep ratio at three stages, or None if all tokens are kept.
 
     The stages are one layer after each quarter of the depth, as in the paper: 4, 7, 10 of 12 layers, 5, 9, 13 of 16.
-    A method that is not `trained` is measured without fine-tuning; `losses` are added to those of every method.
+    A method that is not `trained` is measured without fine-tuning.
     """
 
     name: str
     reducer: str | None = None
     ratio: float = 0.7
     trained: bool = True
-    losses: tuple[Loss, ...] = ()
 
     @property
     def learned(self) -> bool:
@@ -296,7 +295,6 @@ class SpotExperiment(sources.DatasetExperiment):
             losses.append(KeepRatio(tuning.keep_ratio))
             if tuning.similarity:
                 losses.append(TokenSimilarity(teacher, tuning.similarity, weights))
-        losses += self.method.losses
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,

@@ -4,11 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnrx.training.losses import HaltingPrior, MultiExit, PolicyGradient, Ponder
 from attnrx_lab.clutter import CLUTTERED, STAGES
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod
-from attnrx_lab.papers.spot_transfer import BASELINE, SpotTransferExperiment
 
 PAPER = "SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers"
 
@@ -21,11 +19,6 @@ CLASS_ATTENTION = TokenMethod("class-attention", "class_attention")
 EVIT = TokenMethod("evit", "evit")
 DYNAMICVIT = TokenMethod("dynamicvit", "dynamicvit")
 HALTING_SCORES = TokenMethod("halting-scores", "halting_scores")  # the rule of A-ViT, untrained
-A_VIT = TokenMethod("a-vit", "halting_scores", losses=(HaltingPrior(), Ponder()))
-# IA-RED2 and RL4EViT train a predictor by policy gradients; its features are not what distinguishes them.
-IA_RED2 = TokenMethod("ia-red2", "dynamicvit", losses=(PolicyGradient(),))
-RL4EVIT = TokenMethod("rl4evit", "dynamicvit", losses=(PolicyGradient(credit="patch", baseline="mean"),))
-METR = TokenMethod("metr", "evit", losses=(MultiExit(),))
 ATTENTION_AVERAGE = TokenMethod("attention-average", "attention_average")
 ZERO_TPRUNE = TokenMethod("zero-tprune", "zero_tprune", trained=False)
 NO_MEAN = TokenMethod("spot-no-mean", "spot(mean=false)")
@@ -148,11 +141,6 @@ OBJECTS = tuple(
     for stage in STAGES
 )
 COLUMNS = (ACCURACY, CHANGE, OVER_RANDOM, PREDICTORS, GFLOPS, *OWN_COLUMNS)
-TRANSFER_COLUMNS = (
-    Column("accuracy", "Accuracy", "measured", "accuracy", "%", decimals=1),
-    Column("change", "Δ accuracy", "measured", "accuracy_change", "pp", decimals=1),
-    Column("gflops", "GFLOPS", "costs", "gflops", decimals=2),
-)
 
 
 def spot_recipe(
@@ -167,34 +155,6 @@ def spot_recipe(
     return Recipe(title, tuple(rows), tuple(columns), tuple(protocol), table, not_stated)
 
 
-# Untrained methods are measured with SPOT if a trained SPOT is given (--candidates spot=spot:0.7@4,7,10=FOLDER).
-CANDIDATES = {
-    BASELINE: "baseline",
-    "class_attention": "class attention",
-    "tome": "ToMe",
-    "random": "random",
-    "spot": "SPOT",
-    "dynamicvit": "DynamicViT",
-    "evit": "EViT",
-}
-
-
-def transfer_recipe(
-    title: str, table: str, not_stated: str, check: str, models: Mapping[str, tuple[str, str, str]]
-) -> Recipe:
-    """Makes a table of `check` with rows for the original and every candidate; `models` are (scenario, model, data)."""
-    protocol, rows = [], []
-    for model_title, (scenario, model, dataset) in models.items():
-        names = [name for name in CANDIDATES if name != BASELINE] if model == VIT_TINY else ["spot"]
-        stages = "5,9,13" if model == "lvvit:s" else "4,7,10"
-        candidates = tuple(f"{name}={name}:0.7@{stages}" for name in names)
-        columns: dict[str, Any] = IMAGENETTE if dataset == "imagenette" else {}
-        protocol.append(SpotTransferExperiment(scenario, model, dataset, check, candidates, **columns))
-        rows += [Row(f"{model_title}, {CANDIDATES[name]}", scenario, name) for name in (BASELINE, *names)]
-    # The paper reports one run of each.
-    return Recipe(title, tuple(rows), TRANSFER_COLUMNS, tuple(protocol), table, not_stated, seeds=(0,))
-
-
 CONTROLS: tuple[Line, ...] = (
     ("all tokens, fine-tuned the same way", TokenMethod("all-tokens-tuned")),
     ("random", RANDOM),
@@ -203,7 +163,8 @@ CONTROLS: tuple[Line, ...] = (
 
 # SPOT, Table 1. Keep ratios are 0.7, or what comes nearest to the printed GFLOPS where another budget was printed.
 HALTING = "the halting rule of A-ViT, untrained"
-TRAINED: tuple[Line, ...] = (("IA-RED2", IA_RED2), ("RL4EViT", RL4EVIT), ("METR", METR))
+# Their training is no part of attnrx: the printed numbers alone.
+PRINTED: Mapping[str, Line] = {name: (name, None) for name in ("A-ViT", "IA-RED2", "RL4EViT", "METR")}
 FIRST: tuple[Line, ...] = (("original", ORIGINAL), ("DynamicViT", DYNAMICVIT))
 LAST: tuple[Line, ...] = (
     ("SPOT", SPOT),
@@ -214,10 +175,8 @@ LAST: tuple[Line, ...] = (
 )
 OWN = (
     *FIRST,
-    ("A-ViT", A_VIT),
     (HALTING, HALTING_SCORES),
     ("EViT", EVIT),
-    *TRAINED,
     ("Zero-TPrune", ZERO_TPRUNE),
     *LAST,
 )
@@ -257,8 +216,6 @@ COMPARED: tuple[Line, ...] = (
     ("ATS", TokenMethod("ats", "ats")),
     ("Evo-ViT", TokenMethod("evo-vit", "evo_vit")),
     (HALTING, HALTING_SCORES),
-    ("A-ViT", A_VIT),
-    *TRAINED,
     ("Zero-TPrune", replace(ZERO_TPRUNE, trained=True, name="zero-tprune-tuned")),
     ("ToMe", TokenMethod("tome-tuned", "tome")),
     ("ward", TokenMethod("ward", "ward")),
@@ -284,10 +241,10 @@ RECIPES = {
         "1",
         "weight decay, schedule, warm-up, augmentation, precision, seeds, and how the rows of other methods were made",
         {
-            "deit_tiny": (*FIRST, *OWN[2:5], ("Zero-TPrune", at(ZERO_TPRUNE, 0.8)), *LAST),
+            "deit_tiny": (*FIRST, PRINTED["A-ViT"], *OWN[2:4], ("Zero-TPrune", at(ZERO_TPRUNE, 0.8)), *LAST),
             "deit_small": (
-                *(*FIRST, ("A-ViT", at(A_VIT, 0.85)), (HALTING, at(HALTING_SCORES, 0.85)), ("EViT", EVIT)),
-                *(("IA-RED2", at(IA_RED2, 0.75)), *TRAINED[1:]),
+                *(*FIRST, PRINTED["A-ViT"], (HALTING, at(HALTING_SCORES, 0.85)), ("EViT", EVIT)),
+                *(PRINTED[name] for name in ("IA-RED2", "RL4EViT", "METR")),
                 *(("Zero-TPrune", at(ZERO_TPRUNE, 0.75)), ("SPOT, keep ratio 0.65", at(SPOT, 0.65)), *LAST),
             ),
             "lvvit_tiny": (*FIRST, *LAST),
@@ -313,38 +270,6 @@ RECIPES = {
             (*SOFT, ("class attention, the rest packaged (EViT)", EVIT), *CONTROLS),
             ("deit_tiny", *ABLATED),
         ),
-    ),
-    # A head on frozen features (SPOT, Section 6.2.2): the paper's datasets, and two that ViT-Tiny is measured on here.
-    # `--only vit_tiny-cifar10 --check 'transfer(per_class=50)' --test-images 500` takes minutes on a CPU core.
-    "table4": transfer_recipe(
-        "A fresh head on other datasets",
-        "4",
-        "schedule, weight decay, batch size and augmentation of the heads, and seeds",
-        "transfer",
-        {
-            "DeiT-T, CIFAR-100": ("deit_tiny-cifar100", DEIT_TINY, "cifar100"),
-            "DeiT-T, Food-101": ("deit_tiny-food101", DEIT_TINY, "food101"),
-            "DeiT-T, DTD": ("deit_tiny-dtd", DEIT_TINY, "dtd"),
-            "DeiT-T, EuroSAT": ("deit_tiny-eurosat", DEIT_TINY, "eurosat"),
-            "ViT-Tiny, CIFAR-10": ("vit_tiny-cifar10", VIT_TINY, "cifar10"),
-            "ViT-Tiny, Tiny-ImageNet": ("vit_tiny-tiny_imagenet", VIT_TINY, "tiny_imagenet"),
-        },
-    ),
-    # Nineteen passes (SPOT, Section 7.1): half an hour on a CPU core for ViT-Tiny with its 500 images and six
-    # candidates.
-    "table5": transfer_recipe(
-        "Accuracy on corrupted images, the mean over corruptions at severity 3",
-        "5",
-        "how the corrupted images were stored. Those here are made by this package's own corruptions (frost and water "
-        "are not the benchmark's) and are not JPEG files",
-        "robustness(corruptions=all,severities=3,images=none)",
-        {
-            "DeiT-T": ("deit_tiny-c", DEIT_TINY, "imagenet-1k"),
-            "DeiT-S": ("deit_small-c", DEIT_SMALL, "imagenet-1k"),
-            "LV-ViT-T": ("lvvit_t-c", "lvvit:t", "imagenet-1k"),
-            "LV-ViT-S": ("lvvit_s-c", "lvvit:s", "imagenet-1k"),
-            "ViT-Tiny": ("vit_tiny-c", VIT_TINY, "imagenette"),
-        },
     ),
     "table7": spot_recipe(
         "SPOT and an average of attention",

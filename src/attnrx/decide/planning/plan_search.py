@@ -139,7 +139,11 @@ def stored_trials(path: str, search: str, depth: int) -> list[Trial]:
 
 
 def store_trials(path: str, search: str, trials: Sequence[Trial]) -> None:
-    """Writes the trials of a search, beside those of others in the file."""
+    """Writes the trials of a search, beside those of others in the file.
+
+    Raises:
+        CheckpointError: The file is damaged or cannot be written.
+    """
     searches = _searches(path) if Path(path).exists() else {}
     write_json(path, {"kind": KIND, "schema": SCHEMA, "searches": {**searches, search: [*map(to_dict, trials)]}})
 

@@ -4,23 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.support.text_parsing import Language, TextReader, knobs_of
-from attnrx.training.losses.exits import MultiExit
-from attnrx.training.losses.halting import HaltingPrior, Ponder
 from attnrx.training.losses.loss import Loss, LossContext, Task, TeacherSource
 from attnrx.training.losses.penalties import FusionOwnership, KeepRatio, PerturbationRobustness, TargetRank
-from attnrx.training.losses.reinforcement import PolicyGradient
 from attnrx.training.losses.teaching import Distillation, FeatureDistillation, TokenSimilarity, load_teachers
 
 LOSSES: tuple[type[Loss], ...] = (
     Distillation,
     FeatureDistillation,
     FusionOwnership,
-    HaltingPrior,
     KeepRatio,
-    MultiExit,
     PerturbationRobustness,
-    PolicyGradient,
-    Ponder,
     TargetRank,
     Task,
     TokenSimilarity,
@@ -31,14 +24,10 @@ __all__ = [
     "Distillation",
     "FeatureDistillation",
     "FusionOwnership",
-    "HaltingPrior",
     "KeepRatio",
     "Loss",
     "LossContext",
-    "MultiExit",
     "PerturbationRobustness",
-    "PolicyGradient",
-    "Ponder",
     "TargetRank",
     "Task",
     "TeacherSource",

@@ -63,12 +63,10 @@ class Loss(ABC):
     """One term of the training objective: a frozen dataclass of its options, whose call returns the unweighted value.
 
     Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
-    A loss that `reinforces` learns from the results of sampled masks, which then carry no gradient.
     """
 
     reads_labels: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
-    reinforces: ClassVar[bool] = False
     kinds: ClassVar[Mapping[str, Kind]] = {}
     """The ranges of options, beside their types."""
     weight: float

@@ -28,7 +28,7 @@ from attnrx.vit.tokens import (
     image_keys,
     sampled_keep,
 )
-from attnrx.vit.tokens.reducer import KeepDrop, stable_order
+from attnrx.vit.tokens.reducer import stable_order
 
 
 class TokenRun:
@@ -39,8 +39,8 @@ class TokenRun:
     those indices after each stage. `restorations` has one for every chunk of the batch, if features of all patches are
     requested, which are those after `restored_blocks`.
     `image_keys` are hashes of the images, for reducers that need them. In training, `sampled` holds the mask sampled at
-    each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `keep_scores` holds the log-probabilities from
-    which it was sampled, and `drawn` the stages: one that keeps every patch samples none.
+    each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `drawn` holds the stages: one that
+    keeps every patch samples none.
     """
 
     def __init__(self, restored_blocks: Container[int] = ()):
@@ -56,7 +56,6 @@ class TokenRun:
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.restorations: list[TokenRestoration] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
-        self.keep_scores: list[KeepDrop] = []
         self.drawn: list[int] = []
         self.is_past_blocks = False
 
@@ -109,9 +108,9 @@ class TokenReduction(nn.Module):
     """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
 
     A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
-    learned reducer always masks: it samples which patches are kept, at `temperature`, in any number. With
-    `straight_through` the tokens have a gradient with respect to the samples; `clamps_scores` bounds it for dropped
-    patches (`sized_softmax`).
+    learned reducer always masks: it samples which patches are kept, at `temperature`, in any number.
+    The tokens have a gradient with respect to the samples; `clamps_scores` bounds it for dropped patches
+    (`sized_softmax`).
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
 
@@ -131,7 +130,6 @@ class TokenReduction(nn.Module):
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.call = _ReductionCall()
         self.temperature = 1.0
-        self.straight_through = True
         self.clamps_scores = True
         self.restored_blocks: Container[int] = ()
         self._calibrated: list[float] | None = None
@@ -494,10 +492,7 @@ class TokenReduction(nn.Module):
         scores = reducer.keep_scores(state, self.predictor(stage))
         keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
         run.sampled.append(keep)
-        run.keep_scores.append(scores)
         run.drawn.append(stage)
-        if not self.straight_through:  # a policy gradient uses the log-probabilities instead
-            keep = keep.detach()
         sampled, sizes = reducer.sampled(state, keep, scores), keep
         # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.
         if sampled.added is not None:

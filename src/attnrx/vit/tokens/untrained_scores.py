@@ -114,9 +114,9 @@ class ATS(Reducer):
 class HaltingScores(Selecting):
     """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022).
 
-    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with the
-    losses `Ponder` and `HaltingPrior` makes x a halting score; without it x has no such meaning, and results are not
-    those of A-ViT. In A-ViT tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
+    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with
+    A-ViT's ponder loss and prior makes x a halting score; without it x has no such meaning, and results are not those
+    of A-ViT. In A-ViT tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
     differs between images; here the numbers are the policy's, and only the order is A-ViT's. The class token, whose
     layers A-ViT averages with halting probabilities, does not halt here.
     """
@@ -133,7 +133,7 @@ class HaltingScores(Selecting):
 
     @property
     def untrained_reason(self) -> str:
-        return "the first feature of a token is no halting score until the losses Ponder and HaltingPrior train it"
+        return "the first feature of a token is no halting score until a ponder loss trains it"
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
