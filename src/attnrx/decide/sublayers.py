@@ -1,6 +1,6 @@
 """Measures linear maps in place of the sublayers of a model, for the map "depth"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from torch import nn
 
 from attnrx.change.decompositions.hidden_units import penalized
 from attnrx.change.predictions import outputs_of, stored
-from attnrx.data import ImageData
+from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.decide.diagnostics.redundancy import CentredMoment
 from attnrx.decide.planning.sensitivity import resumed
@@ -42,6 +42,8 @@ from attnrx.vit.outputs import output_kind_of
 # The penalty on the weights of a map, relative to the mean variance of its inputs, and the images on which the
 # divergences are measured.
 RIDGE, DIVERGENCE_IMAGES = 1e-3, 64
+
+LinearMap = tuple[Float[Tensor, "width width"], Float[Tensor, "width"]]  # weight and bias
 
 
 @checked(
@@ -78,10 +80,10 @@ def measure_sublayers(model: nn.Module, diagnosis: Diagnosis, images: ImageData,
         >>> diagnosis = rx.measure_sublayers(model, rx.diagnose(model, images), images)
         >>> smaller = rx.realize(model, rx.prescribe(diagnosis, "depth=total_rank:0.75"))
     """
-    family, operation = family_of(model), "measure_sublayers"
+    operation = "measure_sublayers"
     require_all_tokens(model, "measure the sublayers of")
     diagnosis.require(model_fingerprint(model), "the model whose sublayers are to be measured")
-    if not family.mlps(model):
+    if not family_of(model).mlps(model):
         raise NotSupported(
             "the MLPs of this model are not two linear maps with only an activation between them, so no linear map can "
             "replace them. Prescribe other maps than depth."
@@ -89,25 +91,52 @@ def measure_sublayers(model: nn.Module, diagnosis: Diagnosis, images: ImageData,
     shown = images_for(model, images, "images")
     if not len(shown):
         raise DataError(f"{operation} was given no image; give some, e.g. splits.train.take(256).")
-    moments = [tuple(CentredMoment() for _ in SUBLAYERS) for _ in diagnosis.layers]
-    validation, device = InputValidation(model, family, operation), next(model.parameters()).device
+    maps = _fitted_maps(model, shown, batch_size, operation)
+    divergences = _divergences(model, maps, shown.take(min(len(shown), DIVERGENCE_IMAGES)), batch_size, operation)
+    layers = tuple(
+        replace(
+            layer,
+            readings={
+                **layer.readings,
+                "sublayer_divergence": divergence,
+                "sublayer_weight": torch.stack([weight for weight, _ in pair]).float(),
+                "sublayer_bias": torch.stack([bias for _, bias in pair]).float(),
+            },
+        )
+        for layer, divergence, pair in zip(diagnosis.layers, divergences, maps, strict=True)
+    )
+    return replace(diagnosis, layers=layers)
+
+
+def _fitted_maps(model: nn.Module, images: ImageSet, batch_size: int, operation: str) -> list[tuple[LinearMap, ...]]:
+    """Returns the maps in place of both SUBLAYERS of every layer, fitted in one pass over the images."""
+    family, device = family_of(model), next(model.parameters()).device
+    units: list[Any] = [first for first, _ in family.mlp(model)]
+    moments = [tuple(CentredMoment() for _ in SUBLAYERS) for _ in units]
+    validation = InputValidation(model, family, operation)
 
     def observe(layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
         moments[layer][which].add(torch.cat([inputs, outputs], dim=-1).flatten(0, -2))
 
     with evaluating([model]), observing_sublayers(model, family, observe):
-        for batch in track(shown.batches(batch_size, device=device), operation, -(-len(shown) // batch_size)):
+        for batch in track(images.batches(batch_size, device=device), operation, -(-len(images) // batch_size)):
             outputs_of(model, validation.take(batch.images))
     validation.notes()  # called for its warning
-    units: list[Any] = [first for first, _ in family.mlp(model)]
     maps = []
     for linear, (attention, mlp) in zip(units, moments, strict=True):
         width = linear.in_features
         maps.append((fitted_map(attention, width), fitted_map(mlp, linear_units(linear.out_features, width))))
-    kind, some = output_kind_of(model), shown.take(min(len(shown), DIVERGENCE_IMAGES))
-    divergences = torch.zeros(len(maps), 1, len(SUBLAYERS), dtype=torch.float64)
+    return maps
+
+
+def _divergences(
+    model: nn.Module, maps: Sequence[tuple[LinearMap, ...]], images: ImageSet, batch_size: int, operation: str
+) -> Float[Tensor, "layers 1 sublayers"]:
+    """Returns the mean divergence of the outputs with each of the maps alone, in one pass over the images."""
+    family, kind, device = family_of(model), output_kind_of(model), next(model.parameters()).device
+    sums = torch.zeros(len(maps), 1, len(SUBLAYERS), dtype=torch.float64)
     with evaluating([model]):
-        for batch in track(some.batches(batch_size, device=device), operation, -(-len(some) // batch_size)):
+        for batch in track(images.batches(batch_size, device=device), operation, -(-len(images) // batch_size)):
             with recording_calls(blocks_of(model, family), lambda call: call) as calls:
                 base = stored(outputs_of(model, batch.images))
             results = [call.output for call in calls]
@@ -119,21 +148,8 @@ def measure_sublayers(model: nn.Module, diagnosis: Diagnosis, images: ImageData,
                     _replacing(model, family, layer, which, *maps[layer][which]),
                 ):
                     other = stored(outputs_of(model, batch.images))
-                divergences[layer, 0, which] += kind.divergence(base, other).double().sum()
-    divergences = (divergences / len(some)).clamp_min(torch.finfo(torch.float64).tiny)
-    layers = tuple(
-        replace(
-            layer,
-            readings={
-                **layer.readings,
-                "sublayer_divergence": own,
-                "sublayer_weight": torch.stack([weight for weight, _ in pair]).float(),
-                "sublayer_bias": torch.stack([bias for _, bias in pair]).float(),
-            },
-        )
-        for layer, own, pair in zip(diagnosis.layers, divergences, maps, strict=True)
-    )
-    return replace(diagnosis, layers=layers)
+                sums[layer, 0, which] += kind.divergence(base, other).double().sum()
+    return (sums / len(images)).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 @contextmanager
@@ -157,7 +173,7 @@ def observing_sublayers(
         yield
 
 
-def fitted_map(moment: CentredMoment, rank: int) -> tuple[Float[Tensor, "width width"], Float[Tensor, "width"]]:
+def fitted_map(moment: CentredMoment, rank: int) -> LinearMap:
     """Returns weight and bias of the linear map of a rank that best gives the second half of the features from the
     first one, by least squares with a penalty on the weights.
     """

@@ -48,9 +48,9 @@ def corrected(
     factors = {axis: _factor(*both) for axis, both in saved.items()}
     for at in joint.values():
         # What is left of the measured saving after those of both axes, and what the table has for it.
-        alone = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
+        of_axes = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
         beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
-        factors[JOINT] = _factor(shares[OWN] - shares[JOINT] - alone, beyond)
+        factors[JOINT] = _factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
     cost_table = _saving(cost_table, factors)
     if not some:
         return cost_table

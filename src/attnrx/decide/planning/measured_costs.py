@@ -217,13 +217,13 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
     Below the last known level the line through the last two is continued.
     """
     # Not by level number: `space.levels` need not be evenly spaced.
-    filled, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
+    complete, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
     for level in set(space.available(axis)) - set(known):
         later = next((index for index, known_level in enumerate(known) if known_level > level), len(known) - 1)
         first, second = known[later - 1], known[later]
         weight = (shares[first] - shares[level]) / (shares[first] - shares[second])
-        filled[level] = filled[first] + weight * (filled[second] - filled[first])
-    return np.moveaxis(filled, 0, dim)
+        complete[level] = complete[first] + weight * (complete[second] - complete[first])
+    return np.moveaxis(complete, 0, dim)
 
 
 def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
@@ -301,11 +301,11 @@ class _Timer:
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
-        self.original = self._place(space.model, self.layers)
+        self.original = self._prepared(space.model, self.layers)
 
-    def _place(self, model: nn.Module, layers: range, shortened: bool = False) -> Callable[[torch.Tensor], Any]:
+    def _prepared(self, model: nn.Module, layers: range, shortened: bool = False) -> Callable[[torch.Tensor], Any]:
         called = self._called(model, layers, shortened)
-        return self.runtime.prepare(called, self._placed(self.rows[self.grid[-1]]))
+        return self.runtime.prepare(called, self._on_device(self.rows[self.grid[-1]]))
 
     def _called(
         self, model: nn.Module, layers: range, shortened: bool, reduction: TokenReduction | None = None
@@ -313,7 +313,7 @@ class _Timer:
         blocks = blocks_of(model, self.family)[layers.start : layers.stop]
         return _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
 
-    def _place_after_stage(
+    def _prepared_after_stage(
         self, model: nn.Module, layers: range, shortened: bool = False
     ) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
@@ -324,7 +324,7 @@ class _Timer:
         reduction.use_policy_(replace(policy, keep=(1.0,)))
         called = self._called(model, layers, shortened, reduction)
         # Not an example of all tokens, whose number may be that of a table of positions, and is fixed then.
-        return self.runtime.prepare(called, self._placed(self.rows[self.grid[0]]))
+        return self.runtime.prepare(called, self._on_device(self.rows[self.grid[0]]))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
@@ -342,16 +342,16 @@ class _Timer:
 
     def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
         """Returns the times of all these layers together, the last of which may be `shortened`."""
-        before = self._place(model, layers, shortened)
-        after = self._place_after_stage(model, layers, shortened) if self.prunes_tokens else before
-        rows = {n: self._placed(tokens) for n, tokens in self.rows.items()}
+        before = self._prepared(model, layers, shortened)
+        after = self._prepared_after_stage(model, layers, shortened) if self.prunes_tokens else before
+        rows = {n: self._on_device(tokens) for n, tokens in self.rows.items()}
         runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
         all_tokens = rows[self.grid[-1]]
         # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
         seconds = self._turns({**runs, ALL: partial(before, all_tokens), REFERENCE: partial(self.original, all_tokens)})
         return np.array([seconds[name] for name in (*runs, ALL)])
 
-    def _placed(self, rows: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.to(self.conditions.device, PRECISIONS[self.conditions.precision])
 
     def _at(self, levels: Mapping[str, int]) -> nn.Module:
@@ -380,7 +380,7 @@ class _Timer:
         # What blocks cost together is the time of the model less that of the model without blocks.
         models = {"own": space.model, "empty": self._empty()}
         runs = {name: partial(self.runtime.prepare(model, images), images) for name, model in models.items()}
-        rows = self._placed(self.rows[self.grid[-1]])
+        rows = self._on_device(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
         # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
         total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts

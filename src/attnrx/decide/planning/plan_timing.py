@@ -69,8 +69,8 @@ class PlanTimer:
         least = MIN_MACS if requested.form is None else FILE_MACS
         enough = ceil(least / family_of(self.space.model).costs(self.space.model).macs)
         fewest = FEWEST if enough <= FEWEST else MIN_IMAGES
-        batch, alone = min(requested.batch, max(fewest, enough)), requested.conditions.threads == 1
-        clock = "cpu" if alone and requested.protocol.resolved_clock == "wall" else requested.clock
+        batch, is_serial = min(requested.batch, max(fewest, enough)), requested.conditions.threads == 1
+        clock = "cpu" if is_serial and requested.protocol.resolved_clock == "wall" else requested.clock
         more = max(fewest // batch, 1)
         rounds, whole_rounds = requested.rounds * more, requested.whole_rounds * more
         return replace(requested, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)

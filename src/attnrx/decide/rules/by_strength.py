@@ -1,6 +1,5 @@
 """Rules that keep directions by their strength: thresholds, ranks per head, and a rank for all heads together."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,6 +13,7 @@ from attnrx.decide.rules.metrics import OWN
 from attnrx.decide.rules.rule import Rule, learned_spectrum, reading_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
+from attnrx.support.arguments import POSITIVE, Kind, one_of
 from attnrx.vit.spectrum import Spectrum
 
 ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling must not be 11
@@ -26,7 +26,7 @@ class Threshold(Rule):
     No masked score changes by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
     """
 
-    largest: ClassVar[float] = math.inf
+    kinds: ClassVar[Mapping[str, Kind]] = {"tau": POSITIVE}
 
     tau: float
 
@@ -44,7 +44,7 @@ class MedianThreshold(Rule):
     keeps no direction. Needs learned strengths, or a `metric`.
     """
 
-    largest: ClassVar[float] = math.inf
+    kinds: ClassVar[Mapping[str, Kind]] = {"factor": POSITIVE}
 
     factor: float = 2.858
 
@@ -67,7 +67,7 @@ class Shrinkage(Rule):
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    largest: ClassVar[float] = math.inf
+    kinds: ClassVar[Mapping[str, Kind]] = {"amount": POSITIVE}
 
     amount: float
 
@@ -88,7 +88,7 @@ class NormClip(Rule):
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    largest: ClassVar[float] = math.inf
+    kinds: ClassVar[Mapping[str, Kind]] = {"limit": POSITIVE}
 
     limit: float
 
@@ -208,7 +208,7 @@ class TotalRank(Rule):
     """
 
     default_metric: ClassVar[str | None] = "mix"
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"scope": ("layer", "model"), "by": ("energy", "divergence")}
+    kinds: ClassVar[Mapping[str, Kind]] = {"scope": one_of("layer", "model"), "by": one_of("energy", "divergence")}
 
     rank: int | float
     scope: str = "layer"

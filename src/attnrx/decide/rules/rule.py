@@ -1,7 +1,6 @@
 """The interface of a rule, the combinations of rules, and what rules read of a diagnosis."""
 
 import dataclasses
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,12 +12,13 @@ import torch
 from attnrx.decide.rules.decisions import give_strengths
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
-from attnrx.support.errors import InvalidRule, NotSupported, UnknownName
+from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, require_fields
+from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.spectrum import Spectrum
 
-MOST = 2**31 - 1  # the largest whole number of an option
+RULE = "a rule, e.g. EnergyRetention(0.9)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,25 @@ class Rule(ABC):
     """The maps that it can decide about; ("qk",) where it uses attention, changeable strengths or shared directions."""
     head_metric: ClassVar[str] = "centered"
     """The default metric for "heads" (HEAD_METRICS)."""
-    largest: ClassVar[float] = 1.0
-    """The largest value of its numbers: 1 for shares, infinite for numbers that are compared with strengths."""
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The values of its knobs that are names."""
+    kinds: ClassVar[Mapping[str, Kind]] = {}
+    """The kinds of its knobs, where they are not those of their types: natural numbers, shares, rules."""
 
     def __post_init__(self):
-        for field in option_fields(type(self)):
-            _require_valid(self, field, getattr(self, field.name))
+        by_type = {
+            int: NATURAL,
+            float: SHARE,
+            int | float: either(
+                "a whole number of directions, or a share above 0, at most 1, e.g. 0.5", NATURAL, SHARE
+            ),
+            Rule: instance(RULE, Rule),
+            tuple[Rule, ...]: each(instance(RULE, Rule), "a tuple of rules", least=1),
+        }
+        kinds = {field.name: by_type[field.type] for field in option_fields(type(self)) if field.type in by_type}
+        multiple = {"multiple": COUNT} if "multiple" in kinds else {}
+        try:
+            require_fields(self, **{**kinds, **multiple, **self.kinds})
+        except InvalidInput as error:
+            raise InvalidRule(str(error)) from None
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
@@ -215,29 +226,6 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def rank_among(value: int | float, total: int) -> int:
     """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
     return value if isinstance(value, int) else max(1, round(value * total))
-
-
-def _require_valid(rule: Rule, field: "dataclasses.Field[Any]", value: Any) -> None:
-    """Raises InvalidRule unless the value of a field is of its type and in its range."""
-    name = rule_name(type(rule))
-    if field.name in rule.choices and value not in rule.choices[field.name]:
-        raise UnknownName(f"{field.name} of {name}", str(value), rule.choices[field.name])
-    smallest = 1 if field.name == "multiple" else 0
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)  # a bool is an int in Python
-    is_count = is_number and isinstance(value, int) and smallest <= value <= MOST
-    is_positive = is_number and 0 < value <= rule.largest and math.isfinite(value)
-    parts = value if field.type == tuple[Rule, ...] else (value,)
-    is_rules = isinstance(parts, tuple) and bool(parts) and all(isinstance(part, Rule) for part in parts)
-    kinds: Mapping[Any, tuple[bool, str]] = {
-        int: (is_count, f"a whole number in {smallest}..{MOST}"),
-        float: (is_positive, "a share in (0, 1], e.g. 0.9" if rule.largest == 1 else "a positive number"),
-        int | float: (is_count or is_positive, "a whole number of directions, or a share in (0, 1], e.g. 0.5"),
-        Rule: (is_rules, "a rule, e.g. EnergyRetention(0.9)"),
-        tuple[Rule, ...]: (is_rules, "a tuple of rules"),
-    }
-    is_valid, requirement = kinds.get(field.type, (True, ""))
-    if not is_valid:
-        raise InvalidRule(f"{name} was given {field.name}={value!r}: {field.name} must be {requirement}.")
 
 
 def _spell_knobs(rule: Rule) -> str:

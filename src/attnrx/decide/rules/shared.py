@@ -20,6 +20,7 @@ from attnrx.decide.rules.decisions import keep_only, largest
 from attnrx.decide.rules.rule import Rule, learned_spectrum, rank_among
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision
+from attnrx.support.arguments import Kind, one_of
 from attnrx.support.errors import InvalidRule, NotSupported, UnknownName
 from attnrx.support.shapes import Float, Tensor
 
@@ -97,7 +98,11 @@ class SharedRank(Rule):
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"form": FORMS, "joint": JOINT_METRICS, "start": STARTS}
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "form": one_of(*FORMS),
+        "joint": one_of(*JOINT_METRICS),
+        "start": one_of(*STARTS),
+    }
 
     rank: int | float
     form: str = "epc"
@@ -143,7 +148,7 @@ class FusionRank(Rule):
 
     default_metric: ClassVar[str | None] = AUGMENTED
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"start": STARTS}
+    kinds: ClassVar[Mapping[str, Kind]] = {"start": one_of(*STARTS)}
 
     rank: int | float
     sweeps: int = 100
