@@ -108,9 +108,9 @@ def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str |
     timer = _Timer(own, protocol, SETTINGS.noise(own.model), grid, parse_format(form))
     eager = _Timer(own, protocol, SETTINGS.noise(own.model), grid)
     layers = range(1, 3)
-    for place in ("_place", "_place_after_stage"):
+    for place in ("_prepared", "_prepared_after_stage"):
         run, expected = (getattr(each, place)(own.model, layers) for each in (timer, eager))
-        for n in grid if place == "_place_after_stage" else grid[-1:]:
+        for n in grid if place == "_prepared_after_stage" else grid[-1:]:
             rows = timer._on_device(timer.rows[n])
             with torch.inference_mode():
                 assert_close(run(rows), expected(rows), atol=1e-4, rtol=1e-4)
