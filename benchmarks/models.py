@@ -76,7 +76,14 @@ decoder, several outputs, an averaged model), or is one with a head of your own,
 subclass: `attnrx.load(module)` returns a copy of the whole, with the module in `.module`. Tensors of any shape, tuples
 and dictionaries are compared by the squared error relative to their variance, or by a `divergence` and a `metric` of
 yours ([A segmentation model](how-to/segmentation.md)). A saved folder creates the module by its
-class where that takes no arguments, else by `attnrx.load(folder, factory="module:function")`; `save` says which.
+class where that takes no arguments, by its library where that creates it (also backbones and segmentation models of
+transformers), else by `attnrx.load(folder, factory="module:function")`; `save` says which.
+
+The result takes the place of the original: `isinstance` holds for the classes of the original, its methods, outputs
+and attributes stay (`pipeline`, `Trainer` and its checkpoints, `AutoBackbone`, `features_only`, timm's loops and
+optimizers), and copies, pickles, `half()`, `torch.compile`, averaged weights and hooks work before and after a pass.
+Attention weights (`output_attentions=True`) are not computed. `torch.compile` of a module of transformers that captures
+hidden states takes no token policy.
 
 Adapters and masks are merged in the copy: a model of PEFT (LoRA, DoRA and all that its `merge_and_unload` merges, also
 inside a module of your own or by `add_adapter` of transformers) becomes the model without PEFT, and so does any part of

@@ -93,7 +93,9 @@ rx.save(trainer.model.eval(), "runs/fine-tuned")
 # %% [markdown]
 # ## What can go wrong
 #
-# - `pipeline` prints that the class of the model is not one of its own list; it runs all the same.
+# - `isinstance(small, transformers.ViTForImageClassification)` holds, `type(small)` is a class of attnrx: attention
+#   weights (`output_attentions=True`) are not computed, and `from_pretrained` of transformers refuses the folder.
+# - `trainer.save_model(folder)` and the checkpoints of `Trainer` are folders that `rx.load` opens.
 # - A processor is not saved with the model: keep the original's, or its folder.
 # - `rx.load` refuses what it cannot copy exactly, and names the block or the feature
 #   ([which classes are read](../models.md)).

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenB
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models.call_state import CallState
-from attnrx.vit.models.chunked_forward import chunked_forward, require_images
+from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
+from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.token_hooks import forward_pass
 from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
@@ -111,12 +112,7 @@ class LastLayer:
     @property
     def watched(self) -> bool:
         """Whether the patch tokens of the last block are needed: for training, or by a hook."""
-        # Hooks with `by_image` take any number of tokens.
-        for module in (*self.block.modules(), self.after):
-            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
-                return True
-        return False
+        return any(map(is_watched, (*self.block.modules(), self.after)))
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
@@ -133,8 +129,10 @@ class LastLayer:
         return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
 
 
-class Adopted(nn.Module):
+class Adopted(Substitute):
     """A model of another library, `source`, with attnrx attention in every layer; returns its logits."""
+
+    original_name = "source"
 
     def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()
@@ -142,21 +140,6 @@ class Adopted(nn.Module):
         self.origin = origin
         self.tokens: nn.Module | None = None
         self.last: LastLayer | None = None
-
-    # Methods of the library that would write or change a model other than the one that attnrx describes.
-    refused_methods: ClassVar[Mapping[str, str]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns a public attribute of the library's model (`source`) that this module does not have."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            source = self.__dict__.get("_modules", {}).get("source")
-            if name.startswith("_") or source is None:
-                raise
-            if name in self.refused_methods:
-                raise NotSupported(f"{name} of an adopted model: {self.refused_methods[name]}") from None
-            return getattr(source, name)
 
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits, or the pooled features where the model has no classifier."""

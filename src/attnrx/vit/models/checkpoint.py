@@ -51,6 +51,9 @@ MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
+# transformers would ignore all other fields of config.json, and initialize a default model with random weights. It
+# refuses attention of this name with a message that contains it, and its Trainer reads the file all the same.
+FOR_TRANSFORMERS = {"attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)"}
 COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, of which nothing is built
 TOKENS = Record({"policy": Bounded(MOST_NUMBER), "by": Choice(REALIZATIONS), "heads": Integer(1, MAX_HEADS)})
 RECORD = Record(
@@ -65,7 +68,8 @@ RECORD = Record(
         SEAL: Text(),
     },
     more={
-        "torch_dtype": Text(),
+        "torch_dtype": Text(),  # of earlier versions, in place of FOR_TRANSFORMERS
+        **{name: Text() for name in FOR_TRANSFORMERS},
         "outputs": Optional(Choice(("logits", "multilabel", "regression", "embedding", "map"))),
     },
 )
@@ -116,7 +120,7 @@ def save_weights(
             "outputs": getattr(model, STATED_OUTPUTS, None),
             "weights_sha256": file_sha256(weights),
             "notes": notes or {},
-            **family.config_fields,
+            **FOR_TRANSFORMERS,
         }
         write_json(new / "config.json", sealed(record))
         processor = family.processor_config(model)

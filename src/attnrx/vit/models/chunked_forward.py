@@ -10,6 +10,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.trees import joined, mapped
 from attnrx.vit.attention import Attention, AttentionContext
+from attnrx.vit.models.substitute import is_capturing
 from attnrx.vit.models.token_hooks import forward_pass
 from attnrx.vit.models.token_reduction import TokenRun, reduction_of
 
@@ -64,10 +65,15 @@ def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str
         )
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Returns whether a module is in training mode, or has hooks that may need all images and tokens.
+
+    Hooks that treat the images of a batch independently, and take any number of tokens, have the attribute `by_image`.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return module.training or not all(getattr(hook, "by_image", False) or is_capturing(hook) for hook in hooks)
+
+
 def _needs_whole_batch(module: nn.Module) -> bool:
     """Returns whether a module is in training mode, or has hooks or a backend that must receive the whole batch."""
-    # Hooks that treat the images of a batch independently have the attribute `by_image`; others may need all images.
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
-        return True
-    return isinstance(module, Attention) and module.backend.watches
+    return is_watched(module) or (isinstance(module, Attention) and module.backend.watches)

@@ -35,8 +35,6 @@ class Family(ABC):
     """
 
     name: str
-    config_fields: ClassVar[Mapping[str, Any]] = {}
-    """Further fields of config.json."""
     exposes_tokens: ClassVar[bool] = False
     """Whether the models have methods of another library that return tokens, so that those of all patches are
     restored.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.support.hub import local_copies_if_unreachable
-from attnrx.support.modules import copy_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
@@ -32,7 +31,6 @@ from attnrx.vit.models.adopted import (
     image_shape,
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
-from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_inputs import ImageInput, OrderedImageInput
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
@@ -58,11 +56,6 @@ class HuggingFaceModel(Adopted):
     `input_values=...` for spectrograms, it returns the output of transformers, so that it runs in its pipelines and
     trainers.
     """
-
-    refused_methods: ClassVar[Mapping[str, str]] = {
-        "push_to_hub": "save it with attnrx.save(model, folder), and publish that with attnrx.push_to_hub.",
-        "from_pretrained": "open a folder with attnrx.load(folder).",
-    }
 
     def forward(
         self,
@@ -102,12 +95,6 @@ class HuggingFaceModel(Adopted):
         as_tuple = not options.pop("return_dict", self.config.return_dict)
         with self.forward_pass(range(self._depth)):
             output = self.source(return_dict=True, **options)
-        for module in self.source.modules():
-            for hook in module._forward_hooks.values():
-                if getattr(hook, "__name__", "") == "output_capturing_hook":
-                    # transformers never removes it, and it is idle unless hidden states are requested. Otherwise one
-                    # such call would switch chunks and the last-layer class-token shortcut off for good.
-                    hook.by_image = True  # type: ignore[attr-defined, reportFunctionMemberAccess]
         reader = reader_of(self.source)
         if reader.answer == "logits" and reader.pooling != "class" and reduction_of(self) is not None:
             # The mean over restored patches is not the one that the classifier takes.
@@ -135,36 +122,9 @@ class HuggingFaceModel(Adopted):
         reader = reader_of(self.source)
         return len(list(reader.body_of(self.source).get_submodule(reader.layers).children()))
 
-    def save_pretrained(
-        self, folder: Path | str, *, state_dict: Mapping[str, Tensor] | None = None, is_main_process: bool = True
-    ) -> None:
-        """Saves the model as `attnrx.save` does, without card and evidence, for `attnrx.load`.
-
-        `state_dict` replaces its weights, and only the main process writes, as in transformers.
-        """
-        if not is_main_process:
-            return
-        model = self
-        if state_dict is not None:
-            model = copy_module(self)
-            model.load_state_dict(state_dict)
-        save_weights(folder, model, HuggingFaceFamily())
-
-    # Pipelines and trainers of transformers read these of every model.
     @property
     def config(self) -> Any:
         return self.source.config
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    def can_generate(self) -> bool:
-        return False
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
@@ -233,11 +193,6 @@ class HuggingFaceAttention(Adapter):
 class HuggingFaceFamily(AdoptedFamily):
     """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `READERS`."""
 
-    # transformers would ignore all other fields of config.json, and initialize a default model with random weights. Its
-    # configurations look this name up in torch, and raise an error that contains it.
-    config_fields: ClassVar[Mapping[str, Any]] = {
-        "torch_dtype": "none, as this is a model of attnrx: open it with attnrx.load(folder)"
-    }
     name = "huggingface"
     library = "transformers"
     model_type = HuggingFaceModel

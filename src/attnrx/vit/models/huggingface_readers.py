@@ -19,6 +19,7 @@ from attnrx.vit.models.huggingface_inputs import (
 from attnrx.vit.models.unsupported_features import Refusal
 
 CLASS_TOKEN = "class token"
+MAPS = "feature_maps"  # of a backbone, which is adopted as a whole module because they are several
 # Parameters of the embeddings, and names of modules, over all classes of READERS: a class has some of each.
 PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
@@ -112,6 +113,13 @@ class ModelReader:
 
 # Fields that the classes of several families share.
 DINO: dict[str, Any] = {"layers": "encoder.layer", "takes_any_size": True}
+DINO3: dict[str, Any] = {
+    "layers": "model.layer",
+    "patches": "embeddings.patch_embeddings",
+    "norm": "norm",
+    "maps": ("mlp.up_proj", "mlp.down_proj"),
+    "takes_any_size": True,
+}
 TOWER: dict[str, Any] = {
     "layers": "encoder.layers",
     "attention": "self_attn",
@@ -151,15 +159,10 @@ READERS: Mapping[str, ModelReader] = {
         "Dinov2WithRegisters", "dinov2_with_registers", pooling="mean", **DINO
     ),
     "Dinov2WithRegistersModel": ModelReader("Dinov2WithRegisters", answer=CLASS_TOKEN, **DINO),
-    "DINOv3ViTModel": ModelReader(
-        "DINOv3ViT",
-        layers="model.layer",
-        patches="embeddings.patch_embeddings",
-        norm="norm",
-        maps=("mlp.up_proj", "mlp.down_proj"),
-        answer=CLASS_TOKEN,
-        takes_any_size=True,
-    ),
+    "Dinov2Backbone": ModelReader("Dinov2", answer=MAPS, **DINO),
+    "Dinov2WithRegistersBackbone": ModelReader("Dinov2WithRegisters", answer=MAPS, **DINO),
+    "DINOv3ViTModel": ModelReader("DINOv3ViT", answer=CLASS_TOKEN, **DINO3),
+    "DINOv3ViTBackbone": ModelReader("DINOv3ViT", answer=MAPS, **DINO3),
     "CLIPVisionModel": ModelReader("CLIP", answer="pooler_output", **TOWER),
     "CLIPVisionModelWithProjection": ModelReader("CLIP", "vision_model", answer="image_embeds", **TOWER),
     # The mean of the patches before the last norm.

@@ -34,6 +34,7 @@ from attnrx.vit.models.adopted import (
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
+from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.unsupported_features import (
     ATTENTION_FEATURES,
     NOT_PLAIN,
@@ -68,6 +69,7 @@ class TimmModel(Adopted):
     """
 
     refused_methods: ClassVar[Mapping[str, str]] = {
+        **Substitute.refused_methods,
         "set_input_size": "create the model with img_size=..., and adopt that.",
         "prune_intermediate_layers": "create the model with depth=..., and adopt that.",
         "load_pretrained": "load the weights into the model of timm, and adopt that.",
@@ -92,6 +94,21 @@ class TimmModel(Adopted):
     @property
     def num_classes(self) -> int:
         return int(self.source.num_classes)  # type: ignore[arg-type]
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the names of the parameters that are trained without weight decay, as timm's optimizers read them."""
+        return {f"source.{name}" for name in self.source.no_weight_decay()}  # type: ignore[operator, union-attr]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Returns the patterns of the names of parameters, by which timm decays learning rates from layer to layer."""
+
+        def inside(patterns: Any) -> Any:
+            if isinstance(patterns, str):
+                return f"^source\\.(?:{patterns.replace('^', '')})"
+            return [(inside(each[0]), *each[1:]) if isinstance(each, tuple) else inside(each) for each in patterns]
+
+        groups: Any = self.source.group_matcher(coarse)  # type: ignore[operator]
+        return {name: inside(patterns) for name, patterns in groups.items()}
 
     def forward_features(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
         """Returns the features of all tokens after the last norm, as timm does: [batch, prefix + patches, width].

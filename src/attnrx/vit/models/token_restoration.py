@@ -1,7 +1,6 @@
 """Restores the features of all patches in a model whose tokens are pruned or merged."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.tokens import gathered_rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class RestorableStage:
     """The patch tokens before a stage, the remaining ones, and which of them represents each patch.
 
@@ -26,13 +25,20 @@ class RestorableStage:
     destinations: Int[Tensor, "batch before"]
     prunes: bool = False
     positions: Int[Tensor, "batch left"] | None = None
+    # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
+    _sources: Tensor | None = None
 
-    @cached_property
+    @property
     def sources(self) -> Int[Tensor, "batch before"]:
         """The index, among the remaining tokens, of the one whose updates each patch receives.
 
         It is the token that represents the patch; for a pruned patch, the remaining one of the most similar direction.
         """
+        if self._sources is None:
+            self._sources = self._found_sources()
+        return self._sources
+
+    def _found_sources(self) -> Int[Tensor, "batch before"]:
         if not self.prunes:
             return self.destinations.clamp(min=0)  # -1 for a patch that an earlier stage masked
         # Cosines of [before, remaining] pairs of patches. Computed on first use, for stages that are restored only.

@@ -33,6 +33,7 @@ from attnrx.vit.models.foreign_code import (
 )
 from attnrx.vit.models.module_family import created_by
 from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.substitute import Substitute, remove_capturing_
 from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.tokens import TokenLayout
@@ -79,6 +80,7 @@ class _Shape:
             for parameter in module.parameters()
         }
         self.module = copy.deepcopy(module, memo)
+        remove_capturing_(self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Shape":
         return self
@@ -96,13 +98,14 @@ class _Shape:
         return copy.deepcopy(self.module, memo).eval()
 
 
-class Whole(nn.Module):
+class Whole(Substitute):
     """A module of the user's own, `module`, in which the Vision Transformer has attnrx attention.
 
     Called with images, or with any arguments of the user's module, it returns what that returns. `trunk` is the Vision
     Transformer in it as a model of its own, with the same weights.
     """
 
+    original_name = "module"
     trunk: Adopted
 
     def __init__(self, module: nn.Module, trunk: Adopted, shape: _Shape, around: Surroundings):
@@ -113,18 +116,18 @@ class Whole(nn.Module):
         # In __dict__, so that its weights have one name only.
         vars(self).update(trunk=trunk, shape=shape)
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns a public attribute of the user's module that this module does not have."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if name.startswith("_") or module is None:
-                raise
-            return getattr(module, name)
-
-    def forward(self, images: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        images: Any = None,
+        *args: Any,
+        # Named, because the Trainer of transformers passes the columns of its data that the signature names.
+        pixel_values: Any = None,
+        labels: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Returns what the user's module returns; a batch of images alone is computed in chunks on a CPU."""
+        named = {"pixel_values": pixel_values, "labels": labels}
+        kwargs.update((name, value) for name, value in named.items() if value is not None)
         if args or kwargs or not isinstance(images, Tensor):
             with self.forward_pass():
                 return self.module(*(() if images is None else (images,)), *args, **kwargs)
@@ -205,8 +208,10 @@ class WholeFamily(Family):
         Raises:
             NotSupported: It has no MLP whose units are separate, or is refused as by `adopt`.
         """
-        plain = merged(model) if plain is None else plain
-        whole = self.adopt(model, "", self.units, plain)
+        return self.adopt(model, "", self.units, plain, named)
+
+    def _with_creation(self, whole: Whole, plain: nn.Module, named: Mapping[str, Any] | None) -> Whole:
+        """Returns the module with how a library creates it, if one does."""
         library = next((each for each in self.libraries.values() if each.adopts(plain)), None)
         stated = None if library is None else library.creation(plain)
         creation = named or (stated and {"library": library.name, **stated})  # type: ignore[union-attr]
@@ -228,7 +233,14 @@ class WholeFamily(Family):
     def _by_library(self, creation: Mapping[str, Any]) -> nn.Module:
         return self.libraries[creation["library"]].created(creation["architecture"], creation["arguments"])
 
-    def adopt(self, model: nn.Module, path: str, family: AdoptedFamily, plain: nn.Module | None = None) -> Whole:
+    def adopt(
+        self,
+        model: nn.Module,
+        path: str,
+        family: AdoptedFamily,
+        plain: nn.Module | None = None,
+        named: Mapping[str, Any] | None = None,
+    ) -> Whole:
         """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
 
         The copy returns what the module returns, which is checked on random images. `path` is that in `plain`, by
@@ -278,7 +290,7 @@ class WholeFamily(Family):
             whole.around = replace(whole.around, read_blocks=(*whole.around.read_blocks, every[-1]))
         if images.shape[1:] != origin.input_shape:
             whole.around = replace(whole.around, sizes=_sizes(_outputs_at_size(whole)))
-        return whole
+        return self._with_creation(whole, plain, named)
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         whole, trunk, family = self._of(model)
@@ -669,6 +681,7 @@ def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[i
         return args, {**kwargs, "hidden_states": present[index]}
 
     def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
+        remove_capturing_(whole)  # so that the hooks of transformers are called after those below
         with ExitStack() as hooks:
             for index in indices:
                 hooks.enter_context(blocks[index].register_forward_hook(partial(change, index, scale, first)))
