@@ -12,7 +12,7 @@ BIN := $(VENV)/$(PROGRAMS)
 STAMP := $(VENV)/.installed
 DATA ?= cluttered-digits
 # Types and shapes of every call, which double the time: the quick tests check those of one walk (laws/test_shapes.py).
-CHECKED := --jaxtyping-packages=attnrx,attnrx_lab,beartype.beartype
+CHECKED := --jaxtyping-packages=attnrx,attnrx_lab,type_checks.checked
 
 .PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench dist wheel check-metadata check-package check-workflows pre-commit test-wheel
 

@@ -35,6 +35,6 @@ def test_a_walk_through_the_verbs_has_the_annotated_shapes(tmp_path: Path) -> No
 
 
 if __name__ == "__main__":
-    with jaxtyping.install_import_hook(["attnrx"], "beartype.beartype"):
+    with jaxtyping.install_import_hook(["attnrx"], "type_checks.checked"):
         torch.set_default_dtype(torch.float64)
         walk(Path(sys.argv[1]))
