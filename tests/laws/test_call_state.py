@@ -28,9 +28,8 @@ from attnrx.vit.models.call_state import CallState
 from attnrx.vit.tokens import TokenPolicy
 from support.cases import REDUCTIONS
 from support.pretrained import adopted_once, inputs
-from support.token_models import fits, original, reduced
+from support.token_models import KINDS, fits, original, reduced
 
-KINDS = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())
 LIBRARIES = {"timm": "deep", "transformers": "hf vit", "own": "lvvit"}
 CASES = [
     (kind, library, grad)

@@ -17,12 +17,11 @@ from attnrx.vit.tokens import TokenPolicy
 from support import cases
 from support.cases import PATTERNS, REDUCTIONS
 from support.pretrained import adopted_once, deep, inputs
-from support.token_models import fits, reduced
+from support.token_models import KINDS, fits, reduced
 
 # Every reducer on a model of timm; one of each kind on one of ours, of transformers, and LV-ViT; some with two stages.
-FIRST = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())
 PAIRS = [("vit", kind) for kind in REDUCTIONS]
-PAIRS += [(name, kind) for name in ("dense", "hf vit", "lvvit") for kind in FIRST if fits(name, REDUCTIONS[kind])]
+PAIRS += [(name, kind) for name in ("dense", "hf vit", "lvvit") for kind in KINDS if fits(name, REDUCTIONS[kind])]
 STAGED = ("random", "tome", "ward", "spot")
 
 

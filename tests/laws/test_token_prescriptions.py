@@ -35,6 +35,7 @@ from support import cases
 from support.cases import PATTERNS, REDUCTIONS, with_heads
 from support.comparisons import pixels
 from support.pretrained import TIMM, VIT, inputs, of_timm
+from support.token_models import KINDS
 
 DEEP = TIMM.adopt(of_timm(VIT, depth=4, img_size=32))  # three heads, sixteen patches
 CLASSLESS = cases.model(replace(cases.CONFIGS["dense"], image_size=16))
@@ -62,8 +63,9 @@ def both(model: nn.Module, pattern: str, policy: TokenPolicy) -> Prescription:
     return replace(ranks, tokens=TokenPrescription.of(policy, predictors(policy, model)))
 
 
-# Where no head has any direction all attention is the same, and a reducer that sees nothing else decides by rounding.
-PAIRS = [pair for pair in product(PATTERNS, SAME) if pair != ("zero", "spot-no-tokens")]
+# Every class of reducers with every pattern, and every reducer with one.
+PAIRS = [("ragged", kind) for kind in SAME]
+PAIRS += [pair for pair in product(PATTERNS, SAME) if pair[1] in KINDS and pair[0] != "ragged"]
 
 
 @pytest.mark.parametrize(("pattern", "kind"), PAIRS)
@@ -93,7 +95,9 @@ def test_rewritten_directions_values_and_mlp_leave_with_tokens() -> None:
     assert prescribed_costs(CLASSLESS, prescription) == family_of(small).costs(small)
 
 
-@pytest.mark.parametrize(("pattern", "kind"), list(product(("full", "ragged", "head-removed"), REDUCTIONS)))
+@pytest.mark.parametrize(
+    ("pattern", "kind"), [*product(("full", "head-removed"), KINDS), *product(["ragged"], REDUCTIONS)]
+)
 def test_priced_equals_realized_equals_counted(pattern: str, kind: str) -> None:
     prescription = both(DEEP, pattern, TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)))
     small, family = realize(DEEP, prescription), family_of(DEEP)

@@ -24,7 +24,7 @@ from attnrx.vit.tokens import (
 from support import cases
 from support.cases import REDUCTIONS
 from support.pretrained import CASES, adopted_once, inputs
-from support.token_models import fits, original, reduced
+from support.token_models import KINDS, fits, original, reduced
 
 # One of each way of pooling, of tokens before the patches, and of scaling what a layer adds.
 FAMILIES = ("vit", "vit, no class token", "deit, distilled", "dinov2, registers", "hf vit", "hf dinov2")
@@ -36,7 +36,9 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(inputs(model))
 
 
-PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda", *cases.LVVITS) for kind in REDUCTIONS]
+# Every class of reducers in every family, and every reducer in one.
+PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda", *cases.LVVITS) for kind in KINDS]
+PAIRS += [("vit", kind) for kind in REDUCTIONS if kind not in KINDS]
 
 
 def test_every_reducer_is_a_case() -> None:

@@ -10,6 +10,9 @@ from attnrx.vit.tokens import Reducer, TokenPolicy, TokenState
 from support import cases
 from support.pretrained import adopted_once, deep
 
+# One reducer of each class; the others differ in their knobs.
+KINDS = list({type(reducer): kind for kind, reducer in reversed(cases.REDUCTIONS.items())}.values())
+
 
 def original(name: str) -> nn.Module:
     if name == "deep":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -80,6 +80,7 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
     return choices
 
 
+@runtime_checkable
 class PlanBuilder(Protocol):
     """Builds plans at one cost, and measures them."""
 
