@@ -159,7 +159,7 @@ class Adopted(Substitute):
         """The width of the model, and the height and width of a patch; None where no convolution makes the patches."""
         # The first convolution makes the patches, and has the width of the model.
         convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
-        return None if convolution is None else (convolution.out_channels, *convolution.stride)  # type: ignore[return-value]
+        return None if convolution is None else (len(convolution.weight), *convolution.stride)  # type: ignore[return-value]
 
     def _require_images(self, images: ImageBatch) -> None:
         """Raises InvalidInput for images of a size that the model does not take."""
