@@ -190,6 +190,7 @@ def test_the_search_finds_without_a_server(browser, site: Path):
     ("words", "page"),
     [
         ("segmentation", "how-to/dense.html"),
+        ("detector", "how-to/detection.html"),
         ("batch 1", "how-to/batch_1.html"),
         ("fine-tuned", "how-to/fine_tuned.html"),
         ("OpenVINO", "how-to/openvino_file.html"),

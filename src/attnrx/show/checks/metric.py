@@ -8,7 +8,7 @@ import torch
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.statistics import mean_estimate
+from attnrx.show.checks.statistics import mean_estimate, metric_change
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
 from attnrx.vit.outputs import current_judgement, name_of
@@ -48,6 +48,6 @@ class Metric(Check):
             )
             for role, each in (("reference", before), ("candidate", after))
         ]
-        change, words = mean_estimate(after - before, seed), f"change of {measure}, candidate minus reference"
+        change, words = metric_change(before, after, seed), f"change of {measure}, candidate minus reference"
         details = {"measure": measure}
         return *findings, self.finding("metric change", words, change, n=n, seed=seed, details=details)

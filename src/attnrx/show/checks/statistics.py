@@ -175,14 +175,29 @@ def mean_share(shares: Float[Tensor, "images"], seed: int) -> Estimate:
     return Estimate(mean, min(found.low, mean), max(found.high, mean))
 
 
-def mean_change(changes: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean of changes in [-1, 1], the analogue of `paired_change` for fractional changes.
+def mean_change(changes: Float[Tensor, "images"], seed: int, unit: float = 1.0) -> Estimate:
+    """Returns the mean of changes by about `unit`, the analogue of `paired_change` for fractional changes.
 
-    Two pseudo-images of plus and minus sqrt(0.5) add the same variance as the pseudo-counts of `paired_change`.
+    Two pseudo-images of plus and minus unit * sqrt(0.5) add the same variance as the pseudo-counts of `paired_change`.
     """
-    pseudo = torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
+    pseudo = unit * torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
     samples = resampled_means(torch.cat([changes.double(), pseudo])[:, None], seed)[:, 0]
     return estimate(float(changes.double().mean()), samples)
+
+
+def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"], seed: int) -> Estimate:
+    """Returns the mean change of a metric of any unit, after minus before, with its interval over images.
+
+    A metric that many images share, such as a share of few objects, changes in few images, as a decision does
+    (`mean_change`): by the size of the changes that were found, and without any by the least difference of two images.
+    The interval then has nonzero width. Where every image changes, it is the studentized bootstrap.
+    """
+    changes = (after - before).double()
+    if bool((changes != 0).all()):
+        return mean_estimate(changes, seed)
+    found, values = changes[changes != 0], torch.cat([before, after]).double().unique()
+    unit = found.square().mean().sqrt() if len(found) else values.diff().min() if len(values) > 1 else torch.zeros(())
+    return mean_change(changes, seed, float(unit))
 
 
 def student_quantile(probability: float, degrees: int) -> float:

@@ -1,0 +1,136 @@
+"""Make a detector smaller as a whole: boxes and classes, judged by the boxes that are found."""
+
+# %% [markdown]
+# # A detector
+#
+# Goal: a smaller detector with the head, the outputs and the boxes of yours, verified by the objects that it finds.
+# The module here is a Vision Transformer of timm with a head that gives every patch the class of the object whose
+# centre it has, and the place and size of its box. It is trained in half a minute on digits of different sizes in
+# noise; yours may return any tensors, in tuples or dictionaries, before or after your own selection of boxes.
+
+# %%
+import timm
+import torch
+from torch import nn
+
+import attnrx as rx
+
+SIZE, PATCH, CLASSES, OBJECTS, EPOCHS = 24, 4, 10, 2, 20
+SIDE = SIZE // PATCH
+digits = rx.load_data("digits", image_size=8)
+
+
+class Detector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = {"img_size": SIZE, "patch_size": PATCH, "in_chans": 1, "embed_dim": 48, "depth": 3, "num_heads": 3}
+        scale = {"mean": digits.normalization.mean, "std": digits.normalization.std}  # of the images, for timm
+        self.backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0, pretrained_cfg_overlay=scale, **sizes)
+        self.head = nn.Linear(48, CLASSES + 1 + 4)
+        cells = torch.stack(torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="xy"), -1)
+        self.register_buffer("cells", cells.reshape(-1, 2).float())
+
+    def forward(self, images):
+        answers = self.head(self.backbone.forward_features(images)[:, 1:])  # one per patch, without the class token
+        logits, offset, size = answers.split((CLASSES + 1, 2, 2), -1)  # the last class: no object
+        return {"logits": logits, "boxes": torch.cat([(self.cells + offset.sigmoid()) / SIDE, size.sigmoid()], -1)}
+
+
+# %% [markdown]
+# A loader yields images and their objects, [batch, objects, 5]: class, centre, width and height, in shares of the side.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+
+
+def scenes(images, count):
+    batch = next(iter(images.batches(len(images))))
+    background = batch.images.amin()
+    pictures = background + 0.1 * torch.rand(count, 1, SIZE, SIZE, generator=generator)
+    objects = torch.zeros(count, OBJECTS, 5)
+    for scene in range(count):
+        for half in range(OBJECTS):  # one object in each half, so that none hides another
+            row, side = (int(torch.randint(n, (), generator=generator)) for n in (len(batch), 5))
+            side += 8
+            left = half * SIZE // 2 + int(torch.randint(SIZE // 2 - side + 1, (), generator=generator))
+            top = int(torch.randint(SIZE - side + 1, (), generator=generator))
+            drawn = nn.functional.interpolate(batch.images[row : row + 1], (side, side), mode="bilinear")[0]
+            pictures[scene, :, top : top + side, left : left + side] = drawn
+            place = [left + side / 2, top + side / 2, side, side]
+            objects[scene, half] = torch.tensor([float(batch.labels[row]), *(number / SIZE for number in place)])
+    return torch.utils.data.TensorDataset(pictures, objects)
+
+
+def loss_of(answers, objects):
+    centres = (objects[..., 1:3] * SIDE).long()
+    cells = centres[..., 1] * SIDE + centres[..., 0]
+    wanted = torch.full(answers["logits"].shape[:2], CLASSES).scatter(1, cells, objects[..., 0].long())
+    boxes = answers["boxes"].gather(1, cells[..., None].expand(-1, -1, 4))
+    classes = nn.functional.cross_entropy(answers["logits"].flatten(0, 1), wanted.flatten())
+    return 5 * classes + 10 * nn.functional.l1_loss(boxes, objects[..., 1:])
+
+
+torch.manual_seed(0)
+model, training = Detector(), scenes(digits.train, 4000)
+loader = torch.utils.data.DataLoader(training, batch_size=64, shuffle=True, generator=generator)
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, epochs=EPOCHS, steps_per_epoch=len(loader))
+for _ in range(EPOCHS):
+    for images, objects in loader:
+        optimizer.zero_grad()
+        loss_of(model(images), objects).backward()
+        optimizer.step()
+        schedule.step()
+model.eval()
+
+# %% [markdown]
+# ## A divergence and a metric
+#
+# `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two answers of
+# different units, so say how they are weighed: here by the divergence of the classes in all patches, and by the error
+# of the boxes where the original sees an object. `metric(outputs, (images, labels))` is what you report: the share of
+# the objects that are found, with the right class and an overlap (IoU) of one half.
+
+
+# %%
+def detection_divergence(original, smaller):
+    old, new = (answers["logits"].log_softmax(-1) for answers in (original, smaller))
+    seen = 1 - old[..., -1].exp()  # the probability of an object
+    moved = (original["boxes"] - smaller["boxes"]).abs().sum(-1)
+    return (old.exp() * (old - new)).sum((1, 2)) + (seen * moved).sum(1)
+
+
+def corners(boxes):
+    centre, size = boxes[..., :2], boxes[..., 2:]
+    return centre - size / 2, centre + size / 2
+
+
+def objects_found(outputs, batch):
+    _, objects = batch
+    (low, high), (left, right) = corners(outputs["boxes"][:, :, None]), corners(objects[:, None, :, 1:])
+    shared = (torch.minimum(high, right) - torch.maximum(low, left)).clamp_min(0).prod(-1)
+    overlap = shared / ((high - low).prod(-1) + (right - left).prod(-1) - shared)
+    right_class = outputs["logits"].argmax(-1)[..., None] == objects[:, None, :, 0]
+    return ((overlap > 0.5) & right_class).any(1).float().mean(1)  # over the objects of the image
+
+
+# %%
+data = torch.utils.data.DataLoader(scenes(digits.test, 600), batch_size=64)
+small = rx.shrink(model, data, macs=0.7, divergence=detection_divergence, metric=objects_found)
+print(small.summary)
+for finding in small.evidence.findings:
+    if finding.check == "metric":
+        print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")
+
+# %% [markdown]
+# The result is your module: `small.model(images)["boxes"]` are its boxes, and whatever selects among them stays as it
+# is. A backbone inside a detector of a library (ViTDet, YOLOS, RT-DETR) is found in the same way: give the whole
+# detector. Where the head reads the patches at their places, tokens are merged and restored before it, never dropped.
+#
+# ## What can go wrong
+#
+# - A selection of boxes inside `forward` (a threshold, non-maximum suppression) returns tensors whose sizes depend on
+#   the image: give the module without it, and select afterwards.
+# - mAP is a number of the whole data set and has no interval: choose by a number per image, then measure mAP once on
+#   the result, `small.model`, with your own evaluation.
+# - Boxes of all images must have one shape: pad the lists of objects in the dataset.
